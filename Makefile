@@ -1,0 +1,51 @@
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN = $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check docs bench clean
+# Two pips in one environment would break it.
+.NOTPARALLEL:
+
+help: ## List these targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
+	@echo
+	@echo "Variables: ARGS (for demo, test, bench), PYTHON (3.11 or newer; $(PYTHON)), VENV ($(VENV))"
+
+demo: $(VENV)/.demo-stamp ## Train a model on handwritten digits with two workers
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(VENV)/.test-stamp ## Run the tests; ARGS="-k name" selects some
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.test-stamp ## Check lint, format, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+docs: $(VENV)/.docs-stamp ## Build the documentation into docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
+	@echo "docs/_build/index.html"
+
+bench: $(VENV)/.bench-stamp ## Compare an epoch's time with plain DDP, Lightning and Accelerate
+	$(BIN)/python examples/benchmarks/epoch.py $(ARGS)
+
+clean: ## Remove caches and build outputs; the environment stays
+	rm -rf build dist docs/_build *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find raysgd operators examples tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.demo-stamp: EXTRAS = torch,examples
+$(VENV)/.test-stamp: EXTRAS = all,test
+$(VENV)/.docs-stamp: EXTRAS = all,docs
+$(VENV)/.bench-stamp: EXTRAS = all,bench
+
+$(VENV)/.%-stamp: setup.py constraints.txt | $(BIN)/pip
+	@echo "Installing raysgd[$(EXTRAS)] into $(VENV): once, a minute or more"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+# bin/pip, not bin/python: a system without ensurepip leaves an environment with python alone.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,23 @@
+from importlib.metadata import version as installed_version
+
+project = "raysgd"
+author = "The raysgd authors"
+project_copyright = author
+release = version = installed_version("raysgd")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"raysgd {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False

@@ -1,0 +1,34 @@
+"""Class-based distributed training on Ray.
+
+>>> from raysgd import TorchTrainer, TrainingOperator  # doctest: +SKIP
+
+Importing raysgd imports neither torch nor Ray; its names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
+
+__version__ = "0.1.0"
+
+__all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator", "__version__"]
+
+_HOMES = {
+    "CreatorOperator": "raysgd.torch",
+    "TorchTrainer": "raysgd.torch",
+    "TrainingOperator": "raysgd.torch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raysgd' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,52 @@
+"""The seam between workers and whatever they communicate through."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.context import WorkerContext
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """How the workers of one generation find each other and talk.
+
+    The driver calls `prepare` once a generation and sends the rendezvous to every worker. A
+    backend object is created on the driver and once in each worker; nothing of it is shared.
+    """
+
+    @abstractmethod
+    def prepare(self, addresses: Sequence[str]) -> Any:
+        """Make a rendezvous for one generation. Runs on the driver.
+
+        Args:
+            addresses: IP addresses of the workers' nodes, in the order of their ranks.
+
+        Returns:
+            What `setup` needs on the workers; it is pickled.
+        """
+
+    @abstractmethod
+    def setup(self, context: WorkerContext, rendezvous: Any) -> None:
+        """Join the generation. Runs on every worker, returns when all have joined."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make collectives that are under way, and all later ones of this generation, fail.
+
+        Runs on a worker in another thread than the one that is blocked. Must not block.
+        """
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Leave the generation. Runs on every worker; harmless when nothing was set up."""
+
+    @abstractmethod
+    def is_communication_error(self, error: BaseException) -> bool:
+        """Whether `error` says that talking to other workers failed, not that user code is wrong."""
+
+    def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
+        """Let go of what `prepare` made. Runs on the driver."""

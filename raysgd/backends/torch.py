@@ -1,0 +1,169 @@
+"""torch.distributed process groups: gloo on CPU, NCCL on GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from raysgd.backends.base import Backend
+from raysgd.config import env_seconds
+from raysgd.context import WorkerContext
+
+__all__ = ["TorchBackend", "TorchRendezvous"]
+
+
+@dataclass(frozen=True)
+class TorchRendezvous:
+    """Where the store of one generation listens."""
+
+    host: str
+    port: int
+    single_node: bool
+
+
+class TorchBackend(Backend):
+    """A torch.distributed process group a generation, over a store that the driver hosts.
+
+    The driver hosts the store because it is the one member that is never replaced. Each
+    generation gets a store of its own: keys of an earlier one would be taken for its own.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout = datetime.timedelta(
+            seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
+        )
+        self._store: dist.TCPStore | None = None
+        self._listening: set[tuple[str, int]] = set()
+        self._user_interface = "GLOO_SOCKET_IFNAME" in os.environ
+
+    def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
+        """Start the store of a new generation on a free port of the driver."""
+        single_node = len(set(addresses)) == 1 and addresses[0] in {"127.0.0.1", *_interfaces()}
+        host = "127.0.0.1" if single_node else _address_towards(addresses[0])
+        self._store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+        return TorchRendezvous(host, self._store.port, single_node)
+
+    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous) -> None:
+        """Create the default process group, and note which sockets are its own."""
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialized already in this process, and raysgd makes a "
+                "process group of its own. Call torch.distributed.destroy_process_group() "
+                "first, or leave out use_local=True."
+            )
+        if not self._user_interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = (
+                _interface_of("127.0.0.1" if rendezvous.single_node else context.node_ip)
+            )
+        store = dist.TCPStore(
+            rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
+        )
+        before = _listeners()
+        dist.init_process_group(
+            # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
+            "gloo" if self._name == "gloo" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=context.world_rank,
+            world_size=context.world_size,
+            timeout=self._timeout,
+        )
+        # gloo connects when its group is made. Its listeners are the only ones that appear in
+        # this window, and each of its connections has one of them at one end.
+        rank = context.world_rank
+        store.set(f"listening/{rank}", json.dumps(sorted(_listeners() - before)))
+        texts = store.multi_get([f"listening/{rank}" for rank in range(context.world_size)])
+        self._listening = {tuple(address) for text in texts for address in json.loads(text)}
+
+    def interrupt(self) -> None:
+        """Shut the group's own sockets down; for NCCL, abort its communicators too.
+
+        A thread that is blocked in gloo notices nothing else: neither ``abort`` nor
+        ``destroy_process_group`` wakes it.
+        """
+        for connection in _connections():
+            ends = {tuple(connection.laddr), tuple(connection.raddr)}
+            if connection.status != psutil.CONN_LISTEN and ends & self._listening:
+                _shutdown(connection.fd)
+        if self._name == "nccl" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        """Destroy the process group."""
+        self._listening = set()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def is_communication_error(self, error: BaseException) -> bool:
+        """Whether gloo, NCCL or the store raised `error`."""
+        return isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError)
+            and any(sign in str(error) for sign in ("gloo/", "NCCL", "ProcessGroup"))
+        )
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store = None
+
+
+def _shutdown(descriptor: int) -> None:
+    """Shut a socket down that someone else owns; its descriptor stays theirs."""
+    # it may have been closed since it was listed
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> list[Any]:
+    """Return the TCP sockets of this process."""
+    connections: list[Any] = psutil.Process().net_connections("tcp")
+    return connections
+
+
+def _listeners() -> set[tuple[str, int]]:
+    """Return the addresses on which this process listens."""
+    return {tuple(c.laddr) for c in _connections() if c.status == psutil.CONN_LISTEN}
+
+
+def _interfaces() -> dict[str, str]:
+    """Return the name of each network interface of this machine by its IPv4 addresses."""
+    return {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+
+
+def _interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`.
+
+    Raises:
+        RuntimeError: if none has it.
+    """
+    interfaces = _interfaces()
+    if address not in interfaces:
+        raise RuntimeError(
+            f"No network interface of this node has the address {address} by which Ray knows "
+            f"it; it has {', '.join(interfaces) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
+            "interface that the workers shall use."
+        )
+    return interfaces[address]
+
+
+def _address_towards(address: str) -> str:
+    """Return this machine's address on the way to `address`; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 1))
+        name: str = sock.getsockname()[0]
+        return name

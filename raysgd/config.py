@@ -1,0 +1,83 @@
+"""The user's config, and the global batch size in it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BATCH_SIZE", "batch_share", "check_batch_size", "env_seconds", "rounded_config", "warn_of_rounding", "worker_config"]
+
+BATCH_SIZE = "*batch_size"
+"""Key of the global batch size in a config. Workers see their share under the same key."""
+
+
+def env_seconds(name: str, default: float) -> float:
+    """Read a number of seconds from the environment variable `name`.
+
+    Raises:
+        ValueError: if it is set to something that is not a positive number.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise ValueError(f"{name}={text!r}: must be a positive number of seconds.")
+    return value
+
+
+def batch_share(global_batch_size: int, world_size: int) -> int:
+    """Return each worker's share of a global batch; a remainder is left out."""
+    return global_batch_size // world_size
+
+
+def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
+    """Check ``config[BATCH_SIZE]``, where there is one.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is smaller than `num_workers`, so that a worker would get no sample.
+    """
+    size = config.get(BATCH_SIZE)
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
+    if size < num_workers:
+        raise ValueError(
+            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}: each worker "
+            f"needs at least one sample of a global batch. Use {num_workers} or more, or fewer "
+            "workers."
+        )
+
+
+def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return `config` with the global batch that `world_size` workers can share equally."""
+    size = config.get(BATCH_SIZE)
+    if size is None:
+        return dict(config)
+    return {**config, BATCH_SIZE: batch_share(size, world_size) * world_size}
+
+
+def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
+    """Warn where the global batch that the user gave has to be rounded down."""
+    size, rounded = config.get(BATCH_SIZE), rounded_config(config, world_size).get(BATCH_SIZE)
+    if rounded is not None and rounded != size:
+        warnings.warn(
+            f"config[BATCH_SIZE]={size} does not divide by {world_size} workers; the global "
+            f"batch is {rounded} ({rounded // world_size} a worker).",
+            stacklevel=4,
+        )
+
+
+def worker_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the config as a worker sees it: its own dict, with its share as ``BATCH_SIZE``."""
+    size = config.get(BATCH_SIZE)
+    if size is None:
+        return dict(config)
+    return {**config, BATCH_SIZE: batch_share(size, world_size)}

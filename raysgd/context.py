@@ -1,0 +1,90 @@
+"""What a worker knows about its place in the group, and what it hosts.
+
+:class:`Runner` is the seam between the execution layer, which knows no framework, and the
+families, which know no actors: a worker hosts one runner and calls it by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Progress", "Runner", "WorkerContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """The place of one worker in one generation of the group.
+
+    A generation is one membership, from one rendezvous to the next.
+    """
+
+    world_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Rank among the workers of the same node."""
+    node_rank: int = 0
+    generation: int = 0
+    distributed: bool = False
+    """Whether there is a process group; with ``num_workers=1`` there is none."""
+    num_cpus: float = 1
+    in_driver: bool = False
+    """Whether this worker lives in the driver's process (``use_local``)."""
+    node_ip: str = "127.0.0.1"
+    visible_gpus: tuple[str, ...] = ()
+    """Ids of the GPUs of all workers of this node, in order; each worker sees them all."""
+    gpu_index: int | None = None
+    """Which of the visible GPUs is this worker's own; None without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a worker has come. Read from another thread while the worker is busy."""
+
+    epoch: int = 0
+    """Epochs that are completed."""
+    in_epoch: bool = False
+    """Whether a further epoch is part-finished."""
+    global_step: int = 0
+    """Committed steps: those whose optimizer update is done."""
+    num_batches: int = 0
+    """Batches finished in the call under way."""
+    total_batches: int | None = None
+    """Batches that the call under way will take; None where that is unknown."""
+    num_samples: int = 0
+    """Samples finished in the call under way."""
+    loss: float | None = None
+    """Newest loss, as last read; None before the first batch or where there is none."""
+
+
+class Runner(Protocol):
+    """What a worker hosts: an operator, a Keras operator or a training function.
+
+    ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
+    at a time in the worker's *work* thread. ``progress`` and ``request_stop`` run beside them
+    in a *control* thread, so they only read and set plain attributes.
+    """
+
+    def prepare(self, context: WorkerContext) -> None:
+        """Adjust the process (threads, devices) before the process group exists."""
+
+    def setup(self, context: WorkerContext) -> None:
+        """Build what the runner hosts. The process group of this generation exists."""
+
+    def rejoin(self, context: WorkerContext, leader: int) -> None:
+        """Enter a new generation, whose process group exists, with the state of rank `leader`."""
+
+    def progress(self) -> Progress:
+        """Say how far the work is."""
+
+    def request_stop(self, requested: bool) -> None:
+        """Ask the work under way to raise at its next step; False takes the request back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, on CPU."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+
+    def teardown(self) -> None:
+        """Let go of what was built. The process may live on (``use_local``)."""

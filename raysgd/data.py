@@ -1,0 +1,86 @@
+"""Data sets of items that each worker fetches for itself."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+__all__ = ["Dataset"]
+
+
+class Dataset:
+    """Items, such as paths or URLs, that workers download, transform and train on.
+
+    Pass it to ``trainer.train(dataset=...)``; it then takes the place of the registered train
+    loader. The items are shared out over the workers, in order, each item to one of them.
+
+    >>> data = Dataset(range(4), batch_size=2, download_func=lambda i: i * 10)
+    >>> data.fetch([0, 3])
+    [0, 30]
+
+    Args:
+        dataset: the items; anything that is not a sequence is listed once. They are sent to the
+            workers, so let them be names of what is large.
+        batch_size: items that each worker takes at a step.
+        download_func: turns an item into a sample; runs on the worker. None: items are samples.
+        max_concurrency: how many items of a batch are downloaded at the same time, in threads;
+            0 or 1: one after the other.
+        transform: turns a downloaded sample into ``(*features, target)``; runs on the worker.
+
+    A batch is made of its samples column by column: tensors with at least one dimension are
+    concatenated along the first, so that a sample is a small batch itself, and everything else
+    is stacked as a DataLoader does.
+
+    Raises:
+        TypeError: if `dataset` is not iterable or a function is not callable.
+        ValueError: if `batch_size` is below 1 or `max_concurrency` below 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 32,
+        download_func: Callable[[Any], Any] | None = None,
+        max_concurrency: int = 0,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if not isinstance(dataset, Iterable):
+            raise TypeError(f"Dataset(dataset=...) must be iterable, but it is {dataset!r}.")
+        for name, function in (("download_func", download_func), ("transform", transform)):
+            if function is not None and not callable(function):
+                raise TypeError(f"Dataset({name}=...) must be callable, but it is {function!r}.")
+        if batch_size < 1:
+            raise ValueError(f"Dataset(batch_size={batch_size}): must be at least 1.")
+        if max_concurrency < 0:
+            raise ValueError(f"Dataset(max_concurrency={max_concurrency}): must be at least 0.")
+        self.items = dataset if isinstance(dataset, Sequence) else list(dataset)
+        self.batch_size = batch_size
+        self.uid = uuid.uuid4().hex
+        self._download = download_func
+        self._transform = transform
+        self._max_concurrency = max_concurrency
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self.items)
+
+    def fetch(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at `indices`, downloaded and transformed."""
+        items = [self.items[index] for index in indices]
+        if self._download is not None:
+            if self._max_concurrency > 1:
+                with ThreadPoolExecutor(self._max_concurrency) as pool:
+                    items = list(pool.map(self._download, items))
+            else:
+                items = [self._download(item) for item in items]
+        return items if self._transform is None else [self._transform(item) for item in items]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample."""
+        return self.fetch([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples; torch's DataLoader calls this for each batch."""
+        return self.fetch(indices)

@@ -1,0 +1,105 @@
+"""How many workers start, who is who in a generation, and whose state counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raysgd.context import Progress, WorkerContext
+
+__all__ = ["Place", "assign_contexts", "choose_leader", "start_sizes", "workers_that_fit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker runs."""
+
+    node_id: str
+    node_ip: str
+    gpu_ids: tuple[str, ...] = ()
+    in_driver: bool = False
+
+
+def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """Return how many bundles `resources` hold, were they all on one node: an upper bound.
+
+    >>> workers_that_fit({"CPU": 5.0}, {"CPU": 2})
+    2
+    """
+    counts = [int(resources.get(name, 0) // need) for name, need in bundle.items() if need > 0]
+    return min(counts, default=0)
+
+
+def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) -> list[int]:
+    """Return the group sizes to try at the start, one after the other.
+
+    Args:
+        num_workers: the most.
+        min_workers: the fewest.
+        capacity: how many the whole cluster could hold.
+        free: how many it seems to hold now. What Ray says is free lags behind by up to a
+            second, so `num_workers` is tried first wherever the cluster could hold them.
+
+    >>> start_sizes(4, 1, capacity=8, free=2)
+    [4, 2]
+    >>> start_sizes(4, 1, capacity=3, free=3)
+    [3]
+    """
+    sizes = [num_workers] if capacity >= num_workers else []
+    fitting = min(num_workers, capacity, free)
+    if fitting >= min_workers and fitting not in sizes:
+        sizes.append(fitting)
+    return sizes
+
+
+def assign_contexts(
+    places: Sequence[Place], *, generation: int, distributed: bool, num_cpus: float
+) -> list[WorkerContext]:
+    """Give every worker its ranks: world ranks in the order given, local ranks node by node.
+
+    GPUs of a node are visible to all of its workers, in one order, so that NCCL can use the
+    direct paths between them; each worker gets the index of its own.
+    """
+    nodes = list(dict.fromkeys(place.node_id for place in places))
+    gpus = {
+        node: tuple(
+            sorted({gpu for p in places if p.node_id == node for gpu in p.gpu_ids}, key=_gpu_key)
+        )
+        for node in nodes
+    }
+    seen = dict.fromkeys(nodes, 0)
+    contexts = []
+    for rank, place in enumerate(places):
+        visible = gpus[place.node_id]
+        contexts.append(
+            WorkerContext(
+                world_rank=rank,
+                world_size=len(places),
+                local_rank=seen[place.node_id],
+                node_rank=nodes.index(place.node_id),
+                generation=generation,
+                distributed=distributed,
+                num_cpus=num_cpus,
+                in_driver=place.in_driver,
+                node_ip=place.node_ip,
+                visible_gpus=visible,
+                gpu_index=visible.index(place.gpu_ids[0]) if place.gpu_ids else None,
+            )
+        )
+        seen[place.node_id] += 1
+    return contexts
+
+
+def choose_leader(progress: Sequence[Progress]) -> int:
+    """Return the rank whose state counts: the lowest of those with most committed steps.
+
+    One survivor may have finished the step in which another failed; its update must not be lost.
+
+    >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
+    1
+    """
+    return max(range(len(progress)), key=lambda rank: (progress[rank].global_step, -rank))
+
+
+def _gpu_key(gpu: str) -> tuple[int, int, str]:
+    return (0, int(gpu), "") if gpu.isdigit() else (1, 0, gpu)

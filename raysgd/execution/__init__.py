@@ -1,0 +1,1 @@
+"""Worker actors, their placement, and their supervision. Knows Ray and no framework."""

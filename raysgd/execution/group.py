@@ -1,0 +1,167 @@
+"""The workers of a trainer: starting them, and ending them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.elastic.policies import Place
+from raysgd.errors import WorkerTimeoutError
+from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember
+from raysgd.execution.worker import Worker
+
+__all__ = ["GroupOptions", "WorkerGroup", "gather"]
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_THREADS = 4
+_TEARDOWN_S = 5.0
+_LARGE_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How many workers there are and what each of them reserves."""
+
+    num_workers: int
+    min_workers: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    use_local: bool = False
+    start_timeout_s: float = 100.0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one worker reserves, as Ray names it."""
+        bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    @property
+    def inline(self) -> bool:
+        """Whether the only worker runs in the caller's thread, without Ray."""
+        return self.use_local and self.num_workers == 1
+
+
+class WorkerGroup:
+    """The members in the order of their ranks, and the room that they take."""
+
+    def __init__(self, options: GroupOptions) -> None:
+        self.options = options
+        self.members: list[Member] = []
+        self._reservation: Any = None
+
+    def start(self) -> None:
+        """Start the workers and wait until each has said where it runs.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for ``min_workers``.
+            WorkerTimeoutError: if a worker does not come up.
+        """
+        options = self.options
+        if options.inline:
+            self.members = [InlineMember()]
+            return
+        from raysgd.execution import placement
+
+        placement.connect()
+        num_local = int(options.use_local)
+        self._reservation = placement.reserve(
+            options.bundle,
+            num_workers=options.num_workers - num_local,
+            min_workers=max(1, options.min_workers - num_local),
+            timeout_s=options.start_timeout_s,
+        )
+        actor_cls = self._actor_class()
+        members: list[Member] = [
+            ActorMember(actor_cls.options(scheduling_strategy=strategy).remote())
+            for strategy in self._reservation.strategies()
+        ]
+        places = gather(
+            [member.control("place") for member in members],
+            options.start_timeout_s,
+            "worker processes to come up",
+        )
+        for member, place in zip(members, places, strict=True):
+            member.place = place
+        # workers of a node get neighbouring ranks, and so their local ranks in order
+        nodes = list(dict.fromkeys(place.node_id for place in places))
+        members.sort(key=lambda member: nodes.index(member.place.node_id))
+        if options.use_local:
+            members.insert(0, _local_member())
+        self.members = members
+
+    def _actor_class(self) -> Any:
+        import ray
+
+        options = self.options
+        return ray.remote(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=dict(options.resources) or None,
+            concurrency_groups={"work": 1, "control": _CONTROL_THREADS},
+        )(Worker)
+
+    def shared(self, data: bytes) -> Any:
+        """Return `data`, or where it is large a reference, so that it is sent to a node once."""
+        if len(data) < _LARGE_BYTES or not all(member.remote for member in self.members):
+            return data
+        import ray
+
+        return ray.put(data)
+
+    def shutdown(self, force: bool = False) -> None:
+        """End every worker, gently unless `force`, and give their room back."""
+        members, self.members = self.members, []
+        if not force:
+            pending = [member.control("teardown") for member in members]
+            wait(pending, timeout=_TEARDOWN_S)
+        for member in members:
+            member.kill()
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.release()
+
+
+def _local_member() -> Member:
+    import ray
+
+    member = ThreadMember()
+    member.place = Place(
+        node_id=ray.get_runtime_context().get_node_id(),
+        node_ip=ray.util.get_node_ip_address(),
+        in_driver=True,
+    )
+    return member
+
+
+def gather(
+    futures: Sequence[Future[Any]], timeout_s: float, awaited: str, log_every_s: float = 30.0
+) -> list[Any]:
+    """Return the results of `futures`, one a rank.
+
+    Raises:
+        WorkerTimeoutError: if not all are there within `timeout_s`; it says what was `awaited`.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending = set(futures)
+    while pending:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            ranks = [rank for rank, future in enumerate(futures) if future in pending]
+            raise WorkerTimeoutError(
+                f"Waited {timeout_s:g} s for {awaited}, in vain for worker"
+                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}.",
+                ranks=ranks,
+                waited_s=timeout_s,
+            )
+        done, pending = wait(pending, timeout=min(left, log_every_s))
+        if pending and left > log_every_s:
+            logger.warning("Still waiting for %s (%d to go).", awaited, len(pending))
+    return [future.result() for future in futures]
+
+

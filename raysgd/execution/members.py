@@ -1,0 +1,131 @@
+"""Handles of workers: an actor, or a worker in the driver's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from raysgd.elastic.policies import Place
+from raysgd.execution.worker import Worker
+
+__all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss"]
+
+
+class Member(ABC):
+    """One worker, as the driver holds it.
+
+    Work runs one call at a time; control calls run beside it. Both answer with a future, so that
+    waiting is the same for every kind of member.
+    """
+
+    place: Place
+    remote: bool
+
+    @abstractmethod
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the work thread."""
+
+    @abstractmethod
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call that runs beside the work."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker, whatever it is doing."""
+
+    @property
+    def name(self) -> str:
+        """Where it runs, for messages."""
+        return f"node {self.place.node_id[:8] or 'unknown'} ({self.place.node_ip})"
+
+
+class ActorMember(Member):
+    """A worker in a Ray actor."""
+
+    remote = True
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the actor's work thread."""
+        return self._submit("work", method, arguments)
+
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in one of the actor's control threads."""
+        return self._submit("control", method, arguments)
+
+    def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        bound = getattr(self._actor, method).options(concurrency_group=group)
+        future: Future[Any] = bound.remote(*arguments).future()
+        return future
+
+    def kill(self) -> None:
+        """Kill the actor's process."""
+        import ray
+
+        with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
+            ray.kill(self._actor)
+
+
+class InlineMember(Member):
+    """The only worker of a group, in the driver's process and in the caller's thread.
+
+    A call has ended when it returns, so that a debugger stops where the user is.
+    """
+
+    remote = False
+
+    def __init__(self) -> None:
+        self.place = Place(node_id="", node_ip="127.0.0.1", in_driver=True)
+        self._worker = Worker()
+        self._worker.keep_in_process()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker itself."""
+        return self._worker
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Make the call."""
+        future: Future[Any] = Future()
+        future.set_result(getattr(self._worker, method)(*arguments))
+        return future
+
+    control = work
+
+    def kill(self) -> None:
+        """Do nothing: the process is the driver's own."""
+
+
+class ThreadMember(InlineMember):
+    """Worker 0 of a larger group, in the driver's process and a thread of its own.
+
+    The caller's thread stays free to notice when another worker fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the thread."""
+        return self._thread.submit(getattr(self._worker, method), *arguments)
+
+    def kill(self) -> None:
+        """Let the thread end when its call has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether Ray's `error` says that the worker or its node is gone."""
+    import ray.exceptions
+
+    return isinstance(
+        error,
+        ray.exceptions.RayActorError
+        | ray.exceptions.WorkerCrashedError
+        | ray.exceptions.NodeDiedError,
+    )

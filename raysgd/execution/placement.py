@@ -1,0 +1,155 @@
+"""Room for workers in the cluster: placement groups, and what to say when there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysgd.elastic.policies import start_sizes, workers_that_fit
+from raysgd.errors import InsufficientResourcesError
+
+__all__ = ["Reservation", "connect", "gpus_in_cluster", "reserve"]
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 1.0
+"""How long a group that should fit may take: what Ray knows to be free lags behind."""
+_LOG_EVERY_S = 10.0
+
+
+def connect() -> None:
+    """Connect to Ray, starting it on this machine where there is none."""
+    if not ray.is_initialized():
+        ray.init()
+
+
+def gpus_in_cluster() -> float:
+    """Return how many GPUs the cluster has. Ray is asked: the driver may have none."""
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+class Reservation:
+    """Room for a number of workers: a placement group of our own, or the caller's (Tune's)."""
+
+    def __init__(self, group: PlacementGroup, num_workers: int, owned: bool) -> None:
+        self._group = group
+        self._owned = owned
+        self.num_workers = num_workers
+
+    def strategies(self) -> list[PlacementGroupSchedulingStrategy]:
+        """Return the scheduling strategy of each worker."""
+        return [
+            PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index if self._owned else -1
+            )
+            for index in range(self.num_workers)
+        ]
+
+    def release(self, timeout_s: float = 10.0) -> None:
+        """Give the room back, and wait until Ray counts it as free."""
+        if not self._owned or not ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
+            remove_placement_group(self._group)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline and not self._is_free():
+                time.sleep(0.02)
+
+    def _is_free(self) -> bool:
+        state = placement_group_table(self._group).get("state", "REMOVED")
+        # while a group holds resources, the cluster shows them under names that end in its id
+        held = self._group.id.hex()
+        return state == "REMOVED" and not any(
+            name.endswith(held) for name in ray.available_resources()
+        )
+
+
+def reserve(
+    bundle: Mapping[str, float], *, num_workers: int, min_workers: int, timeout_s: float
+) -> Reservation:
+    """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
+
+    Inside of a placement group that captures its child tasks, as Tune makes one a trial, that
+    one's room is used.
+
+    Raises:
+        InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
+    """
+    current = get_current_placement_group()
+    if current is not None:
+        return Reservation(current, num_workers, owned=False)
+    deadline = time.monotonic() + timeout_s
+    sizes = start_sizes(
+        num_workers,
+        min_workers,
+        capacity=workers_that_fit(ray.cluster_resources(), bundle),
+        free=workers_that_fit(ray.available_resources(), bundle),
+    )
+    for size in sizes:
+        group = _request(bundle, size)
+        if _wait(group, min(_SETTLE_S, timeout_s)):
+            if size < num_workers:
+                logger.warning(
+                    "Starting with %d of %d workers: the cluster has no room for more now (%s).",
+                    size,
+                    num_workers,
+                    _described(bundle),
+                )
+            return Reservation(group, size, owned=True)
+        remove_placement_group(group)
+    # a request that stays is what an autoscaler adds nodes for
+    group = _request(bundle, min_workers)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if _wait(group, min(left, _LOG_EVERY_S)):
+                return Reservation(group, min_workers, owned=True)
+            logger.warning("Waiting up to %.0f s for %s", left, _demand(bundle, min_workers))
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    remove_placement_group(group)
+    raise InsufficientResourcesError(
+        f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
+        "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S).",
+        requested=bundle,
+        total=ray.cluster_resources(),
+        available=ray.available_resources(),
+    )
+
+
+def _request(bundle: Mapping[str, float], size: int) -> PlacementGroup:
+    return placement_group([dict(bundle)] * size, strategy="SPREAD")
+
+
+def _wait(group: PlacementGroup, timeout_s: float) -> bool:
+    ready: bool = group.wait(timeout_seconds=timeout_s)
+    return ready
+
+
+def _demand(bundle: Mapping[str, float], size: int) -> str:
+    return (
+        f"{size} worker{'s' * (size > 1)} with {_described(bundle)} each: the cluster has "
+        f"{_described(ray.cluster_resources(), bundle)}, of which "
+        f"{_described(ray.available_resources(), bundle)} are free."
+    )
+
+
+def _described(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:
+    """Return resources as text; with `names`, those of them alone."""
+    shown: Mapping[str, Any] = (
+        resources if names is None else {name: resources.get(name, 0) for name in names}
+    )
+    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"

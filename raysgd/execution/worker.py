@@ -1,0 +1,238 @@
+"""What runs in a worker process: one runner, one backend, and how failures are reported.
+
+Nothing here needs Ray: a worker in the driver's process is the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cloudpickle
+
+from raysgd.backends import Backend
+from raysgd.context import Progress, Runner, WorkerContext
+from raysgd.elastic.policies import Place
+from raysgd.errors import RemoteError, RemoteTraceback
+
+__all__ = ["Outcome", "Worker"]
+
+
+@dataclass
+class Outcome:
+    """What came of one call: a value, or an exception and what kind of failure it is.
+
+    ``user``: user code raised. ``communication``: talking to another worker failed, most likely
+    because that one failed. ``stopped``: it failed after the driver had interrupted it.
+    """
+
+    kind: Literal["ok", "user", "communication", "stopped"]
+    payload: Any
+    """The value or the exception; pickled by us where it comes from another process, since what
+    Ray unpickles it does in a thread of its own, and user code shall not run there."""
+    progress: Progress
+    traceback: str = ""
+
+    def value(self) -> Any:
+        """Return the value or the exception."""
+        return _unpickled(self.payload)
+
+    def exception(self) -> BaseException:
+        """Return the exception, with the worker's traceback as its cause."""
+        error: BaseException = self.value()
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+
+class Worker:
+    """Hosts a runner. The driver's calls reach it as an actor's methods, or directly.
+
+    `call` and the other methods that work run one at a time; `interrupt`, `progress` and
+    `stacks` run beside them.
+    """
+
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+        self._backend: Backend | None = None
+        self._rank = 0
+        self._remote = True
+        self._interrupted = False
+
+    def place(self) -> Place:
+        """Say where this worker runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        return Place(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            gpu_ids=gpu_ids,
+        )
+
+    def create(self, hook: Any, runner: Any, backend: Any) -> Outcome:
+        """Run the initialization hook, then take over runner and backend.
+
+        They come pickled one by one, since unpickling the runner imports what the hook may want to
+        configure; in the driver's process they come as they are.
+        """
+
+        def create() -> None:
+            function: Callable[[], None] | None = _unpickled(hook)
+            if function is not None:
+                function()
+            self._runner = _unpickled(runner)
+            self._backend = _unpickled(backend)
+
+        return self._attempt(create)
+
+    def keep_in_process(self) -> None:
+        """Say that driver and worker share a process: nothing is pickled."""
+        self._remote = False
+
+    def prepare(self, context: WorkerContext) -> Outcome:
+        """Adjust the process before the process group is made."""
+        self._rank = context.world_rank
+        return self._attempt(lambda: self._hosted.prepare(context))
+
+    def enter(self, context: WorkerContext, rendezvous: Any, leader: int | None) -> Outcome:
+        """Enter a generation: make its process group, then set up, or join rank `leader`'s state."""
+        self._rank = context.world_rank
+
+        def enter() -> None:
+            if self._backend is not None:
+                self._backend.teardown()
+                self._backend.setup(context, rendezvous)
+            self._interrupted = False
+            self._hosted.request_stop(False)
+            if leader is None:
+                self._hosted.setup(context)
+            else:
+                self._hosted.rejoin(context, leader)
+
+        return self._attempt(enter)
+
+    def call(self, method: str, arguments: Any) -> Outcome:
+        """Call a method of the runner."""
+        return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
+
+    def interrupt(self) -> None:
+        """Make the call under way fail, at its next step or in its collective."""
+        self._interrupted = True
+        if self._runner is not None:
+            self._runner.request_stop(True)
+        if self._backend is not None:
+            self._backend.interrupt()
+
+    def progress(self) -> Progress:
+        """Say how far the work is."""
+        return Progress() if self._runner is None else self._runner.progress()
+
+    def stacks(self) -> str:
+        """Return the Python stack of every thread, as text."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
+    def teardown(self) -> None:
+        """Let go of runner and process group."""
+        if self._runner is not None:
+            self._runner.teardown()
+        if self._backend is not None:
+            self._backend.teardown()
+        self._runner = None
+
+    @property
+    def runner(self) -> Runner | None:
+        """What this worker hosts."""
+        return self._runner
+
+    @property
+    def _hosted(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("This worker hosts nothing: it was not created, or torn down.")
+        return self._runner
+
+    def _attempt(self, function: Callable[[], Any]) -> Outcome:
+        try:
+            value = function()
+            payload = _pickled(value) if self._remote else value
+        except (Exception, SystemExit) as error:
+            return self._failure(error)
+        return Outcome("ok", payload, self._safe_progress())
+
+    def _failure(self, error: BaseException) -> Outcome:
+        kind: Literal["user", "communication", "stopped"] = "user"
+        if self._interrupted:
+            kind = "stopped"
+        elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
+            kind = "communication"
+        progress = self._safe_progress()
+        if not self._remote:
+            return Outcome(kind, error, progress)
+        text = "".join(traceback.format_exception(error))
+        where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
+        return Outcome(kind, _pickled_error(error), progress, where)
+
+    def _safe_progress(self) -> Progress:
+        """Return the progress, also where a half-built runner has none."""
+        with contextlib.suppress(Exception):
+            return self.progress()
+        return Progress()
+
+
+def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
+    """Whether `error`, or one that led to it, passes `test`."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if test(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _unpickled(value: Any) -> Any:
+    return pickle.loads(value) if isinstance(value, bytes) else value
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return _dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"A worker cannot send a {type(value).__name__} back to the driver: {error}"
+        ) from error
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    """Pickle an exception; one that does not survive it is replaced by a RemoteError."""
+    # the frames stay here: what they hold may be large, and is often not picklable
+    bare = error.with_traceback(None)
+    bare.__cause__ = bare.__context__ = None
+    try:
+        blob = _dumps(bare)
+        if isinstance(pickle.loads(blob), BaseException):
+            return blob
+    except Exception:  # noqa: S110  whatever goes wrong in user code's pickling, the next line serves
+        pass
+    return _dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
+
+
+def _dumps(value: Any) -> bytes:
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
+
+
+def _host() -> str:
+    return os.uname().nodename

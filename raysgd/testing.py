@@ -1,0 +1,38 @@
+"""Help for testing operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.torch import TrainingOperator
+
+__all__ = ["run_operator"]
+
+
+def run_operator(
+    operator_cls: type[TrainingOperator],
+    config: Mapping[str, Any] | None = None,
+    *,
+    scheduler_step_freq: str | None = None,
+) -> TrainingOperator:
+    """Create an operator in this process, on CPU, and run its ``setup``; no Ray, no process group.
+
+    Its methods can then be called and debugged like those of any object::
+
+        operator = run_operator(Classifier, {"lr": 0.1})
+        batch = next(iter(operator.train_loader))
+        print(operator.train_batch(batch, {"batch_idx": 0}))
+        print(operator.validate(iter(operator.validation_loader)))
+
+    Args:
+        operator_cls: the class.
+        config: handed to the operator.
+        scheduler_step_freq: as for the trainer; needed where setup registers schedulers.
+    """
+    from raysgd.torch.components import OperatorSettings
+    from raysgd.torch.runner import build_operator
+
+    settings = OperatorSettings(scheduler_step_freq=scheduler_step_freq)
+    return build_operator(operator_cls, dict(config or {}), settings)

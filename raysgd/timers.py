@@ -1,0 +1,157 @@
+"""Wall-clock timers for the stages of a training step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+__all__ = ["TimerCollection", "TimerStat"]
+
+
+class TimerStat:
+    """Times a block of code: ``with timer: ...``.
+
+    Mean and throughput cover the last `window_size` blocks; ``count`` and ``total_s`` all of them.
+
+    >>> timer = TimerStat()
+    >>> with timer:
+    ...     pass
+    >>> timer.count
+    1
+    """
+
+    def __init__(self, window_size: int = 10) -> None:
+        self._samples: collections.deque[float] = collections.deque(maxlen=window_size)
+        self._units: collections.deque[float] = collections.deque(maxlen=window_size)
+        self._started: float | None = None
+        self.count = 0
+        self.total_s = 0.0
+
+    def __enter__(self) -> TimerStat:
+        if self._started is not None:
+            raise RuntimeError("This TimerStat is running already; use one timer for each block.")
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._started is not None
+        self.push(time.perf_counter() - self._started)
+        self._started = None
+
+    def push(self, seconds: float) -> None:
+        """Add a duration that was measured elsewhere, in seconds."""
+        self._samples.append(seconds)
+        self.count += 1
+        self.total_s += seconds
+
+    def push_units_processed(self, units: float) -> None:
+        """Say how many units (samples, say) the last block processed."""
+        self._units.append(units)
+
+    def has_units_processed(self) -> bool:
+        """Whether units were pushed."""
+        return bool(self._units)
+
+    @property
+    def mean(self) -> float:
+        """Mean duration in seconds over the window; 0 before the first block."""
+        return sum(self._samples) / len(self._samples) if self._samples else 0.0
+
+    @property
+    def median(self) -> float:
+        """Median duration in seconds over the window; 0 before the first block."""
+        ordered = sorted(self._samples)
+        return ordered[len(ordered) // 2] if ordered else 0.0
+
+    @property
+    def sum(self) -> float:
+        """Sum of the durations in the window, in seconds."""
+        return sum(self._samples)
+
+    @property
+    def max(self) -> float:
+        """Longest duration in the window, in seconds; 0 before the first block."""
+        return max(self._samples, default=0.0)
+
+    @property
+    def first(self) -> float:
+        """Oldest duration in the window, in seconds; 0 before the first block."""
+        return self._samples[0] if self._samples else 0.0
+
+    @property
+    def last(self) -> float:
+        """Newest duration, in seconds; 0 before the first block."""
+        return self._samples[-1] if self._samples else 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of durations in the window."""
+        return len(self._samples)
+
+    @property
+    def mean_units_processed(self) -> float:
+        """Mean units of a block over the window; 0 without units."""
+        return sum(self._units) / len(self._units) if self._units else 0.0
+
+    @property
+    def mean_throughput(self) -> float:
+        """Units a second over the window; 0 without units or time."""
+        return sum(self._units) / self.sum if self._units and self.sum > 0 else 0.0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__(self._samples.maxlen or 10)  # type: ignore[misc]
+
+
+class TimerCollection:
+    """Timers by name: ``with timers.record("fwd"): ...``. Disabled, it costs next to nothing."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, TimerStat] = {}
+        self._enabled = True
+        self._nothing = contextlib.nullcontext()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether blocks are timed."""
+        return self._enabled
+
+    def enable(self) -> None:
+        """Time blocks from now on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Time no blocks from now on."""
+        self._enabled = False
+
+    def reset(self) -> None:
+        """Forget all timers."""
+        self._timers.clear()
+
+    def record(self, key: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager that times its block under `key`."""
+        return self._record(key) if self._enabled else self._nothing
+
+    @contextlib.contextmanager
+    def _record(self, key: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._timers.setdefault(key, TimerStat()).push(time.perf_counter() - started)
+
+    def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
+        """Return ``mean_<key>_s`` over all blocks and, with `last`, ``last_<key>_s``, in seconds."""
+        result: dict[str, float] = {}
+        for key, timer in self._timers.items():
+            if mean:
+                result[f"mean_{key}_s"] = timer.total_s / timer.count
+            if last:
+                result[f"last_{key}_s"] = timer.last
+        return result

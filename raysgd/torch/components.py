@@ -1,0 +1,272 @@
+"""What an operator registered, and where its training stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.context import WorkerContext
+from raysgd.metrics import AverageMeterCollection
+from raysgd.timers import TimerCollection
+from raysgd.torch import replica
+from raysgd.torch.loading import Source, wrap_loader
+
+__all__ = ["Components", "OperatorSettings"]
+
+
+@dataclass
+class OperatorSettings:
+    """What the trainer's arguments and the worker's place mean for an operator."""
+
+    context: WorkerContext = field(default_factory=WorkerContext)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    wrap_ddp: bool = True
+    add_dist_sampler: bool = True
+    scheduler_step_freq: str | None = None
+    use_tqdm: bool = False
+    batch_share: int | None = None
+    """This worker's share of ``config[BATCH_SIZE]``."""
+
+
+class Components:
+    """The registered parts of one operator, their state, and the place in the data."""
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        self.settings = settings
+        self.timers = TimerCollection()
+        self.timers.disable()
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.registered = False
+        self.epoch = 0
+        self.offset = 0
+        self.validation_offset = 0
+        self.global_step = 0
+        self.seed = torch.initial_seed() % 2**62
+        self.meters: AverageMeterCollection | None = None
+        self._sources: dict[str, Source] = {}
+        self._wrapping: list[dict[str, Any] | None] = []
+        self._buffers: list[torch.Tensor] = []
+        self._committed_buffers: list[torch.Tensor] = []
+        self._stepped: set[int] = set()
+
+    # ---- registering
+
+    def register(
+        self, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any
+    ) -> Any:
+        """See :meth:`TrainingOperator.register`."""
+        if self.registered:
+            raise RuntimeError("register() was called twice; pass lists to register several models.")
+        if ddp_args is not None and not isinstance(ddp_args, dict):
+            raise TypeError(f"register(ddp_args=...) must be a dict, but it is {ddp_args!r}.")
+        self.models = [self._placed(m) for m in _checked("models", models, torch.nn.Module)]
+        self.optimizers = _checked("optimizers", optimizers, torch.optim.Optimizer)
+        if schedulers is not None:
+            self.schedulers = _checked("schedulers", schedulers, None)
+            if self.settings.scheduler_step_freq is None:
+                raise ValueError(
+                    "register(schedulers=...) needs to know when to step them: pass "
+                    'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
+                )
+        if self.settings.wrap_ddp and self.settings.context.distributed:
+            self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
+        self._wrapping = [
+            replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
+            for m in self.models
+        ]
+        if isinstance(criterion, torch.nn.Module):
+            criterion = criterion.to(self.settings.device)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._buffers = [buffer for model in self.models for buffer in model.buffers()]
+        self.registered = True
+        self.commit_buffers()
+        given = [_shaped_like(models, self.models), optimizers]
+        return tuple(
+            given
+            + ([criterion] if criterion is not None else [])
+            + ([schedulers] if schedulers is not None else [])
+        )
+
+    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
+        """See :meth:`TrainingOperator.register_data`."""
+        for name, loader in (("train", train_loader), ("validation", validation_loader)):
+            if loader is None:
+                continue
+            if not isinstance(loader, Iterable):
+                raise TypeError(
+                    f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
+                )
+            self._sources[name] = self.wrap(loader, training=name == "train")
+
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a loader."""
+        context, share = self.settings.context, self.settings.batch_share
+        return wrap_loader(
+            loader,
+            training=training,
+            shard=self.settings.add_dist_sampler,
+            world_size=context.world_size,
+            rank=context.world_rank,
+            seed=self.seed,
+            batch_share=share,
+        )
+
+    def source(self, name: str) -> Source:
+        """Return the registered train or validation loader.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if name not in self._sources:
+            raise RuntimeError(
+                f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
+            )
+        return self._sources[name]
+
+    def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.settings.device)
+
+    def _wrapped(self, model: torch.nn.Module, arguments: dict[str, Any]) -> torch.nn.Module:
+        if isinstance(model, DistributedDataParallel) or not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
+            return model  # DistributedDataParallel refuses a model that is not trained
+        index = self.settings.device.index
+        device_ids = None if index is None else [index]
+        return replica.ReplicatedModel(model, **{"device_ids": device_ids, **arguments})
+
+    # ---- committed steps
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+
+    @property
+    def updated(self) -> bool:
+        """Whether every optimizer has stepped since the last commit."""
+        return bool(self.optimizers) and len(self._stepped) == len(self.optimizers)
+
+    def commit(self) -> None:
+        """Count a step whose update is done, and remember what a failed one must not change."""
+        self.global_step += 1
+        self._stepped.clear()
+        if self._buffers:
+            self.commit_buffers()
+
+    def commit_buffers(self) -> None:
+        """Remember the buffers: a forward pass changes them also in a step that then fails."""
+        if not self._committed_buffers:
+            self._committed_buffers = [torch.empty_like(buffer) for buffer in self._buffers]
+        if self._buffers:
+            torch._foreach_copy_(self._committed_buffers, self._buffers)
+
+    def roll_back(self) -> None:
+        """Take back what a step that was not committed left behind."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._committed_buffers)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._stepped.clear()
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as the next training step would."""
+        buffers = [b for m in self.models if replica.replicated(m) for b in m.buffers()]
+        if buffers:
+            replica.broadcast_tensors(buffers, source=0)
+            self.commit_buffers()
+
+    # ---- generations
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        """Take a place in a new generation: rebuild the models' wrappers, share data out anew."""
+        self.settings.context = context
+        self.settings.batch_share = batch_share
+        for model, arguments in zip(self.models, self._wrapping, strict=True):
+            if isinstance(model, DistributedDataParallel) and arguments is not None:
+                replica.rebuild(model, arguments)
+        for source in self._sources.values():
+            source.reshard(context.world_size, context.world_rank, batch_share)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the models are the same on every rank."""
+        return any(replica.replicated(model) for model in self.models)
+
+    # ---- state
+
+    def new_meters(self) -> AverageMeterCollection:
+        """Return fresh meters, which the runner can read while an epoch is under way."""
+        self.meters = AverageMeterCollection()
+        return self.meters
+
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers and schedulers, as they are on this device."""
+        state: dict[str, Any] = {
+            "models": [replica.unwrap(model).state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        if self.schedulers:
+            state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
+        return state
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over models, optimizers and schedulers."""
+        parts: list[tuple[str, list[Any]]] = [
+            ("models", [replica.unwrap(model) for model in self.models]),
+            ("optimizers", self.optimizers),
+            ("schedulers", self.schedulers),
+        ]
+        for name, objects in parts:
+            for held, saved in zip(objects, state.get(name, ()), strict=False):
+                held.load_state_dict(saved)
+        self.commit_buffers()
+
+    def place(self) -> dict[str, Any]:
+        """Return where training stands in the data."""
+        return {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "validation_offset": self.validation_offset,
+            "seed": self.seed,
+        }
+
+    def move_to(self, place: dict[str, Any], global_step: int) -> None:
+        """Go to a place in the data."""
+        self.epoch, self.offset = place["epoch"], place["offset"]
+        self.validation_offset = place.get("validation_offset", 0)
+        self.global_step = global_step
+        self.reseed(place.get("seed", self.seed))
+
+    def reseed(self, seed: int) -> None:
+        """Let the order of the epochs follow from `seed`."""
+        self.seed = seed
+        for source in self._sources.values():
+            source.reseed(seed)
+
+
+def _checked(name: str, given: Any, kind: type | None) -> list[Any]:
+    """Return what was given as a list, each of its members checked."""
+    members = list(given) if isinstance(given, list | tuple) else [given]
+    for member in members:
+        fits = isinstance(member, kind) if kind else hasattr(member, "step")
+        if not fits:
+            expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
+            raise TypeError(
+                f"register({name}=...) must be one or a list of {expected}, but got {member!r}."
+            )
+    if not members:
+        raise ValueError(f"register({name}=...) is empty; at least one is needed.")
+    return members
+
+
+def _shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]

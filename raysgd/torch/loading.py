@@ -1,0 +1,415 @@
+"""Loaders as workers use them: sharded where that is possible, left as they are where not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.data import Dataset as ItemDataset
+from raysgd.torch.sharding import Shard
+
+__all__ = ["PlainLoader", "ShardedLoader", "Source", "dataset_loader", "wrap_loader"]
+
+_CHUNK_BYTES = 2**20
+_CHUNK_BATCHES = 64
+"""How much of a tensor data set is fetched by one indexing call: whichever comes first."""
+
+
+class Source:
+    """Where the batches of an epoch come from, and where in it a step stands.
+
+    An offset is a place in an epoch: samples of all workers for a sharded loader, batches of this
+    worker for one that is left as it is.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    sharded = False
+
+    def __len__(self) -> int:
+        """Batches of this worker in an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this worker's batches, as user code does that loops by itself."""
+        return iter(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Give access to the attributes of the user's loader, ``dataset`` and the like."""
+        if name == "loader":  # not set yet: while unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over this worker's batches of `epoch` from `offset` on."""
+        raise NotImplementedError
+
+    def steps_left(self, offset: int) -> int | None:
+        """Return how many steps follow `offset` in an epoch; None where that is unknown."""
+        raise NotImplementedError
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        """Return the place `num_steps` steps after `offset`."""
+        raise NotImplementedError
+
+    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
+
+    def reseed(self, seed: int) -> None:
+        """Let the order of the epochs follow from `seed`."""
+
+
+class PlainLoader(Source):
+    """A loader that is left as it is: an iterable, or one with a batch sampler of its own."""
+
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over the loader; what lies before `offset` is read and passed over."""
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        iterator = iter(self.loader)
+        for _ in range(offset):
+            if next(iterator, self) is self:
+                break
+        if num_steps is None:
+            return iterator
+        return (batch for _, batch in zip(range(num_steps), iterator, strict=False))
+
+    def steps_left(self, offset: int) -> int | None:
+        """Return the number of batches after `offset`, where the loader has a length."""
+        if isinstance(self.loader, DataLoader) and isinstance(
+            self.loader.dataset, IterableDataset
+        ):
+            return None  # its length is a guess, torch says
+        try:
+            return max(0, len(self.loader) - offset)
+        except TypeError:
+            return None
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        """Count batches."""
+        return offset + num_steps
+
+
+class ShardedLoader(Source):
+    """A map-style DataLoader, shared out over the workers by :class:`Shard`.
+
+    The order of an epoch follows from the loader's own sampler, the seed and the epoch, so that
+    every worker knows it without asking.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        training: bool,
+        world_size: int,
+        rank: int,
+        seed: int,
+        batch_share: int | None = None,
+    ) -> None:
+        super().__init__(loader)
+        self.reseed(seed)
+        self._training = training
+        # a loader that does not collate gives one item, a ready batch, at a time
+        self._batch_size = 1 if loader.batch_size is None else loader.batch_size
+        # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
+        self._follows_share = batch_share is not None and loader.batch_size == batch_share
+        self._rows = _rows_of(loader)
+        self._place = (world_size, rank)
+        self._worker_loader: DataLoader[Any] | None = None
+        self._worker_loader_epoch = -1
+        self._order: tuple[tuple[int, int], torch.Tensor | None] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that this worker takes at a step."""
+        return self._batch_size
+
+    @property
+    def shard(self) -> Shard:
+        """This worker's part."""
+        world_size, rank = self._place
+        return Shard(
+            total=len(self.loader.sampler),
+            batch_size=self._batch_size,
+            world_size=world_size,
+            rank=rank,
+            drop_last=bool(self.loader.drop_last),
+            even=self._training,
+        )
+
+    def __len__(self) -> int:
+        """Batches of this worker in an epoch."""
+        return sum(1 for _ in self.shard.batches())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this worker's batches of the first epoch."""
+        # by a copy, since an iteration under way would lose its worker processes to this one
+        apart = copy.copy(self)
+        apart._worker_loader = None
+        return apart.batches(epoch=0, offset=0)
+
+    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        """Share the epoch out anew among `world_size` workers."""
+        self._place = (world_size, rank)
+        if self._follows_share and batch_share is not None:
+            self._batch_size = batch_share
+
+    def reseed(self, seed: int) -> None:
+        """Let the order follow from `seed`, or from a generator that the user gave the loader."""
+        generator = self.loader.generator
+        self._seed = seed if generator is None else generator.initial_seed()
+
+    def steps_left(self, offset: int) -> int:
+        """Return how many steps follow `offset`."""
+        return self.shard.num_steps(offset)
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        """Return the place `num_steps` steps after `offset`."""
+        return self.shard.offset_after(offset, num_steps)
+
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over this worker's batches of `epoch` from `offset` on."""
+        order = self._order_of(epoch)
+        spans = self.shard.batches(offset, num_steps)
+        if self._rows is not None:
+            return self._rows.batches(order, spans)
+        indices = (
+            list(range(start, stop)) if order is None else order[start:stop].tolist()
+            for start, stop in spans
+        )
+        return iter(self._loader_for(epoch, indices))
+
+    def _order_of(self, epoch: int) -> torch.Tensor | None:
+        """Return the order of an epoch as indices; None: as the data set has it."""
+        sampler = self.loader.sampler
+        if isinstance(sampler, SequentialSampler):
+            return None
+        key = (self._seed, epoch)
+        if self._order is None or self._order[0] != key:
+            with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
+                if _is_plain_shuffle(sampler):
+                    order = torch.randperm(len(sampler.data_source))  # type: ignore[attr-defined]
+                else:
+                    order = torch.tensor(list(sampler), dtype=torch.int64)
+            self._order = (key, order)
+        return self._order[1]
+
+    def _loader_for(self, epoch: int, indices: Iterable[list[int]]) -> DataLoader[Any]:
+        """Return a DataLoader with the user's settings that fetches `indices`.
+
+        Its worker processes are kept within an epoch, also where a new iteration begins in the
+        middle of one, and from epoch to epoch only where the user asked for that.
+        """
+        kept = self._worker_loader
+        if kept is not None and (
+            self.loader.persistent_workers or epoch == self._worker_loader_epoch
+        ):
+            _indices_of(kept).source = indices
+            return kept
+        loader, in_workers = self.loader, self.loader.num_workers > 0
+        collating = loader.batch_size is not None
+        sampler = _Indices(indices, flat=not collating)
+        settings: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "persistent_workers": in_workers,
+            "in_order": loader.in_order,
+        }
+        if in_workers:
+            settings["prefetch_factor"] = loader.prefetch_factor
+        if collating:
+            settings["batch_sampler"] = sampler
+        else:
+            settings.update(batch_size=None, sampler=sampler)
+        made: DataLoader[Any] = DataLoader(loader.dataset, **settings)
+        self._worker_loader, self._worker_loader_epoch = made, epoch
+        return made
+
+
+class _Indices:
+    """A sampler whose indices can be replaced between two iterations."""
+
+    def __init__(self, source: Iterable[list[int]], flat: bool) -> None:
+        self.source = source
+        self._flat = flat
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._flat:
+            return (index for batch in self.source for index in batch)
+        return iter(self.source)
+
+
+def _indices_of(loader: DataLoader[Any]) -> _Indices:
+    sampler: Any = loader.sampler if loader.batch_size is None else loader.batch_sampler
+    if isinstance(loader.batch_sampler, _Indices):
+        sampler = loader.batch_sampler
+    return sampler  # type: ignore[no-any-return]
+
+
+def wrap_loader(
+    loader: Any,
+    *,
+    training: bool,
+    shard: bool,
+    world_size: int,
+    rank: int,
+    seed: int,
+    batch_share: int | None = None,
+) -> Source:
+    """Return the source of batches for a loader that was registered.
+
+    Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or with a
+    DistributedSampler, decides for itself what a worker gets; an iterable cannot be shared out.
+    """
+    if shard and isinstance(loader, DataLoader) and _can_shard(loader):
+        return ShardedLoader(
+            loader,
+            training=training,
+            world_size=world_size,
+            rank=rank,
+            seed=seed,
+            batch_share=batch_share,
+        )
+    return PlainLoader(loader)
+
+
+def _can_shard(loader: DataLoader[Any]) -> bool:
+    return (
+        not isinstance(loader.dataset, IterableDataset)
+        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+        and not isinstance(loader.sampler, DistributedSampler)
+    )
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
+    """Let every random number that a sampler may draw follow from `seed`, and restore all after."""
+    held = random.getstate(), np.random.get_state(), generator and generator.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if generator is not None:
+            generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(held[0])
+            np.random.set_state(held[1])
+            if generator is not None and held[2] is not None:
+                generator.set_state(held[2])
+
+
+def _rows_of(loader: DataLoader[Any]) -> _Rows | None:
+    """Return the rows behind a loader that only collates rows of tensors, else None.
+
+    Such a loader's batch is one indexing call a tensor, instead of one a sample and a copy.
+    """
+    if loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory:
+        return _Rows.of(loader.dataset)
+    return None
+
+
+class _Rows:
+    """Tensors that are indexed batch by batch, or rather several batches at once."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], subset: torch.Tensor | None) -> None:
+        self._tensors = tensors
+        self._subset = subset
+        rows = max(1, len(tensors[0]))
+        self._row_bytes = sum(t.numel() * t.element_size() for t in tensors) // rows
+
+    @classmethod
+    def of(cls, dataset: Dataset[Any]) -> _Rows | None:
+        """Return the rows of a TensorDataset, or of a Subset of one; None for anything else."""
+        if type(dataset) is TensorDataset:
+            return cls(dataset.tensors, None)
+        if type(dataset) is Subset:
+            whole = cls.of(dataset.dataset)
+            if whole is not None:
+                indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+                inner = whole._subset
+                return cls(whole._tensors, indices if inner is None else inner[indices])
+        return None
+
+    def batches(
+        self, order: torch.Tensor | None, spans: Iterator[tuple[int, int]]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield the batches at `spans` of the order."""
+        chunk: list[tuple[int, int]] = []
+        size = 0
+        for span in spans:
+            chunk.append(span)
+            size += (span[1] - span[0]) * self._row_bytes
+            if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_BATCHES:
+                yield from self._fetch(order, chunk)
+                chunk, size = [], 0
+        if chunk:
+            yield from self._fetch(order, chunk)
+
+    def _fetch(
+        self, order: torch.Tensor | None, spans: list[tuple[int, int]]
+    ) -> Iterator[list[torch.Tensor]]:
+        if order is None:
+            rows = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        else:
+            rows = torch.cat([order[start:stop] for start, stop in spans])
+        if self._subset is not None:
+            rows = self._subset[rows]
+        sizes = [stop - start for start, stop in spans]
+        columns = [tensor[rows].split(sizes) for tensor in self._tensors]
+        return map(list, zip(*columns, strict=True))
+
+
+def dataset_loader(dataset: ItemDataset) -> DataLoader[Any]:
+    """Return a DataLoader over a :class:`raysgd.data.Dataset`."""
+    return DataLoader(dataset, batch_size=dataset.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
+
+
+def _joined(samples: list[Any]) -> Any:
+    """Make a batch of samples that may be small batches themselves."""
+    if not isinstance(samples[0], tuple | list):
+        return _column(samples)
+    return [_column(list(column)) for column in zip(*samples, strict=True)]
+
+
+def _column(values: list[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
+        return torch.cat(values)
+    return default_collate(values)

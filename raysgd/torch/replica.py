@@ -1,0 +1,175 @@
+"""Models that are the same on every worker: DistributedDataParallel, and state from one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "ReplicatedModel",
+    "agree_on_minimum",
+    "broadcast_state",
+    "broadcast_tensors",
+    "no_forward_sync",
+    "rebuild",
+    "replicated",
+    "unwrap",
+    "wrapping_arguments",
+]
+
+
+class ReplicatedModel(DistributedDataParallel):
+    """DistributedDataParallel whose forward communicates only where gradients follow.
+
+    Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
+    buffers there as well, and block for good when workers validate uneven numbers of batches.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of DistributedDataParallel, or `model` itself."""
+    module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return module
+
+
+def replicated(model: torch.nn.Module) -> bool:
+    """Whether `model` is held equal on all workers by DistributedDataParallel."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def rebuild(model: DistributedDataParallel, arguments: dict[str, Any]) -> None:
+    """Build DistributedDataParallel anew, in place, for the process group that exists now.
+
+    The object stays the same, so that references to it in user code stay good. Everything in
+    it is new, on every rank: a survivor's bucket order follows the order in which gradients
+    came in its first step and a newcomer's does not, so that a reducer that was kept would
+    add up the wrong parameters without an error.
+    """
+    module, training = model.module, model.training
+    DistributedDataParallel.__init__(model, module, **{**arguments, "init_sync": False})
+    model.training = training
+
+
+def wrapping_arguments(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the arguments with which a model that user code wrapped can be built anew."""
+    return {
+        "device_ids": model.device_ids,
+        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "find_unused_parameters": model.find_unused_parameters,
+        "gradient_as_bucket_view": model.gradient_as_bucket_view,
+        "static_graph": model.static_graph,
+        "forward_sync_buffers": model.forward_sync_buffers,
+    }
+
+
+def agree_on_minimum(value: int, device: torch.device) -> int:
+    """Return the smallest `value` of all ranks. Every rank must call it."""
+    held = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return int(held.item())
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Overwrite `tensors` with those of rank `source`, in few large messages.
+
+    Tensors of one dtype and device travel together, in messages of at most 64 MiB.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for members in groups.values():
+        start, size = 0, 0
+        for stop, tensor in enumerate(members, start=1):
+            size += tensor.numel() * tensor.element_size()
+            if size >= 64 * 2**20 or stop == len(members):
+                _broadcast_flat(members[start:stop], source)
+                start, size = stop, 0
+
+
+def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, src=source)
+    if dist.get_rank() == source:
+        return
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel()
+        tensor.copy_(flat[start:stop].view_as(tensor))
+        start = stop
+
+
+def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.device) -> Any:
+    """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
+
+    The structure travels as a pickle, the tensors by themselves; `make_state` is called on
+    rank `source` alone. Tensors come back on the device kind that they have there.
+    """
+    state = make_state() if dist.get_rank() == source else None
+    tensors: list[torch.Tensor] = []
+    box = [_take_tensors(state, tensors)] if dist.get_rank() == source else [None]
+    dist.broadcast_object_list(box, src=source)
+    if dist.get_rank() == source:
+        broadcast_tensors(tensors, source)
+        return state
+    received: list[torch.Tensor] = []
+    result = _make_tensors(box[0], received, device)
+    broadcast_tensors(received, source)
+    return result
+
+
+class _Slot:
+    """Stands for a tensor in the structure that travels."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
+
+
+def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return _Slot(tree)
+    return _rebuilt(tree, lambda item: _take_tensors(item, tensors))
+
+
+def _make_tensors(tree: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    if isinstance(tree, _Slot):
+        place = torch.device("cpu") if tree.on_cpu else device
+        tensors.append(torch.empty(tree.shape, dtype=tree.dtype, device=place))
+        return tensors[-1]
+    return _rebuilt(tree, lambda item: _make_tensors(item, tensors, device))
+
+
+def _rebuilt(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return `tree` with `convert` applied to what its plain containers hold."""
+    if type(tree) in (list, tuple):
+        return type(tree)(convert(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: convert(item) for key, item in tree.items()}
+    return tree
+
+
+@contextlib.contextmanager
+def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
+    wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
+    held = [model.require_forward_param_sync for model in wrapped]
+    for model in wrapped:
+        model.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for model, value in zip(wrapped, held, strict=True):
+            model.require_forward_param_sync = value

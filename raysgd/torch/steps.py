@@ -1,0 +1,115 @@
+"""The iterator that a training loop draws batches from, and where its steps are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raysgd.torch.components import Components
+from raysgd.torch.loading import Source
+
+__all__ = ["StepInterrupted", "Steps"]
+
+_NOTHING = object()
+
+
+class StepInterrupted(Exception):
+    """Raised inside a loop when the driver asked the worker to stop."""
+
+
+class Steps:
+    """Yields the batches of one stretch of training, and commits each step as the next begins.
+
+    Asking for the next batch is what says that the step before is done; so loops that users
+    write themselves are counted like the default one.
+
+    Args:
+        parts: where the steps are counted.
+        source: where the batches come from.
+        batches: its batches from ``parts.offset`` on.
+        limit: the most batches of this stretch; None for the rest of the epoch.
+        steps_left: steps from ``parts.offset`` to the end of the epoch; None where unknown.
+        go_on: asks all ranks whether each of them has a batch; None where that is certain.
+    """
+
+    def __init__(
+        self,
+        parts: Components,
+        source: Source,
+        batches: Iterator[Any],
+        limit: int | None,
+        steps_left: int | None,
+        go_on: Callable[[bool], bool] | None,
+    ) -> None:
+        self._parts = parts
+        self._source = source
+        self._batches = batches
+        self._steps_left = steps_left
+        self._limit = min((n for n in (limit, steps_left) if n is not None), default=None)
+        self._go_on = go_on
+        self._start = parts.offset
+        self._in_flight = _NOTHING
+        self._exhausted = False
+        self._timers = parts.timers if parts.timers.enabled else None
+        self.stop_requested = False
+        self.num_batches = 0
+
+    @property
+    def total_batches(self) -> int | None:
+        """Batches that this stretch will have; None where that is unknown."""
+        return self._limit
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether no batch of this epoch is left."""
+        return self._exhausted or self.num_batches == self._steps_left
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        if self._in_flight is not _NOTHING:
+            self._commit()
+        if self.stop_requested:
+            raise StepInterrupted("The driver asked this worker to stop.")
+        if self._exhausted or self.num_batches == self._limit:
+            raise StopIteration
+        batch = self._fetch() if self._timers is None else self._timed_fetch()
+        if self._go_on is not None and not self._go_on(batch is not _NOTHING):
+            batch = _NOTHING
+        if batch is _NOTHING:
+            self._exhausted = True
+            raise StopIteration
+        self._in_flight = batch
+        return batch
+
+    def finish(self) -> None:
+        """Commit the last step, when the loop has returned, and note where the epoch stands."""
+        if self._in_flight is not _NOTHING:
+            self._commit()
+        self._parts.offset = self._source.offset_after(self._start, self.num_batches)
+
+    def fail(self) -> list[Any]:
+        """Settle the step in flight when the loop has raised; return batches to train again.
+
+        The step counts as done where every optimizer has made its update.
+        """
+        lost = [] if self._in_flight is _NOTHING or self._parts.updated else [self._in_flight]
+        if lost:
+            self._in_flight = _NOTHING
+        self.finish()
+        self._parts.roll_back()
+        return lost
+
+    def _fetch(self) -> Any:
+        return next(self._batches, _NOTHING)
+
+    def _timed_fetch(self) -> Any:
+        assert self._timers is not None
+        with self._timers.record("data"):
+            return self._fetch()
+
+    def _commit(self) -> None:
+        self._in_flight = _NOTHING
+        self.num_batches += 1
+        self._parts.commit()

@@ -1,0 +1,276 @@
+"""The trainer for PyTorch operators: its arguments, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from raysgd.backends import backend_names, create_backend
+from raysgd.config import check_batch_size, env_seconds
+from raysgd.execution.group import GroupOptions, WorkerGroup
+from raysgd.execution.members import InlineMember
+from raysgd.execution.supervisor import Supervisor
+from raysgd.operator_trainer import OperatorTrainer
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.torch.training_operator import TrainingOperator
+
+__all__ = ["TorchTrainer"]
+
+_OLD_ARGUMENTS = {
+    "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
+    "data_creator": "training_operator_cls=TrainingOperator.from_creators(..., data_creator=...)",
+    "optimizer_creator": "training_operator_cls=TrainingOperator.from_creators(...)",
+    "scheduler_creator": "TrainingOperator.from_creators(..., scheduler_creator=...)",
+    "loss_creator": "TrainingOperator.from_creators(..., loss_creator=...)",
+    "num_replicas": "num_workers",
+    "batch_size": "config={raysgd.utils.BATCH_SIZE: ...}",
+    "data_loader_args": "the arguments of the DataLoader that you make in setup",
+}
+_SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
+
+
+class TorchTrainer(OperatorTrainer):
+    """Trains a :class:`TrainingOperator` on one or several workers.
+
+    Runs on the driver. Each worker is a Ray actor with its own copy of the operator; gradients
+    are averaged over the workers at each step, metrics when a call ends::
+
+        trainer = TorchTrainer(
+            training_operator_cls=Classifier, config={"lr": 0.1}, num_workers=4)
+        for _ in range(10):
+            print(trainer.train(), trainer.validate())
+        trainer.save("model.pt")
+        model = trainer.get_model()
+        trainer.shutdown()
+
+    Args:
+        training_operator_cls: a TrainingOperator subclass.
+        initialization_hook: function of no arguments that every worker runs before anything else.
+        config: handed to the operator; may hold the global batch size under ``BATCH_SIZE``.
+        num_workers: the most workers. With 1 there is no process group.
+        min_workers: the fewest to start with, and to go on with after losses.
+        num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
+        resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one.
+        use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs.
+        backend: "gloo", "nccl", or one that was registered; "auto": nccl with GPUs, else gloo.
+        wrap_ddp: whether to wrap registered models in DistributedDataParallel.
+        timeout_s: bound, in seconds, of each collective and of the workers' setup;
+            ``NCCL_TIMEOUT_S`` in the environment overrides it for nccl.
+        use_tqdm: whether to show a progress bar.
+        add_dist_sampler: whether to share registered map-style loaders out over the workers.
+        scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
+        use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
+            started nor imported, and torch keeps the threads that this process gave it.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument has a value that is not allowed.
+        InsufficientResourcesError: if the cluster has no room for `min_workers` within the start
+            timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
+        BaseException: what ``setup`` of the operator raised on a worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        training_operator_cls: type[TrainingOperator],
+        initialization_hook: Callable[[], None] | None = None,
+        config: Mapping[str, Any] | None = None,
+        num_workers: int = 1,
+        min_workers: int = 1,
+        num_cpus_per_worker: float = 1,
+        resources_per_worker: Mapping[str, float] | None = None,
+        use_gpu: bool | str = "auto",
+        backend: str = "auto",
+        wrap_ddp: bool = True,
+        timeout_s: float = 1800,
+        use_tqdm: bool = False,
+        add_dist_sampler: bool = True,
+        scheduler_step_freq: str | None = None,
+        use_local: bool = False,
+        **old_arguments: Any,
+    ) -> None:
+        _refuse(old_arguments)
+        _check_operator(training_operator_cls)
+        _check_hook(initialization_hook)
+        config = _checked_config(config)
+        _check_workers(num_workers, min_workers)
+        check_batch_size(config, num_workers)
+        resources = _checked_resources(resources_per_worker, num_cpus_per_worker)
+        _check_choice("use_gpu", use_gpu, (True, False, "auto"))
+        _check_choice("backend", backend, ("auto", *backend_names()))
+        _check_choice("scheduler_step_freq", scheduler_step_freq, (None, *_SCHEDULER_STEP_FREQS))
+        if not _is_number(timeout_s) or timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
+        inline = use_local and num_workers == 1
+        start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
+        gpu = _decide_gpu(use_gpu, inline, resources)
+        if backend == "nccl" and not gpu:
+            raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
+        num_gpus = resources.pop("GPU", 1) if gpu else 0
+        options = GroupOptions(
+            num_workers=num_workers,
+            min_workers=min_workers,
+            num_cpus=num_cpus_per_worker,
+            num_gpus=num_gpus,
+            resources=resources,
+            use_local=use_local,
+            start_timeout_s=start_timeout_s,
+        )
+        runner = TorchRunner(
+            TorchRunnerOptions(
+                operator_cls=training_operator_cls,
+                config=config,
+                use_gpu=gpu,
+                wrap_ddp=wrap_ddp,
+                add_dist_sampler=add_dist_sampler,
+                scheduler_step_freq=scheduler_step_freq,
+                use_tqdm=use_tqdm,
+            )
+        )
+        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+        self._use_gpu = gpu
+        self._group = WorkerGroup(options)
+        supervisor = Supervisor(
+            self._group,
+            runner,
+            create_backend(name, timeout_s) if num_workers > 1 else None,
+            initialization_hook,
+            timeout_s,
+        )
+        super().__init__(config, supervisor, use_tqdm)
+
+    def get_model(self, to_cpu: bool = False) -> Any:
+        """Return a copy of the model, or of the list of models, without DistributedDataParallel.
+
+        The workers' own models stay where they are.
+
+        Args:
+            to_cpu: keep it on the CPU; otherwise it is on a GPU where the workers use GPUs and this
+                process has one.
+        """
+        models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3)[0]
+        if self._use_gpu and not to_cpu and torch.cuda.is_available():
+            models = [model.to("cuda") for model in models]
+        return models[0] if len(models) == 1 else models
+
+    def get_local_operator(self) -> TrainingOperator:
+        """Return the operator in this process.
+
+        Raises:
+            NotImplementedError: unless the trainer was made with ``use_local=True``.
+        """
+        self._check_open()
+        member = self._group.members[0]
+        if not isinstance(member, InlineMember):
+            raise NotImplementedError(
+                "get_local_operator() needs TorchTrainer(use_local=True): all operators live in "
+                "worker processes. Use apply_all_operators(fn) to reach them there."
+            )
+        runner: Any = member.worker.runner
+        operator: TrainingOperator = runner.operator
+        return operator
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Name the replacement of an argument of the oldest API, or the argument that is unknown."""
+    for name in arguments:
+        if name in _OLD_ARGUMENTS:
+            raise DeprecationWarning(
+                f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
+            )
+        raise TypeError(f"TorchTrainer() got an unexpected keyword argument {name!r}.")
+
+
+def _check_operator(operator_cls: Any) -> None:
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator)):
+        raise TypeError(
+            "TorchTrainer(training_operator_cls=...) must be a subclass of "
+            f"raysgd.TrainingOperator (the class, not an instance), but it is {operator_cls!r}."
+        )
+    if operator_cls.setup is TrainingOperator.setup:
+        raise NotImplementedError(
+            f"{operator_cls.__name__} does not override setup(self, config), in which models, "
+            "optimizers and loaders are registered."
+        )
+
+
+def _check_hook(hook: Any) -> None:
+    if hook is not None and not callable(hook):
+        raise TypeError(
+            f"TorchTrainer(initialization_hook=...) must be a function, but it is {hook!r}."
+        )
+
+
+def _checked_config(config: Any) -> dict[str, Any]:
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"TorchTrainer(config=...) must be a dict, but it is {config!r}.")
+    return dict(config or {})
+
+
+def _check_workers(num_workers: Any, min_workers: Any) -> None:
+    for name, value in (("num_workers", num_workers), ("min_workers", min_workers)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"TorchTrainer({name}={value!r}): must be an int.")
+    if num_workers <= 0:
+        raise ValueError(f"TorchTrainer(num_workers={num_workers}): must be at least 1.")
+    if not 1 <= min_workers <= num_workers:
+        raise ValueError(
+            f"TorchTrainer(min_workers={min_workers}, num_workers={num_workers}): min_workers must "
+            "be between 1 and num_workers."
+        )
+
+
+def _checked_resources(resources: Any, num_cpus: Any) -> dict[str, float]:
+    if not _is_number(num_cpus) or num_cpus <= 0:
+        raise ValueError(f"TorchTrainer(num_cpus_per_worker={num_cpus!r}): must be above 0.")
+    if resources is not None and not isinstance(resources, Mapping):
+        raise TypeError(
+            f"TorchTrainer(resources_per_worker=...) must be a dict, but it is {resources!r}."
+        )
+    found = dict(resources or {})
+    for name, amount in found.items():
+        if not _is_number(amount) or amount <= 0:
+            raise ValueError(
+                f"TorchTrainer(resources_per_worker={{{name!r}: {amount!r}}}): must be above 0."
+            )
+    if "CPU" in found:
+        raise ValueError(
+            "TorchTrainer(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for it."
+        )
+    return found
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
+        raise ValueError(
+            f"TorchTrainer({name}={value!r}): must be one of "
+            f"{', '.join(repr(choice) for choice in allowed)}."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _decide_gpu(use_gpu: bool | str, inline: bool, resources: Mapping[str, float]) -> bool:
+    """Return whether workers use GPUs."""
+    if "GPU" in resources and use_gpu is False:
+        raise ValueError(
+            "TorchTrainer(resources_per_worker={'GPU': ...}, use_gpu=False) contradict each other: "
+            "remove GPU, or pass use_gpu=True."
+        )
+    if use_gpu != "auto":
+        return bool(use_gpu)
+    if inline:
+        return torch.cuda.is_available()
+    return "GPU" in resources or _gpus_in_cluster() > 0
+
+
+def _gpus_in_cluster() -> float:
+    from raysgd.execution import placement
+
+    placement.connect()
+    return placement.gpus_in_cluster()

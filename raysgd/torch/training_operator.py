@@ -1,0 +1,393 @@
+"""The class that users subclass: what is trained, and how one epoch and one batch of it go.
+
+A worker runs, for each ``trainer.train()``::
+
+    operator.train_epoch(iterator, info, num_steps, epoch_idx)
+        for batch in iterator:                  # this worker's share of the train loader
+            operator.train_batch(batch, batch_info)
+                forward, loss, backward (gradients are averaged over the workers), step
+            schedulers step, if scheduler_step_freq == "batch"
+        schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
+
+and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
+Override any of these, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
+from raysgd.torch.components import Components, OperatorSettings
+from raysgd.torch.loading import Source
+from raysgd.torch.replica import unwrap
+
+if TYPE_CHECKING:
+    from raysgd.torch.creator_operator import CreatorOperator
+
+__all__ = ["TrainingOperator"]
+
+_HINTS = {
+    "model": "a single model",
+    "optimizer": "a single optimizer",
+    "criterion": "a criterion",
+}
+
+
+class TrainingOperator:
+    """Defines training for :class:`raysgd.TorchTrainer`; one copy lives on each worker.
+
+    Only `setup` must be overridden::
+
+        class Classifier(TrainingOperator):
+            def setup(self, config):
+                model = torch.nn.Linear(64, 10)
+                optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+                self.model, self.optimizer, self.criterion = self.register(
+                    models=model, optimizers=optimizer, criterion=torch.nn.CrossEntropyLoss())
+                self.register_data(train_loader=..., validation_loader=...)
+
+    An operator is a plain Python object. ``raysgd.testing.run_operator`` makes one in this
+    process, without Ray.
+    """
+
+    def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
+        self._config = dict(config)
+        self._parts = Components(settings or OperatorSettings())
+
+    # ---- what users override
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build models, optimizers and loaders, and register them. Must be overridden.
+
+        Args:
+            config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
+
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train on every batch of `iterator` and return the metrics.
+
+        Override it for a loop of your own; an override with the older signature
+        ``(self, iterator, info)`` works as well. It then also steps its own schedulers.
+
+        Args:
+            iterator: this worker's batches. It ends after `num_steps` batches.
+            info: what the caller of ``trainer.train(info=...)`` gave.
+            num_steps: number of batches that were asked for; None for a whole epoch.
+            epoch_idx: epochs that were completed before this one.
+
+        Returns:
+            Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
+        """
+        self.train_mode(True)
+        meters = self._parts.new_meters()
+        timers = self.timers
+        per_batch = self.scheduler_step_freq == "batch"
+        with timers.record("train_epoch"):
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {
+                    "batch_idx": batch_idx,
+                    "global_step": self.global_step,
+                    "epoch_idx": epoch_idx,
+                    "info": info,
+                }
+                metrics = self.train_batch(batch, batch_info)
+                meters.update(*_checked(self.train_batch, metrics))
+                if per_batch:
+                    self.step_schedulers()
+        if self.scheduler_step_freq == "epoch" and getattr(iterator, "epoch_is_over", True):
+            self.step_schedulers()
+        return meters.summary()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train on one batch: forward, loss, backward, optimizer step.
+
+        Args:
+            batch: ``(*features, target)``, tensors on any device.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info``.
+
+        Returns:
+            ``train_loss``, the mean over the batch, and ``num_samples``.
+
+        Raises:
+            RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing;
+                operators with several models or optimizers need a ``train_batch`` of their own.
+        """
+        model, criterion = self._default("model"), self._default("criterion")
+        optimizer = self._default("optimizer")
+        timers = self.timers
+        *features, target = self.to_device(batch)
+        with timers.record("fwd"):
+            loss = criterion(model(*features), target)
+        with timers.record("grad"):
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        with timers.record("apply"):
+            optimizer.step()
+        return {"train_loss": loss.detach(), NUM_SAMPLES: len(target)}
+
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
+
+        The numbers of batches may differ between workers: nothing here may communicate.
+        """
+        self.train_mode(False)
+        meters = self._parts.new_meters()
+        with torch.no_grad(), self.timers.record("validation"):
+            for batch_idx, batch in enumerate(val_iterator):
+                batch_info = {
+                    "batch_idx": batch_idx,
+                    "global_step": self.global_step,
+                    "epoch_idx": self._parts.epoch,
+                    "info": info,
+                }
+                metrics = self.validate_batch(batch, batch_info)
+                meters.update(*_checked(self.validate_batch, metrics))
+        return meters.summary()
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch, ``(*features, target)``.
+
+        Returns:
+            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
+            (batch, classes, ...) and the target (batch, ...): the share of positions at which
+            the largest entry along dimension 1 is the target.
+        """
+        model, criterion = self._default("model"), self._default("criterion")
+        *features, target = self.to_device(batch)
+        with self.timers.record("eval_fwd"):
+            output = model(*features)
+            loss = criterion(output, target)
+        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: len(target)}
+        accuracy = _accuracy(output, target)
+        if accuracy is not None:
+            metrics["val_accuracy"] = accuracy
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state of your own that is saved with the models and given to new workers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    # ---- what users call in setup
+
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand over what is trained; call it once, in `setup`.
+
+        Models and criterion go to this worker's device; with several workers each model is
+        wrapped in DistributedDataParallel (unless the trainer has ``wrap_ddp=False``).
+
+        Args:
+            models: a module, or a list or tuple of modules.
+            optimizers: an optimizer, or a list or tuple of optimizers.
+            criterion: the loss, called with (output, target).
+            schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
+            ddp_args: further arguments of DistributedDataParallel.
+
+        Returns:
+            (models, optimizers) and then criterion and schedulers where they were given, each in
+            the shape that it was given in: a single one, a list or a tuple.
+
+        Raises:
+            TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
+                name says, or ddp_args not a dict.
+            ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``.
+        """
+        return self._parts.register(models, optimizers, criterion, schedulers, ddp_args)
+
+    def register_data(
+        self,
+        *,
+        train_loader: Iterable[Any] | None = None,
+        validation_loader: Iterable[Any] | None = None,
+    ) -> None:
+        """Hand over the loaders; call it once, in `setup`.
+
+        A map-style DataLoader is shared out over the workers, with all of its settings kept:
+        training in the loader's own order (shuffled anew each epoch if it shuffles), validation
+        in its order and without counting a sample twice. Any other iterable, and a loader with a
+        batch sampler of its own, is left as it is: let each worker read its own part of the
+        data, by ``self.world_rank`` and ``self.world_size``. ``add_dist_sampler=False`` of the
+        trainer leaves all loaders as they are.
+        """
+        self._parts.register_data(train_loader, validation_loader)
+
+    @classmethod
+    def from_creators(
+        cls,
+        model_creator: Callable[..., Any],
+        optimizer_creator: Callable[..., Any],
+        data_creator: Callable[..., Any] | None = None,
+        loss_creator: Callable[..., Any] | type | None = None,
+        scheduler_creator: Callable[..., Any] | None = None,
+        serialize_data_creation: bool = True,
+    ) -> type[CreatorOperator]:
+        """Make an operator class from creator functions, see :class:`CreatorOperator`."""
+        from raysgd.torch.creator_operator import creator_operator
+
+        return creator_operator(
+            cls,
+            model_creator,
+            optimizer_creator,
+            data_creator,
+            loss_creator,
+            scheduler_creator,
+            serialize_data_creation,
+        )
+
+    # ---- what loops of your own use
+
+    def train_mode(self, training: bool) -> None:
+        """Put every registered model into train or eval mode."""
+        for model in self._parts.models:
+            # walking through a large model costs more than asking it
+            if model.training != training or unwrap(model).training != training:
+                model.train(training)
+
+    def step_schedulers(self) -> None:
+        """Step every registered scheduler."""
+        for scheduler in self._parts.schedulers:
+            scheduler.step()
+
+    def to_device(self, batch: Any) -> Any:
+        """Return `batch` with the tensors in its lists, tuples and dicts on this worker's device."""
+        return _moved(batch, self.device) if self.device.type != "cpu" else batch
+
+    # ---- what users read
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device."""
+        return self._parts.settings.device
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """Index of this worker's GPU, in a list, as DistributedDataParallel takes it."""
+        return None if self.device.index is None else [self.device.index]
+
+    @property
+    def world_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._parts.settings.context.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker among those of its node."""
+        return self._parts.settings.context.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, now."""
+        return self._parts.settings.context.world_size
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether this worker has a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def use_tqdm(self) -> bool:
+        """Whether the trainer shows a progress bar."""
+        return self._parts.settings.use_tqdm
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        """When schedulers step: "batch", "epoch", "manual", or None."""
+        return self._parts.settings.scheduler_step_freq
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, over all epochs and calls."""
+        return self._parts.global_step
+
+    @property
+    def timers(self) -> Any:
+        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
+        return self._parts.timers
+
+    @property
+    def train_loader(self) -> Source:
+        """This worker's part of the registered train loader."""
+        return self._parts.source("train")
+
+    @property
+    def validation_loader(self) -> Source:
+        """This worker's part of the registered validation loader."""
+        return self._parts.source("validation")
+
+    def _default(self, name: str) -> Any:
+        """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""
+        value = getattr(self, name, None)
+        if value is not None and not isinstance(value, list | tuple):
+            return value
+        kind = type(self).__name__
+        if isinstance(value, list | tuple):
+            raise RuntimeError(
+                f"{kind}.{name} holds {len(value)} objects, and the default train_batch and "
+                f"validate_batch work with {_HINTS[name]}. Override them in {kind}."
+            )
+        raise RuntimeError(
+            f"{kind} has no self.{name}, which the default train_batch and validate_batch need. "
+            f"Set it in setup, for example: self.model, self.optimizer, self.criterion = "
+            f"self.register(models=..., optimizers=..., criterion=...); or override them in {kind}."
+        )
+
+
+def _checked(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
+    """Return what a batch returned, and its weight."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"{method.__qualname__} returned {type(metrics).__name__}; it must return a dict of "
+            "metrics (which may be empty)."
+        )
+    return metrics, metrics.get(NUM_SAMPLES, 1)
+
+
+def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
+    """Return the share of positions where the largest entry along dimension 1 is the target."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    if output.dim() < 2 or output.shape[:1] + output.shape[2:] != target.shape:
+        return None
+    if target.is_floating_point() or target.is_complex():
+        return None
+    return (output.argmax(dim=1) == target).double().mean()
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_moved(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_moved(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: _moved(item, device) for key, item in batch.items()}
+    return batch

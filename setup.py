@@ -1,0 +1,65 @@
+"""Metadata and dependencies; constraints.txt has the tested versions."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "torch": ["torch>=2.4"],
+    "tune": ["ray[tune]>=2.40,<3"],
+    "data": ["ray[data]>=2.40,<3"],
+    "examples": ["scikit-learn"],
+    "bench": ["lightning", "accelerate"],
+    "test": [
+        "build",
+        "hypothesis",
+        "import-linter",
+        "mypy",
+        "psutil",
+        "pytest",
+        "pytest-timeout",
+        "ruff",
+        "scikit-learn",
+        "types-psutil",
+        "types-tqdm",
+    ],
+    "docs": ["furo", "myst-parser", "sphinx"],
+}
+# Everything that a user of the library can switch on; tools for its developers are not features.
+EXTRAS["all"] = sorted({*EXTRAS["torch"], *EXTRAS["tune"], *EXTRAS["data"]})
+
+# raysgd/operators is a link to operators/. find_packages follows it where it exists, but an sdist
+# carries operators/ alone: so these packages are named from there, once, in both cases.
+OPERATORS = [
+    "raysgd.operators",
+    *(f"raysgd.operators.{name}" for name in find_packages("operators")),
+]
+
+setup(
+    name="raysgd",
+    version="0.1.0",
+    description="Elastic distributed training of PyTorch and TensorFlow models on Ray.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11",
+    packages=[
+        *find_packages(include=["raysgd", "raysgd.*"], exclude=["raysgd.operators*"]),
+        *OPERATORS,
+    ],
+    package_dir={"raysgd.operators": "operators"},
+    package_data={"raysgd": ["py.typed"]},
+    install_requires=["ray>=2.40,<3", "numpy", "cloudpickle", "filelock", "psutil", "tqdm"],
+    extras_require=EXTRAS,
+)
