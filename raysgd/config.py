@@ -7,7 +7,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BATCH_SIZE", "batch_share", "check_batch_size", "env_seconds", "rounded_config", "warn_of_rounding", "worker_config"]
+__all__ = [
+    "BATCH_SIZE",
+    "batch_share",
+    "check_batch_size",
+    "env_seconds",
+    "rounded_config",
+    "warn_of_rounding",
+    "worker_config",
+]
 
 BATCH_SIZE = "*batch_size"
 """Key of the global batch size in a config. Workers see their share under the same key."""

@@ -53,6 +53,9 @@ class Progress:
     """Batches that the call under way will take; None where that is unknown."""
     num_samples: int = 0
     """Samples finished in the call under way."""
+    num_covered: int | None = None
+    """Samples that all workers together, lost ones included, have trained on in the newest call;
+    None where the loader is not shared out by us."""
     loss: float | None = None
     """Newest loss, as last read; None before the first batch or where there is none."""
 

@@ -8,7 +8,7 @@
     ├── CollectiveError              (RuntimeError)  workers could not talk to each other
     ├── InsufficientResourcesError   (RuntimeError)  the cluster has no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
-    └── RemoteError                  (RuntimeError)  stands in for a user's exception that cannot be pickled
+    └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
 
 An exception that user code raises on a worker is none of these: it reaches the caller as
 itself, with a :class:`RemoteTraceback` as its ``__cause__`` that says where it was raised.
@@ -115,7 +115,7 @@ class RemoteError(RaySGDError, RuntimeError):
     """Stands in for an exception of user code that cannot be pickled; names its type and text."""
 
 
-class RemoteTraceback(Exception):
+class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself
     """The ``__cause__`` of an exception from a worker: its rank, node and traceback as text."""
 
     def __init__(self, text: str) -> None:

@@ -53,7 +53,7 @@ def _summable(value: Any) -> Any:
     if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
         return value.detach().double()
     value = _plain(value)
-    return float(value) if isinstance(value, numbers.Number) else value
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 class AverageMeter:
@@ -148,7 +148,7 @@ class AverageMeterCollection:
         return None if meter is None else meter.val
 
     def summary(self) -> Summary:
-        """Return ``num_samples``, ``batch_count`` and, for each key ``k``, its mean and ``last_k``."""
+        """Return ``num_samples``, ``batch_count`` and, for each key, its mean and last value."""
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         weights: dict[str, float] = {}
         for name, meter in self._meters.items():

@@ -13,9 +13,10 @@ from typing import Any, Self
 from raysgd import checkpoint
 from raysgd.config import rounded_config, warn_of_rounding
 from raysgd.data import Dataset
+from raysgd.elastic.events import Event
 from raysgd.errors import CheckpointError
 from raysgd.execution.supervisor import State, Supervisor
-from raysgd.metrics import merge_workers
+from raysgd.metrics import NUM_SAMPLES, merge_workers
 from raysgd.progress_bar import ProgressBar
 
 __all__ = ["OperatorTrainer"]
@@ -123,8 +124,8 @@ class OperatorTrainer:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
-        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, and ``data``: the
-        place in the data, and the states of the workers' random number generators.
+        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, and ``data``:
+        the place in the data, and the states of the workers' random number generators.
         """
         generators = self._call("rng_state", max_losses=3)
         state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3)[0]
@@ -229,6 +230,11 @@ class OperatorTrainer:
         return self._supervisor.progress.global_step
 
     @property
+    def events(self) -> list[Event]:
+        """What happened to the group of workers: start, losses, resizes, errors; oldest first."""
+        return list(self._supervisor.events)
+
+    @property
     def latest_metrics(self) -> dict[str, Any]:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
         return dict(self._latest_metrics)
@@ -257,6 +263,10 @@ class OperatorTrainer:
 
     def _finished(self, results: list[dict[str, Any]], reduce: bool, **extra: Any) -> Any:
         merged = {**extra, **merge_workers(results), **extra}
+        covered = self._supervisor.progress.num_covered
+        if self._supervisor.losses_in_call and covered is not None:
+            # the steps are done, though what a lost worker measured of them is gone with it
+            merged[NUM_SAMPLES] = covered
         self._latest_metrics.update(merged)
         return merged if reduce else [{**extra, **result, **extra} for result in results]
 
@@ -285,4 +295,3 @@ def _callable(method: str, function: Any) -> Any:
     if not callable(function):
         raise TypeError(f"{method}() takes a function, but got {function!r}.")
     return function
-

@@ -108,7 +108,9 @@ class TimerStat:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.__init__(self._samples.maxlen or 10)  # type: ignore[misc]
+        self._samples.clear()
+        self._units.clear()
+        self.count, self.total_s = 0, 0.0
 
 
 class TimerCollection:
@@ -147,7 +149,7 @@ class TimerCollection:
         self._timers.setdefault(key, TimerStat()).push(time.perf_counter() - started)
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
-        """Return ``mean_<key>_s`` over all blocks and, with `last`, ``last_<key>_s``, in seconds."""
+        """Return ``mean_<key>_s`` over all blocks and with `last` ``last_<key>_s``, in seconds."""
         result: dict[str, float] = {}
         for key, timer in self._timers.items():
             if mean:

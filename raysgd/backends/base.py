@@ -46,7 +46,7 @@ class Backend(ABC):
 
     @abstractmethod
     def is_communication_error(self, error: BaseException) -> bool:
-        """Whether `error` says that talking to other workers failed, not that user code is wrong."""
+        """Whether `error` says that talking to other workers failed."""
 
     def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
         """Let go of what `prepare` made. Runs on the driver."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.config import env_seconds
@@ -42,7 +43,7 @@ class TorchBackend(Backend):
         self._timeout = datetime.timedelta(
             seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
         )
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._listening: set[tuple[str, int]] = set()
         self._user_interface = "GLOO_SOCKET_IFNAME" in os.environ
 
@@ -50,7 +51,7 @@ class TorchBackend(Backend):
         """Start the store of a new generation on a free port of the driver."""
         single_node = len(set(addresses)) == 1 and addresses[0] in {"127.0.0.1", *_interfaces()}
         host = "127.0.0.1" if single_node else _address_towards(addresses[0])
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
         return TorchRendezvous(host, self._store.port, single_node)
@@ -64,12 +65,10 @@ class TorchBackend(Backend):
                 "first, or leave out use_local=True."
             )
         if not self._user_interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = (
-                _interface_of("127.0.0.1" if rendezvous.single_node else context.node_ip)
+            os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
+                "127.0.0.1" if rendezvous.single_node else context.node_ip
             )
-        store = dist.TCPStore(
-            rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
-        )
+        store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout)
         before = _listeners()
         dist.init_process_group(
             # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
@@ -97,7 +96,7 @@ class TorchBackend(Backend):
             if connection.status != psutil.CONN_LISTEN and ends & self._listening:
                 _shutdown(connection.fd)
         if self._name == "nccl" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
+            dist.distributed_c10d._abort_process_group()
 
     def teardown(self) -> None:
         """Destroy the process group."""

@@ -105,8 +105,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     ]
     if missing:
         raise CheckpointError(
-            f"Cannot load {source}: it is no state of a trainer, {', '.join(missing)} missing. Write "
-            "one with trainer.save(path)."
+            f"Cannot load {source}: it is no state of a trainer, {', '.join(missing)} missing. "
+            "Write one with trainer.save(path)."
         )
     result: dict[str, Any] = state
     return result

@@ -99,7 +99,8 @@ class WorkerGroup:
         import ray
 
         options = self.options
-        return ray.remote(
+        remote: Any = ray.remote  # its types do not know concurrency_groups
+        return remote(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             resources=dict(options.resources) or None,
@@ -159,9 +160,7 @@ def gather(
                 ranks=ranks,
                 waited_s=timeout_s,
             )
-        done, pending = wait(pending, timeout=min(left, log_every_s))
+        _, pending = wait(pending, timeout=min(left, log_every_s))
         if pending and left > log_every_s:
             logger.warning("Still waiting for %s (%d to go).", awaited, len(pending))
     return [future.result() for future in futures]
-
-

@@ -131,7 +131,8 @@ def reserve(
 
 
 def _request(bundle: Mapping[str, float], size: int) -> PlacementGroup:
-    return placement_group([dict(bundle)] * size, strategy="SPREAD")
+    group: PlacementGroup = placement_group([dict(bundle)] * size, strategy="SPREAD")
+    return group
 
 
 def _wait(group: PlacementGroup, timeout_s: float) -> bool:

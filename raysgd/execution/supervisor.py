@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 
 from raysgd.backends import Backend
 from raysgd.context import Progress, Runner, WorkerContext
+from raysgd.elastic.events import Event
 from raysgd.elastic.policies import assign_contexts, choose_leader
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 from raysgd.execution.group import WorkerGroup, gather
@@ -37,6 +38,8 @@ from raysgd.execution.worker import Outcome
 __all__ = ["State", "Supervisor"]
 
 logger = logging.getLogger(__name__)
+
+_Kind = Literal["started", "lost", "resumed", "user_error"]
 
 _ROOT_CAUSE_S = 1.0
 """How long to look for the reason of a failed collective before the others are interrupted."""
@@ -101,6 +104,10 @@ class Supervisor:
         self._generation = 0
         self.progress = Progress()
         """How far training is, as of the last call or the last new generation."""
+        self.events: list[Event] = []
+        """What happened to the group, oldest first."""
+        self.losses_in_call = 0
+        """Workers that were lost in the newest call."""
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
         # pickled now: what cannot be sent is found before a worker starts
@@ -117,6 +124,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the workers and set them up; if that fails, none is left behind."""
         try:
+            started = time.monotonic()
             self._group.start()
             self._ranks = {member: rank for rank, member in enumerate(self.members)}
             self._all("create", self._hook, self._runner, self._sent_backend, awaited="creation")
@@ -124,6 +132,7 @@ class Supervisor:
             self._each("prepare", [(context,) for context in contexts], awaited="preparation")
             self._enter(contexts, leader=None)
             self.state = State.READY
+            self._record("started", self.members, seconds=time.monotonic() - started)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -181,6 +190,7 @@ class Supervisor:
             BaseException: what user code raised first, with the worker's traceback.
         """
         causes: list[str] = []
+        self.losses_in_call = 0
         while True:
             self._make_ready(causes, max_losses)
             members = self.members if rank is None else [self.members[rank]]
@@ -192,13 +202,16 @@ class Supervisor:
             self.state = State.BROKEN
             if result.lost:
                 self._drop(result.lost, causes, max_losses)
+                self.losses_in_call = len(causes)
             elif result.first_error is not None:
-                raise result.first_error[1].exception()
+                member, outcome = result.first_error
+                error = outcome.exception()
+                self._record("user_error", [member], cause=repr(error))
+                raise error
             else:
                 failed = next(o for o in result.outcomes.values() if o.kind != "ok")
                 raise CollectiveError(
-                    "Workers could not communicate, though all of them are alive: "
-                    f"{failed.value()}"
+                    f"Workers could not communicate, though all of them are alive: {failed.value()}"
                 ) from failed.exception()
 
     def _run(
@@ -310,14 +323,14 @@ class Supervisor:
         """Make a new generation where the last one is broken."""
         if self.state is State.CLOSED:
             raise RuntimeError("The workers are shut down.")
+        started = time.monotonic()
         while self.state is State.BROKEN:
-            lost = self._await_stragglers()
-            if not lost:
-                lost = self._rejoin()
+            lost = self._await_stragglers() or self._rejoin()
             if lost:
                 self._drop(lost, causes, max_losses)
             else:
                 self.state = State.READY
+                self._record("resumed", self.members, seconds=time.monotonic() - started)
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; kill those that still do not."""
@@ -386,14 +399,13 @@ class Supervisor:
         self._ranks = {member: rank for rank, member in enumerate(self.members)}
         return result.lost
 
-    def _drop(
-        self, lost: dict[Member, BaseException], causes: list[str], max_losses: int
-    ) -> None:
+    def _drop(self, lost: dict[Member, BaseException], causes: list[str], max_losses: int) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
         self.state = State.BROKEN
         options = self._group.options
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _first_line(error)
+            self._record("lost", [member], cause=said)
             causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             member.kill()
@@ -418,6 +430,21 @@ class Supervisor:
         ) from error
 
     # ---- helpers
+
+    def _record(
+        self, kind: _Kind, members: Sequence[Member], *, cause: str = "", seconds: float = 0.0
+    ) -> None:
+        self.events.append(
+            Event(
+                kind=kind,
+                generation=self._generation,
+                ranks=tuple(self._ranks.get(member, -1) for member in members),
+                nodes=tuple(member.place.node_id for member in members),
+                step=self.progress.global_step,
+                cause=cause,
+                seconds=seconds,
+            )
+        )
 
     def _contexts(self) -> list[WorkerContext]:
         self._generation += 1

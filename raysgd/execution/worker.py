@@ -104,7 +104,7 @@ class Worker:
         return self._attempt(lambda: self._hosted.prepare(context))
 
     def enter(self, context: WorkerContext, rendezvous: Any, leader: int | None) -> Outcome:
-        """Enter a generation: make its process group, then set up, or join rank `leader`'s state."""
+        """Enter a generation: make its process group, then set up, or join the leader's state."""
         self._rank = context.world_rank
 
         def enter() -> None:
@@ -224,7 +224,7 @@ def _pickled_error(error: BaseException) -> bytes:
         blob = _dumps(bare)
         if isinstance(pickle.loads(blob), BaseException):
             return blob
-    except Exception:  # noqa: S110  whatever goes wrong in user code's pickling, the next line serves
+    except Exception:
         pass
     return _dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
 

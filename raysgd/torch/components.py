@@ -62,7 +62,9 @@ class Components:
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         if self.registered:
-            raise RuntimeError("register() was called twice; pass lists to register several models.")
+            raise RuntimeError(
+                "register() was called twice; pass lists to register several models."
+            )
         if ddp_args is not None and not isinstance(ddp_args, dict):
             raise TypeError(f"register(ddp_args=...) must be a dict, but it is {ddp_args!r}.")
         self.models = [self._placed(m) for m in _checked("models", models, torch.nn.Module)]

@@ -40,7 +40,9 @@ class CreatorOperator(TrainingOperator):
             given["schedulers"] = creators._scheduler_creator(optimizers, config)
         if creators._loss_creator is not None:
             given["criterion"] = _loss(creators._loss_creator, config)
-        names = [name for name in ("models", "optimizers", "criterion", "schedulers") if name in given]
+        names = [
+            name for name in ("models", "optimizers", "criterion", "schedulers") if name in given
+        ]
         registered = dict(zip(names, self.register(**given), strict=True))
         self._models = _listed(registered["models"])
         self._optimizers = _listed(registered["optimizers"])

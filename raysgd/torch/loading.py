@@ -83,10 +83,10 @@ class PlainLoader(Source):
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over the loader; what lies before `offset` is read and passed over."""
-        sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        iterator = iter(self.loader)
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        iterator: Iterator[Any] = iter(self.loader)
         for _ in range(offset):
             if next(iterator, self) is self:
                 break
@@ -96,9 +96,7 @@ class PlainLoader(Source):
 
     def steps_left(self, offset: int) -> int | None:
         """Return the number of batches after `offset`, where the loader has a length."""
-        if isinstance(self.loader, DataLoader) and isinstance(
-            self.loader.dataset, IterableDataset
-        ):
+        if isinstance(self.loader, DataLoader) and isinstance(self.loader.dataset, IterableDataset):
             return None  # its length is a guess, torch says
         try:
             return max(0, len(self.loader) - offset)
@@ -286,8 +284,9 @@ def wrap_loader(
 ) -> Source:
     """Return the source of batches for a loader that was registered.
 
-    Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or with a
-    DistributedSampler, decides for itself what a worker gets; an iterable cannot be shared out.
+    Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or
+    with a DistributedSampler, decides for itself what a worker gets; an iterable cannot be
+    shared out.
     """
     if shard and isinstance(loader, DataLoader) and _can_shard(loader):
         return ShardedLoader(
@@ -320,7 +319,8 @@ def _is_plain_shuffle(sampler: Any) -> bool:
 @contextlib.contextmanager
 def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
     """Let every random number that a sampler may draw follow from `seed`, and restore all after."""
-    held = random.getstate(), np.random.get_state(), generator and generator.get_state()
+    held = random.getstate(), np.random.get_state()
+    held_generator = None if generator is None else generator.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -332,8 +332,8 @@ def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
         finally:
             random.setstate(held[0])
             np.random.set_state(held[1])
-            if generator is not None and held[2] is not None:
-                generator.set_state(held[2])
+            if generator is not None and held_generator is not None:
+                generator.set_state(held_generator)
 
 
 def _rows_of(loader: DataLoader[Any]) -> _Rows | None:

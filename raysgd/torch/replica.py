@@ -33,7 +33,7 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self.module(*inputs, **kwargs)
 
 

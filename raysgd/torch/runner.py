@@ -49,6 +49,7 @@ class TorchRunner:
         self._batches: Iterator[Any] | None = None
         self._call: tuple[Any, ...] | None = None
         self._segments: list[Mapping[str, Any]] = []
+        self._covered: int | None = None
         self._dataset_sources: dict[str, Source] = {}
 
     # ---- life
@@ -136,6 +137,7 @@ class TorchRunner:
             global_step=parts.global_step,
             num_batches=0 if steps is None else steps.num_batches,
             total_batches=None if steps is None else steps.total_batches,
+            num_covered=self._covered,
             num_samples=0 if meters is None else int(meters.num_samples),
             loss=None if meters is None else _number(meters.last("train_loss")),
         )
@@ -164,7 +166,7 @@ class TorchRunner:
         does what is left of it. `call` tells such a repetition from a new call.
         """
         if self._call != ("train", call):
-            self._call, self._segments = ("train", call), []
+            self._call, self._segments, self._covered = ("train", call), [], 0
         self._profile(profile)
         parts = self._parts
         source = self._source("train", dataset)
@@ -182,7 +184,7 @@ class TorchRunner:
     def _train_stretch(self, source: Source, limit: int | None, info: Any) -> None:
         """Train for the rest of the epoch, or for `limit` steps of it."""
         parts, operator = self._parts, self.operator
-        fresh = parts.offset == 0
+        fresh, start = parts.offset == 0, parts.offset
         steps = self._steps = self._new_steps(source, limit)
         if steps.total_batches == 0 and fresh:
             raise RuntimeError(
@@ -194,6 +196,7 @@ class TorchRunner:
             metrics = _call_train_epoch(operator, steps, info, limit, parts.epoch)
         except BaseException:
             lost = steps.fail()
+            self._cover(source, start)
             self._batches = (
                 itertools.chain(lost, self._batches or ()) if not source.sharded else None
             )
@@ -202,6 +205,7 @@ class TorchRunner:
             self._end_stretch(keep=True)
             raise
         steps.finish()
+        self._cover(source, start)
         if fresh and steps.num_batches == 0:
             raise RuntimeError(
                 f"{type(operator).__name__}.train_epoch took no batch from its iterator, or the "
@@ -215,6 +219,13 @@ class TorchRunner:
             parts.offset = 0
             self._batches = None
         self._end_stretch(keep=True)
+
+    def _cover(self, source: Source, start: int) -> None:
+        """Count the samples from `start` on that the group has trained on."""
+        if not source.sharded or self._covered is None:
+            self._covered = None
+        else:
+            self._covered += self._parts.offset - start
 
     def _new_steps(self, source: Source, limit: int | None) -> Steps:
         parts = self._parts
@@ -247,9 +258,9 @@ class TorchRunner:
         info: dict[str, Any] | None = None,
         profile: bool = False,
     ) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or `num_steps` steps of it, round and round."""
+        """Evaluate the rest of the validation loader, or `num_steps` steps, round and round."""
         parts, operator = self._parts, self.operator
-        self._call, self._segments = ("validate", call), []
+        self._call, self._segments, self._covered = ("validate", call), [], None
         self._profile(profile)
         source = self._source("validation", None)
         left = num_steps
@@ -339,7 +350,8 @@ class TorchRunner:
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""
-        kind, keys, *rest = np.random.get_state(legacy=True)
+        numpy_state: Any = np.random.get_state(legacy=True)
+        kind, keys, *rest = numpy_state
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
@@ -440,7 +452,7 @@ def _described(source: Source) -> str:
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:
-    return torch.device("cuda", context.gpu_index) if use_gpu else torch.device("cpu")
+    return torch.device("cuda", context.gpu_index or 0) if use_gpu else torch.device("cpu")
 
 
 def _number(value: Any) -> float | None:

@@ -82,9 +82,11 @@ class Shard:
         """Return this worker's part of the last step, which has `left` samples in all."""
         if not self.even:
             first = start + self.rank * self.batch_size
-            return (first, min(first + self.batch_size, start + left)) if (
-                first < start + left
-            ) else None
+            return (
+                (first, min(first + self.batch_size, start + left))
+                if (first < start + left)
+                else None
+            )
         if left < self.world_size:
             first = start + self.rank % left
             return first, first + 1

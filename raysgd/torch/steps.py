@@ -8,12 +8,12 @@ from typing import Any
 from raysgd.torch.components import Components
 from raysgd.torch.loading import Source
 
-__all__ = ["StepInterrupted", "Steps"]
+__all__ = ["StepInterruptedError", "Steps"]
 
 _NOTHING = object()
 
 
-class StepInterrupted(Exception):
+class StepInterruptedError(Exception):
     """Raised inside a loop when the driver asked the worker to stop."""
 
 
@@ -71,7 +71,7 @@ class Steps:
         if self._in_flight is not _NOTHING:
             self._commit()
         if self.stop_requested:
-            raise StepInterrupted("The driver asked this worker to stop.")
+            raise StepInterruptedError("The driver asked this worker to stop.")
         if self._exhausted or self.num_batches == self._limit:
             raise StopIteration
         batch = self._fetch() if self._timers is None else self._timed_fetch()

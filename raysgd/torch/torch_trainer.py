@@ -179,7 +179,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name in _OLD_ARGUMENTS:
             raise DeprecationWarning(
-                f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
+                f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} "
+                "instead."
             )
         raise TypeError(f"TorchTrainer() got an unexpected keyword argument {name!r}.")
 

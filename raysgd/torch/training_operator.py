@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
+from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.components import Components, OperatorSettings
 from raysgd.torch.loading import Source
 from raysgd.torch.replica import unwrap
@@ -272,7 +272,7 @@ class TrainingOperator:
             scheduler.step()
 
     def to_device(self, batch: Any) -> Any:
-        """Return `batch` with the tensors in its lists, tuples and dicts on this worker's device."""
+        """Return `batch` with its tensors, also nested ones, on this worker's device."""
         return _moved(batch, self.device) if self.device.type != "cpu" else batch
 
     # ---- what users read

@@ -1,0 +1,48 @@
+"""One Ray cluster for all tests that need one, and a check that none of them leaves a thing."""
+
+import os
+import time
+
+import psutil
+import pytest
+
+NUM_CPUS = 4
+
+
+def wait_until(condition, timeout_s=20.0):
+    """Wait for a condition, which is what tests wait for, never for a time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A local Ray with four CPUs, of which two workers or four take all."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def _leftovers(ray):
+    from ray._private.state import actors
+    from ray.util import placement_group_table
+
+    alive = [a for a in actors().values() if a["State"] not in ("DEAD",)]
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    return alive + groups
+
+
+@pytest.fixture
+def ray_cluster(cluster):
+    """The shared cluster; the test fails if it leaves an actor, a placement group or a CPU."""
+    children = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
+    yield cluster
+    wait_until(lambda: not _leftovers(cluster))
+    wait_until(lambda: cluster.available_resources().get("CPU", 0) == NUM_CPUS)
+    left = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
+    assert left <= children

@@ -1,0 +1,70 @@
+"""Operators and data that many tests use."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
+
+NUM_SAMPLES = 1003
+
+
+def make_data(num_samples=NUM_SAMPLES):
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(num_samples, 8, generator=generator)
+    return TensorDataset(features, (features.sum(dim=1) > 0).long())
+
+
+def make_model(batch_norm=False):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)]
+    if batch_norm:
+        layers.insert(1, torch.nn.BatchNorm1d(16))
+    return torch.nn.Sequential(*layers)
+
+
+class Classifier(TrainingOperator):
+    """A small classifier; the config sets what tests vary."""
+
+    def setup(self, config):
+        model = make_model(config.get("batch_norm", False))
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=config.get("lr", 0.1), momentum=config.get("momentum", 0.0)
+        )
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=torch.nn.CrossEntropyLoss()
+        )
+        data = make_data(config.get("num_samples", NUM_SAMPLES))
+        settings = {
+            "batch_size": config.get("batch_size", 32),
+            "num_workers": config.get("loader_workers", 0),
+        }
+        self.register_data(
+            train_loader=DataLoader(data, shuffle=config.get("shuffle", True), **settings),
+            validation_loader=DataLoader(data, **settings),
+        )
+
+
+def parameters(operator):
+    """The parameters of an operator's models in one vector."""
+    return torch.cat([p.detach().reshape(-1).cpu() for p in operator.model.parameters()])
+
+
+def replica_hash(operator):
+    """A number that is the same on two workers only if models and optimizer states are."""
+    import hashlib
+    import pickle
+
+    digest = hashlib.sha256()
+    for group in (operator._parts.models, operator._parts.optimizers):
+        for part in group:
+            module = getattr(part, "module", part)
+            digest.update(pickle.dumps(_plain(module.state_dict())))
+    return digest.hexdigest()
+
+
+def _plain(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.cpu().numpy().tobytes()
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return [_plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
