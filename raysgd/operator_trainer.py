@@ -31,10 +31,10 @@ class OperatorTrainer:
         self._use_tqdm = use_tqdm
         self._calls = itertools.count()
         self._latest_metrics: dict[str, Any] = {}
+        warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
         supervisor.start()
-        warn_of_rounding(config, self.num_workers)
 
     # ---- training
 

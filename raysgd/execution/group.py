@@ -118,7 +118,7 @@ class WorkerGroup:
     def shutdown(self, force: bool = False) -> None:
         """End every worker, gently unless `force`, and give their room back."""
         members, self.members = self.members, []
-        if not force:
+        if not force and all(member.alive for member in members):
             pending = [member.control("teardown") for member in members]
             wait(pending, timeout=_TEARDOWN_S)
         for member in members:

@@ -36,6 +36,11 @@ class Member(ABC):
         """End the worker, whatever it is doing."""
 
     @property
+    def alive(self) -> bool:
+        """Whether calls can reach the worker at all."""
+        return True
+
+    @property
     def name(self) -> str:
         """Where it runs, for messages."""
         return f"node {self.place.node_id[:8] or 'unknown'} ({self.place.node_ip})"
@@ -62,12 +67,20 @@ class ActorMember(Member):
         future: Future[Any] = bound.remote(*arguments).future()
         return future
 
+    @property
+    def alive(self) -> bool:
+        """Whether Ray is still there; without it, a call would start Ray anew."""
+        import ray
+
+        return bool(ray.is_initialized())
+
     def kill(self) -> None:
         """Kill the actor's process."""
         import ray
 
-        with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
-            ray.kill(self._actor)
+        if self.alive:
+            with contextlib.suppress(Exception):  # it may be gone already
+                ray.kill(self._actor)
 
 
 class InlineMember(Member):

@@ -209,7 +209,7 @@ class ShardedLoader(Source):
         if self._order is None or self._order[0] != key:
             with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
                 if _is_plain_shuffle(sampler):
-                    order = torch.randperm(len(sampler.data_source))  # type: ignore[attr-defined]
+                    order = torch.randperm(len(sampler.data_source))
                 else:
                     order = torch.tensor(list(sampler), dtype=torch.int64)
             self._order = (key, order)

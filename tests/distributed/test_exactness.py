@@ -1,0 +1,181 @@
+"""Results equal those of one plain PyTorch process, whatever the number of workers."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters, replica_hash
+
+
+def plain_validation(model, batch_size):
+    """Validate as a hand-written loop in one process does."""
+    criterion, loss, correct = torch.nn.CrossEntropyLoss(reduction="sum"), 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for features, target in DataLoader(make_data(), batch_size=batch_size):
+            output = model(features)
+            loss += criterion(output, target).item()
+            correct += int((output.argmax(dim=1) == target).sum())
+    return {
+        "num_samples": NUM_SAMPLES,
+        "val_loss": loss / NUM_SAMPLES,
+        "val_accuracy": correct / NUM_SAMPLES,
+    }
+
+
+def plain_training(num_steps, batch_size, batch_norm=False):
+    """Train as a hand-written loop in one process does; return the model."""
+    model = make_model(batch_norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    criterion = torch.nn.CrossEntropyLoss()
+    batches = iter(DataLoader(make_data(), batch_size=batch_size))
+    for _ in range(num_steps):
+        features, target = next(batches)
+        optimizer.zero_grad()
+        criterion(model(features), target).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_validation_equals_a_single_process(ray_cluster, num_workers, loader_workers):
+    config = {"batch_size": 28, "loader_workers": loader_workers}
+    with TorchTrainer(
+        training_operator_cls=Classifier, config=config, num_workers=num_workers
+    ) as trainer:
+        metrics = trainer.validate()
+        expected = plain_validation(make_model(), batch_size=28)
+        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+        trainer.train()
+        metrics = trainer.validate()
+        expected = plain_validation(trainer.get_model(), batch_size=28)
+        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_two_workers_take_the_steps_of_one_process_with_twice_the_batch(
+    ray_cluster, loader_workers
+):
+    config = {
+        "batch_size": 16,
+        "shuffle": False,
+        "momentum": 0.9,
+        "loader_workers": loader_workers,
+    }
+    with TorchTrainer(training_operator_cls=Classifier, config=config, num_workers=2) as trainer:
+        trainer.train(num_steps=1)
+        trainer.train(num_steps=9)
+        found = trainer.apply_all_operators(parameters)
+    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 32).parameters()]).detach()
+    assert torch.equal(found[0], found[1])
+    assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
+
+
+def test_batch_norm_replicas_are_identical_and_validate_exactly(ray_cluster):
+    config = {"batch_norm": True, "momentum": 0.9, "batch_size": 31}
+    with TorchTrainer(training_operator_cls=Classifier, config=config, num_workers=3) as trainer:
+        trainer.train(num_steps=4)
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        metrics = trainer.validate()
+        expected = plain_validation(trainer.get_model(), batch_size=31)
+        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+
+
+def test_num_steps_goes_on_where_the_last_call_stopped(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=Classifier, config={"batch_size": 100}, num_workers=2
+    ) as trainer:
+        first = trainer.train(num_steps=2)  # an epoch is 6 steps, the last one of 3 samples
+        assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 400, 2)
+        rest = trainer.train()
+        assert (rest["epoch"], rest["num_samples"], rest["batch_count"]) == (1, 603, 4)
+        long = trainer.train(num_steps=8)
+        assert (long["epoch"], long["num_samples"], long["batch_count"]) == (3, 1403, 8)
+        assert (trainer.epoch, trainer.global_step) == (3, 14)
+        half = trainer.validate(num_steps=3)
+        other = trainer.validate(num_steps=3)
+        assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
+
+
+class Ledger(TrainingOperator):
+    """One parameter a sample, which training on that sample once moves from 0 to 1."""
+
+    def setup(self, config):
+        model = Weights(config["num_samples"])
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        batch_size = config.get(BATCH_SIZE, config.get("batch_size"))
+        data = Ids(config["num_samples"])
+        self.register_data(
+            train_loader=DataLoader(
+                data, batch_size=batch_size, shuffle=True, num_workers=config["loader_workers"]
+            )
+        )
+
+    def train_batch(self, batch, batch_info):
+        loss = -self.model(batch).sum() * self.world_size
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"num_samples": len(batch)}
+
+
+class Weights(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, ids):
+        return self.weights[ids]
+
+
+class Ids(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+def ledger_of(trainer):
+    return trainer.get_model().weights.detach()
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "loader_workers", "batch"),
+    [(2, 0, {"batch_size": 8}), (3, 2, {"batch_size": 8}), (4, 0, {BATCH_SIZE: 32})],
+)
+def test_an_epoch_trains_each_sample_once(ray_cluster, num_workers, loader_workers, batch):
+    config = {"num_samples": 205, "loader_workers": loader_workers, **batch}
+    with TorchTrainer(
+        training_operator_cls=Ledger, config=config, num_workers=num_workers
+    ) as trainer:
+        trainer.train(num_steps=3)
+        metrics = trainer.train()
+        ledger = ledger_of(trainer)
+        # the last step may repeat some samples, to give every worker one
+        repeats = int((ledger == 2).sum())
+        assert int((ledger == 1).sum()) == 205 - repeats
+        assert repeats < num_workers
+        assert metrics["epoch"] == 1
+
+
+def test_the_global_batch_is_shared(ray_cluster):
+    with pytest.warns(UserWarning, match=r"BATCH_SIZE\]=21 .* batch is 20 \(10 a worker\)"):
+        trainer = TorchTrainer(
+            training_operator_cls=Ledger,
+            config={"num_samples": 100, "loader_workers": 0, BATCH_SIZE: 21},
+            num_workers=2,
+        )
+    with trainer:
+        assert trainer.config[BATCH_SIZE] == 20
+        assert trainer.apply_all_operators(lambda op: op.config[BATCH_SIZE]) == [10, 10]
+        assert trainer.train(num_steps=1)["num_samples"] == 20
