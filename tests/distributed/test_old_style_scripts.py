@@ -1,0 +1,1027 @@
+"""Programs as users of the old library wrote them, in which only the imports were changed.
+
+Each one has the creators or the operator first, and then, as a test, what the script did with
+its trainer. The small habits at the end are run without Ray, on one worker in this process.
+"""
+
+import functools
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.data import Dataset as ItemDataset
+from raysgd.torch import CreatorOperator
+from raysgd.utils import BATCH_SIZE, NUM_SAMPLES, AverageMeterCollection
+from tests.operators import replica_hash
+
+NUM_TRAIN = 160
+NUM_VALIDATION = 101
+"""Batches of 16 make 7 of these: four for one worker and three for the other."""
+
+
+class Line(Dataset):
+    """Points on the line y = 2 x + 1."""
+
+    def __init__(self, num_points, seed=5):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.rand(num_points, 1, generator=generator) * 2 - 1
+        self.y = 2 * self.x + 1
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def make_line_model():
+    torch.manual_seed(1)
+    return nn.Linear(1, 1)
+
+
+def learning_rates(operator):
+    return [group["lr"] for group in operator.optimizer.param_groups]
+
+
+def all_equal(values):
+    return all(value == values[0] for value in values)
+
+
+# ---- creator functions, with a loss class, a scheduler and two loaders
+
+
+def model_creator(config):
+    torch.manual_seed(1)
+    return nn.Linear(1, config.get("hidden_size", 1))
+
+
+def optimizer_creator(model, config):
+    return torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-2))
+
+
+def step_scheduler_creator(optimizer, config):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config["gamma"])
+
+
+def data_creator(config):
+    train_loader = DataLoader(Line(NUM_TRAIN), batch_size=config["batch_size"], shuffle=True)
+    validation_loader = DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=config["batch_size"])
+    return train_loader, validation_loader
+
+
+def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(ray_cluster, tmp_path):
+    LineTrainingOperator = TrainingOperator.from_creators(  # noqa: N806  as scripts named it
+        model_creator=model_creator,
+        optimizer_creator=optimizer_creator,
+        data_creator=data_creator,
+        scheduler_creator=step_scheduler_creator,
+        loss_creator=nn.MSELoss,
+    )
+    assert issubclass(LineTrainingOperator, CreatorOperator)
+    trainer = TorchTrainer(
+        training_operator_cls=LineTrainingOperator,
+        num_workers=2,
+        config={"lr": 0.4, "gamma": 0.5, "hidden_size": 1, "batch_size": 8},
+        scheduler_step_freq="epoch",
+    )
+    with trainer:
+        before = trainer.validate()
+        stats = [trainer.train() for _ in range(2)]
+        after = trainer.validate()
+
+        assert [s["epoch"] for s in stats] == [1, 2]
+        assert [s["num_samples"] for s in stats] == [NUM_TRAIN, NUM_TRAIN]
+        assert stats[0]["batch_count"] == NUM_TRAIN / 8 / 2
+        assert stats[1]["train_loss"] < stats[0]["train_loss"]
+        assert after["num_samples"] == NUM_VALIDATION
+        assert after["val_loss"] < 0.1 * before["val_loss"]
+        # two epochs, halved after each of them
+        assert trainer.apply_all_operators(learning_rates) == [[0.1], [0.1]]
+
+        model = trainer.get_model()
+        assert type(model) is nn.Linear
+        held_out = Line(NUM_VALIDATION, seed=6)
+        loss = nn.functional.mse_loss(model(held_out.x), held_out.y).item()
+        assert after["val_loss"] == pytest.approx(loss, rel=1e-5)
+
+        path = trainer.save(tmp_path / "line.pt")
+        trainer.train()
+        trainer.load(path)
+        assert trainer.validate()["val_loss"] == pytest.approx(loss, rel=1e-5)
+    trainer.shutdown()
+
+
+# ---- creator functions, with a function that makes the loss, one loader and an own train_batch
+
+
+def huber_creator(config):
+    return nn.SmoothL1Loss(beta=config["beta"])
+
+
+def train_data_creator(config):
+    return DataLoader(Line(NUM_TRAIN), batch_size=16)
+
+
+class ClippingOperator(CreatorOperator):
+    """Works with what the creators made."""
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        output = self.model(features)
+        loss = self.criterion(output, target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"train_loss": loss.item(), "norm": norm.item(), NUM_SAMPLES: features.size(0)}
+
+
+def test_creators_with_a_loss_function_and_one_loader_under_an_own_train_batch(ray_cluster):
+    trainer = TorchTrainer(
+        training_operator_cls=ClippingOperator.from_creators(
+            model_creator,
+            optimizer_creator,
+            data_creator=train_data_creator,
+            loss_creator=huber_creator,
+        ),
+        num_workers=2,
+        config={"lr": 0.3, "beta": 0.25},
+    )
+    with trainer:
+        stats = [trainer.train() for _ in range(3)]
+        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
+        assert {"norm", "last_norm", "last_train_loss"} <= set(stats[0])
+        assert trainer.apply_all_operators(lambda op: op.criterion.beta) == [0.25, 0.25]
+        assert trainer.apply_all_operators(lambda op: op.scheduler) == [None, None]
+        with pytest.raises(RuntimeError, match="validation_loader"):
+            trainer.validate()
+        assert trainer.train()["epoch"] == 4
+
+
+# ---- a loop over the epoch of one's own, with the older signature
+
+
+class OldLoopOperator(TrainingOperator):
+    def setup(self, config):
+        model = make_line_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
+
+    def train_epoch(self, iterator, info):
+        self.model.train()
+        meters = AverageMeterCollection()
+        for batch_idx, (features, target) in enumerate(iterator):
+            with self.timers.record("fwd"):
+                loss = self.criterion(self.model(features.to(self.device)), target)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            meters.update({"train_loss": loss.item(), "batch": batch_idx}, n=len(target))
+        stats = meters.summary()
+        stats["tag"] = info["tag"]
+        return stats
+
+
+def test_own_train_epoch_with_the_older_signature(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=OldLoopOperator, config={"lr": 0.3}, num_workers=2
+    ) as trainer:
+        first = trainer.train(info={"tag": "warm"})
+        second = trainer.train(info={"tag": "up"}, profile=True)
+        assert (first["tag"], second["tag"]) == ("warm", "up")
+        assert first["num_samples"] == NUM_TRAIN
+        assert first["batch_count"] == NUM_TRAIN / 16 / 2
+        assert first["last_batch"] == NUM_TRAIN / 16 / 2 - 1
+        assert second["train_loss"] < first["train_loss"]
+        assert second["profile"]["mean_fwd_s"] > 0
+        assert trainer.global_step == 2 * first["batch_count"]
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+
+        part = trainer.train(num_steps=2, info={"tag": "part"})
+        assert part["batch_count"] == 2
+        rest = trainer.train(info={"tag": "rest"})
+        assert rest["batch_count"] == first["batch_count"] - 2
+
+
+# ---- a loop of one's own with the newer signature
+
+
+class AccumulatingOperator(TrainingOperator):
+    """Makes one update of two batches."""
+
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.Adam(model.parameters(), lr=config["lr"])
+        )
+        self.loss = nn.L1Loss()
+        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16, shuffle=True))
+
+    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        info = info or {}
+        meters = AverageMeterCollection()
+        self.optimizer.zero_grad()
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+            batch_info.update(info)
+            metrics = self.train_batch(batch, batch_info=batch_info)
+            meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+        stats = meters.summary()
+        stats["asked"] = -1 if num_steps is None else num_steps
+        stats["epoch_idx"] = epoch_idx
+        return stats
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        loss = self.loss(self.model(features), target) * batch_info.get("scale", 1.0)
+        loss.backward()
+        if batch_info["batch_idx"] % 2 == 1:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"train_loss": loss.item(), "step": batch_info["global_step"], NUM_SAMPLES: 16}
+
+
+def test_own_train_epoch_with_the_newer_signature(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=AccumulatingOperator, config={"lr": 0.05}, num_workers=2
+    ) as trainer:
+        whole = trainer.train()
+        assert (whole["asked"], whole["epoch_idx"], whole["batch_count"]) == (-1, 0, 5)
+        assert whole["last_step"] == 4
+
+        part = trainer.train(num_steps=2, info={"scale": 2.0})
+        assert (part["asked"], part["epoch_idx"], part["batch_count"]) == (2, 1, 2)
+        assert part["last_step"] == 6
+
+        # one step over the end of the epoch
+        over = trainer.train(num_steps=4)
+        assert over["batch_count"] == 4
+        assert trainer.epoch == 3
+        assert trainer.global_step == 11
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+
+
+# ---- two models and two optimizers
+
+
+class GanOperator(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(2)
+        self.noise_size = config["noise_size"]
+        generator = nn.Sequential(
+            nn.Linear(self.noise_size, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+        )
+        discriminator = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+        models = (discriminator, generator)
+        optimizers = tuple(torch.optim.Adam(m.parameters(), lr=config["lr"]) for m in models)
+        self.models, self.optimizers, self.criterion = self.register(
+            models=models, optimizers=optimizers, criterion=nn.BCELoss()
+        )
+        self.discriminator, self.generator = self.models
+        numbers = torch.randn(64, 1, generator=torch.Generator().manual_seed(4)) + 3
+        loader = DataLoader(TensorDataset(numbers), batch_size=8, shuffle=True, drop_last=True)
+        self.register_data(train_loader=loader, validation_loader=None)
+
+    def train_batch(self, batch, batch_info):
+        (real,) = batch
+        real = real.to(self.device)
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        optimizer_d, optimizer_g = self.optimizers
+
+        self.discriminator.zero_grad()
+        loss_real = self.criterion(self.discriminator(real), ones)
+        loss_real.backward()
+        fake = self.generator(torch.randn(len(real), self.noise_size, device=self.device))
+        loss_fake = self.criterion(self.discriminator(fake.detach()), zeros)
+        loss_fake.backward()
+        optimizer_d.step()
+
+        self.generator.zero_grad()
+        loss_g = self.criterion(self.discriminator(fake), ones)
+        loss_g.backward()
+        optimizer_g.step()
+        return {
+            "loss_g": loss_g.item(),
+            "loss_d": (loss_real + loss_fake).item(),
+            NUM_SAMPLES: len(real),
+        }
+
+
+def test_gan_with_two_models_and_two_optimizers(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=GanOperator, config={"noise_size": 4, "lr": 0.01}, num_workers=2
+    ) as trainer:
+        untrained = trainer.get_model()
+        stats = [trainer.train() for _ in range(3)]
+        assert stats[0]["num_samples"] == 64
+        assert all(math.isfinite(s["loss_g"] + s["loss_d"]) for s in stats)
+        assert stats[2]["loss_d"] < stats[0]["loss_d"]
+
+        models = trainer.get_model()
+        assert isinstance(models, list)
+        assert [len(m) for m in models] == [4, 4]
+        for old, new in zip(untrained, models, strict=True):
+            assert not torch.equal(old[0].weight, new[0].weight)
+        assert models[1].eval()(torch.zeros(2, 4)).shape == (2, 1)
+        assert trainer.global_step == 12
+        # in each step both models were updated, by the gradients of both workers
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+
+
+# ---- validation of one's own
+
+
+class ReportingOperator(TrainingOperator):
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16),
+            validation_loader=DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=16),
+        )
+
+    def validate_batch(self, batch, batch_info):
+        metrics = super().validate_batch(batch, batch_info)
+        features, target = batch
+        error = (self.model(features) - target).abs()
+        metrics["val_mae"] = error.mean()
+        metrics["val_close"] = (error < 1).float().mean().item()
+        return metrics
+
+    def validate(self, val_iterator, info):
+        assert not torch.is_inference_mode_enabled()
+        stats = super().validate(val_iterator, info)
+        assert not self.model.training
+        stats["judgement"] = "good" if stats["val_mae"] < info["limit"] else "bad"
+        stats["val_root"] = stats["val_loss"] ** 0.5
+        return stats
+
+
+def test_own_validate_and_validate_batch_with_metrics_of_their_own(ray_cluster):
+    with TorchTrainer(training_operator_cls=ReportingOperator, num_workers=2) as trainer:
+        first = trainer.validate(info={"limit": 0.0})
+        assert first["judgement"] == "bad"
+        trainer.train()
+        stats = trainer.validate(info={"limit": 100.0})
+
+        model, data = trainer.get_model(), Line(NUM_VALIDATION, seed=6)
+        with torch.no_grad():
+            error = (model(data.x) - data.y).abs()
+        assert stats["num_samples"] == NUM_VALIDATION
+        assert stats["batch_count"] == 3.5
+        assert stats["val_mae"] == pytest.approx(error.mean().item(), rel=1e-5)
+        assert stats["val_close"] == pytest.approx((error < 1).float().mean().item(), rel=1e-5)
+        assert stats["val_loss"] == pytest.approx((error**2).mean().item(), rel=1e-5)
+        assert stats["judgement"] == "good"
+        assert {"last_val_mae", "last_val_close", "val_root"} <= set(stats)
+
+
+# ---- DistributedDataParallel by one's own hand
+
+
+class OwnDdpOperator(TrainingOperator):
+    """Wraps its model itself, before or after it is registered."""
+
+    def setup(self, config):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        wrap = functools.partial(
+            DistributedDataParallel, device_ids=self.device_ids, find_unused_parameters=False
+        )
+        if config["wrap_first"]:
+            model = wrap(model)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        if not config["wrap_first"]:
+            self.model = wrap(self.model)
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16, shuffle=True),
+            validation_loader=DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=16),
+        )
+
+    def train_batch(self, batch, batch_info):
+        if batch_info["info"] and self.world_rank == batch_info["info"]["fail_on"]:
+            raise ArithmeticError("as asked")
+        return super().train_batch(batch, batch_info)
+
+
+def weights_of_every_copy(operator):
+    return [p.tolist() for p in operator.model.parameters()]
+
+
+@pytest.fixture(scope="class", params=[True, False], ids=["before_register", "after_register"])
+def own_ddp_trainer(request, cluster):
+    with TorchTrainer(
+        training_operator_cls=OwnDdpOperator,
+        config={"wrap_first": request.param},
+        num_workers=2,
+        wrap_ddp=False,
+        timeout_s=20,  # what hangs shall not hang for long
+    ) as trainer:
+        yield trainer
+
+
+class TestModelThatWasWrappedByItsUser:
+    def test_trains_in_step_on_both_workers(self, own_ddp_trainer):
+        stats = [own_ddp_trainer.train() for _ in range(3)]
+        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
+        assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
+        kinds = own_ddp_trainer.apply_all_operators(lambda op: type(op.model).__name__)
+        assert kinds == ["DistributedDataParallel"] * 2
+
+    def test_with_batch_norm_validates_uneven_shards(self, own_ddp_trainer):
+        each = own_ddp_trainer.validate(reduce_results=False)
+        assert [stats["batch_count"] for stats in each] == [4, 3]
+        assert own_ddp_trainer.validate()["num_samples"] == NUM_VALIDATION
+
+    def test_comes_back_without_its_wrapper(self, own_ddp_trainer):
+        model = own_ddp_trainer.get_model()
+        assert type(model) is nn.Sequential
+        assert all("module." not in name for name in model.state_dict())
+        assert all("module." not in name for name in own_ddp_trainer.state_dict()["models"][0])
+
+    def test_trains_on_in_step_after_one_worker_raised(self, own_ddp_trainer):
+        with pytest.raises(ArithmeticError, match="as asked"):
+            own_ddp_trainer.train(info={"fail_on": 1})
+        assert own_ddp_trainer.train(num_steps=3)["batch_count"] == 3
+        assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
+
+
+# ---- schedulers that step with each batch, and by hand
+
+
+class OneCycleOperator(TrainingOperator):
+    def setup(self, config):
+        model = make_line_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        batches = math.ceil(NUM_TRAIN / 16 / self.world_size)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.2, epochs=config["num_epochs"], steps_per_epoch=batches
+        )
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
+        )
+        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
+
+
+def test_one_cycle_scheduler_steps_with_each_batch(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=OneCycleOperator,
+        config={"num_epochs": 2},
+        num_workers=2,
+        scheduler_step_freq="batch",
+    ) as trainer:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.01, momentum=0.9)
+        reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=10)
+        expected = [reference.get_last_lr()[0]]
+        for _ in range(10):
+            optimizer.step()
+            reference.step()
+            expected.append(reference.get_last_lr()[0])
+
+        rates = trainer.apply_all_operators(learning_rates)
+        assert rates == [[pytest.approx(expected[0])]] * 2
+        trainer.train(num_steps=3)
+        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[3])]] * 2
+        trainer.train()
+        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[5])]] * 2
+        trainer.train()
+        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[10])]] * 2
+
+
+class PlateauOperator(TrainingOperator):
+    """Has two optimizers in one scheduler each; steps both of them by itself."""
+
+    def setup(self, config):
+        torch.manual_seed(1)
+        models = [nn.Linear(1, 4), nn.Linear(4, 1)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        schedulers = [
+            torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.1, patience=0)
+            for o in optimizers
+        ]
+        self.models, self.optimizers, self.criterion, self.schedulers = self.register(
+            models=models, optimizers=optimizers, criterion=nn.MSELoss(), schedulers=schedulers
+        )
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16),
+            validation_loader=DataLoader(Line(NUM_VALIDATION), batch_size=16),
+        )
+
+    def forward(self, features):
+        return self.models[1](torch.tanh(self.models[0](features)))
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        loss = self.criterion(self.forward(features), target)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return {"train_loss": loss.item(), NUM_SAMPLES: len(target)}
+
+    def validate_batch(self, batch, batch_info):
+        features, target = batch
+        loss = self.criterion(self.forward(features), target)
+        return {"val_loss": loss.item(), NUM_SAMPLES: len(target)}
+
+
+def test_plateau_schedulers_step_by_hand_with_a_metric(ray_cluster):
+    def rates(operator):
+        return [optimizer.param_groups[0]["lr"] for optimizer in operator.optimizers]
+
+    with TorchTrainer(
+        training_operator_cls=PlateauOperator, num_workers=2, scheduler_step_freq="manual"
+    ) as trainer:
+        loss = trainer.validate()["val_loss"]
+        trainer.update_scheduler(loss)
+        trainer.train()
+        better = trainer.validate()["val_loss"]
+        assert better < loss
+        trainer.update_scheduler(better)
+        assert trainer.apply_all_operators(rates) == [[0.1, 0.1], [0.1, 0.1]]
+        trainer.update_scheduler(loss)
+        assert trainer.apply_all_operators(rates) == [[pytest.approx(0.01)] * 2] * 2
+        assert trainer.train()["train_loss"] < loss
+
+
+# ---- state of one's own
+
+
+class RememberingOperator(TrainingOperator):
+    def setup(self, config):
+        self.best = float("inf")
+        self.history = []
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.parameters(), lr=0.05),
+            criterion=nn.MSELoss(),
+        )
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=config["batch_size"], shuffle=True),
+            validation_loader=DataLoader(Line(NUM_VALIDATION), batch_size=16),
+        )
+
+    def validate(self, val_iterator, info):
+        stats = super().validate(val_iterator, info)
+        self.best = min(self.best, stats["val_loss"])
+        self.history.append(torch.tensor(stats["val_loss"]))
+        return stats
+
+    def state_dict(self):
+        return {"best": self.best, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+        self.history = state["history"]
+
+
+def memory_of(operator):
+    return operator.best, [value.item() for value in operator.history]
+
+
+def test_own_state_is_saved_and_loaded_also_on_another_number_of_workers(ray_cluster, tmp_path):
+    path = str(tmp_path / "run.pt")
+    options = {"training_operator_cls": RememberingOperator, "config": {"batch_size": 16}}
+    with TorchTrainer(num_workers=2, **options) as trainer:
+        trainer.train()
+        val_loss = trainer.validate()["val_loss"]
+        assert trainer.save(path) == path
+        memory = trainer.apply_all_operators(memory_of)[0]
+        assert len(memory[1]) == 1
+
+        trainer.train()
+        trainer.validate()
+        trainer.load(path)
+        assert trainer.apply_all_operators(memory_of) == [memory, memory]
+        assert (trainer.epoch, trainer.global_step) == (1, 5)
+        assert trainer.validate()["val_loss"] == pytest.approx(val_loss, rel=1e-6)
+
+        with TorchTrainer(num_workers=1, use_local=True, **options) as single:
+            single.load(path)
+            assert single.apply_all_operators(memory_of) == [memory]
+            assert (single.epoch, single.global_step) == (1, 5)
+            assert single.validate()["val_loss"] == pytest.approx(val_loss, rel=1e-6)
+            assert single.train()["epoch"] == 2
+            single.save(path)
+            longer = single.apply_all_operators(memory_of)[0]
+            assert len(longer[1]) == 2
+
+        trainer.load(path)
+        assert trainer.apply_all_operators(memory_of) == [longer, longer]
+        assert (trainer.epoch, trainer.global_step) == (2, 15)
+        assert trainer.train()["epoch"] == 3
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+
+
+# ---- an initialization hook
+
+
+def initialization_hook():
+    os.environ["OLD_STYLE_FLAG"] = "raised"
+    torch.set_num_interop_threads(1)  # torch takes this only before its first parallel work
+
+
+class FlagOperator(OldLoopOperator):
+    def setup(self, config):
+        self.flag = os.environ.get("OLD_STYLE_FLAG")
+        super().setup({"lr": 0.1})
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_initialization_hook_runs_on_every_worker_before_all_else(ray_cluster, num_workers):
+    with TorchTrainer(
+        training_operator_cls=FlagOperator,
+        initialization_hook=initialization_hook,
+        num_workers=num_workers,
+    ) as trainer:
+        assert trainer.apply_all_operators(lambda op: op.flag) == ["raised"] * num_workers
+        inside = trainer.apply_all_workers(lambda: os.environ["OLD_STYLE_FLAG"])
+        assert inside == ["raised"] * num_workers
+        assert trainer.train(info={"tag": None})["num_samples"] == NUM_TRAIN
+    assert "OLD_STYLE_FLAG" not in os.environ
+
+
+# ---- a global batch size; timings; results by worker; information for a call
+
+
+class ShareOperator(TrainingOperator):
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=config[BATCH_SIZE]),
+            validation_loader=DataLoader(Line(NUM_VALIDATION), batch_size=config[BATCH_SIZE]),
+        )
+
+    def train_batch(self, batch, batch_info):
+        metrics = super().train_batch(batch, batch_info)
+        metrics["rank"] = self.world_rank
+        metrics["share"] = len(batch[0])
+        metrics["note"] = str(batch_info["info"])
+        return metrics
+
+    def validate_batch(self, batch, batch_info):
+        metrics = super().validate_batch(batch, batch_info)
+        metrics["note"] = str(batch_info["info"])
+        return metrics
+
+
+def test_global_batch_size_profile_results_by_worker_and_info(ray_cluster):
+    config = {BATCH_SIZE: 21}
+    with pytest.warns(UserWarning, match=r"21.*20"):
+        trainer = TorchTrainer(training_operator_cls=ShareOperator, config=config, num_workers=2)
+    with trainer:
+        assert config == {BATCH_SIZE: 21}
+        assert trainer.config[BATCH_SIZE] == 20
+        assert trainer.apply_all_operators(lambda op: op.config[BATCH_SIZE]) == [10, 10]
+
+        each = trainer.train(reduce_results=False, info={"lesson": 3})
+        assert [stats["rank"] for stats in each] == [0, 1]
+        assert [stats["share"] for stats in each] == [10, 10]
+        assert [stats["num_samples"] for stats in each] == [NUM_TRAIN / 2] * 2
+        assert [stats["epoch"] for stats in each] == [1, 1]
+        assert [stats["note"] for stats in each] == ["{'lesson': 3}"] * 2
+
+        stats = trainer.train(profile=True)
+        assert stats["rank"] == 0.5
+        assert "last_train_loss" in stats
+        stages = ("mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s")
+        assert all(stats["profile"][stage] > 0 for stage in stages)
+        assert "profile" not in trainer.train()
+
+        by_worker = trainer.validate(reduce_results=False, profile=True, info={"exam": 1})
+        assert sum(stats["num_samples"] for stats in by_worker) == NUM_VALIDATION
+        assert all(stats["profile"]["mean_validation_s"] > 0 for stats in by_worker)
+        assert all(stats["profile"]["mean_eval_fwd_s"] > 0 for stats in by_worker)
+        assert by_worker[1]["note"] == "{'exam': 1}"
+
+
+# ---- functions on workers and operators, one of them in the driver's process
+
+
+def test_functions_run_on_all_workers_and_operators_and_one_operator_is_local(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=ReportingOperator, num_workers=2, use_local=True
+    ) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        assert pids[0] == os.getpid()
+        assert pids[1] != os.getpid()
+
+        local = trainer.get_local_operator()
+        assert isinstance(local, ReportingOperator)
+        assert (local.world_rank, local.world_size) == (0, 2)
+        assert trainer.apply_all_operators(lambda op: op.world_rank) == [0, 1]
+
+        def lower(operator, rate):
+            for group in operator.optimizer.param_groups:
+                group["lr"] = rate
+
+        trainer.apply_all_operators(functools.partial(lower, rate=0.02))
+        assert learning_rates(local) == [0.02]
+        assert trainer.train()["num_samples"] == NUM_TRAIN
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+        weight = local.model.module.weight
+        assert torch.equal(trainer.get_model().weight, weight)
+        assert trainer.get_model().weight is not weight
+    assert not dist.is_initialized()
+
+
+# ---- items that the workers download and transform
+
+
+class ItemOperator(TrainingOperator):
+    """Has no loader of its own."""
+
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
+            criterion=nn.MSELoss(),
+        )
+
+    def train_batch(self, batch, batch_info):
+        metrics = super().train_batch(batch, batch_info)
+        metrics["x"] = batch[0].mean()
+        return metrics
+
+
+def download(name):
+    return float(name.removeprefix("item-"))
+
+
+def to_sample(number):
+    x = torch.tensor([[number / 10]])
+    return x, 2 * x + 1
+
+
+def test_items_are_downloaded_and_transformed_on_the_workers(ray_cluster):
+    names = [f"item-{i}" for i in range(21)]
+    dataset = ItemDataset(
+        names, batch_size=4, download_func=download, max_concurrency=2, transform=to_sample
+    )
+    shorter = ItemDataset(iter(names[:8]), batch_size=4, download_func=download)
+    with TorchTrainer(training_operator_cls=ItemOperator, num_workers=2) as trainer:
+        stats = [trainer.train(dataset=dataset) for _ in range(3)]
+        for result in stats:
+            assert result["num_samples"] == 21
+            assert result["x"] == pytest.approx(1.0)  # the mean of 0.0, 0.1, ... 2.0
+        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
+
+        trainer.train(num_steps=1, dataset=dataset)
+        rest = trainer.train(dataset=dataset)
+        assert rest["num_samples"] == 21 - 8
+
+        with pytest.raises(RuntimeError, match="train_loader"):
+            trainer.train()
+        # without a transform the items are bare numbers, which this operator cannot take
+        with pytest.raises(TypeError):
+            trainer.train(dataset=shorter)
+        assert trainer.train(dataset=dataset)["num_samples"] == 21
+
+
+# ---- a stream that each worker reads for itself
+
+
+class Stream(IterableDataset):
+    """As many points as it is told, of unknown number to the loader."""
+
+    def __init__(self, rank, num_points):
+        self.rank = rank
+        self.num_points = num_points
+
+    def __iter__(self):
+        for i in range(self.num_points):
+            x = torch.tensor([self.rank + i / 100])
+            yield x, 2 * x + 1
+
+
+class StreamOperator(ItemOperator):
+    def setup(self, config):
+        super().setup(config)
+        own = Stream(self.world_rank, config["num_points"][self.world_rank])
+        self.register_data(
+            train_loader=DataLoader(own, batch_size=4),
+            validation_loader=DataLoader(own, batch_size=4),
+        )
+
+
+def test_streams_of_uneven_length_end_together(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=StreamOperator,
+        config={"num_points": [20, 31]},
+        num_workers=2,
+        timeout_s=30,  # what hangs shall not hang for long
+    ) as trainer:
+        for epoch in (1, 2):
+            each = trainer.train(reduce_results=False)
+            # as many steps as the shorter stream has
+            assert [stats["batch_count"] for stats in each] == [5, 5]
+            assert [stats["epoch"] for stats in each] == [epoch, epoch]
+            # each worker had a part of its own
+            assert each[0]["x"] < 1 <= each[1]["x"]
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+
+        by_worker = trainer.validate(reduce_results=False)
+        assert [stats["num_samples"] for stats in by_worker] == [20, 31]
+        assert [stats["batch_count"] for stats in by_worker] == [5, 8]
+
+        # over the end of the streams
+        assert trainer.train(num_steps=7)["batch_count"] == 7
+        assert trainer.global_step == 17
+        assert trainer.epoch == 4
+
+
+# ---- a whole file, run as a program
+
+
+def test_a_script_that_reads_a_ray_dataset_runs_as_a_program():
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("old_style_script.py")), "--num-epochs=3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root), "RAY_AUTH_MODE": "disabled"},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    stats = result["stats"]
+    assert [s["num_samples"] for s in stats] == [48] * 3
+    assert [s["batch_count"] for s in stats] == [3] * 3
+    assert stats[-1]["train_loss"] < stats[0]["train_loss"]
+    assert abs(result["prediction"] - 2) < 1.5
+
+
+# ---- small habits, each of which a script of the old library may have
+
+
+def train_alone(operator_cls, **arguments):
+    """Train for an epoch in this process; return what that gave, and the trainer."""
+    trainer = TorchTrainer(training_operator_cls=operator_cls, use_local=True)
+    return trainer.train(**arguments), trainer
+
+
+class HabitOperator(TrainingOperator):
+    """What the operators below share."""
+
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+        loader = DataLoader(Line(NUM_TRAIN), batch_size=16)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+def test_an_older_train_epoch_may_use_info_as_a_dict_though_none_was_given():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info):
+            meters = AverageMeterCollection()
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+                batch_info.update(info)
+                metrics = self.train_batch(batch, batch_info=batch_info)
+                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+            return meters.summary()
+
+    stats, _ = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+
+
+def test_an_older_validate_may_use_info_as_a_dict_though_none_was_given():
+    class Operator(HabitOperator):
+        def validate(self, val_iterator, info):
+            stats = super().validate(val_iterator, info)
+            stats["wanted"] = info.get("wanted", "nothing")
+            return stats
+
+    _, trainer = train_alone(Operator)
+    assert trainer.validate()["wanted"] == "nothing"
+
+
+@pytest.mark.parametrize("signature", ["iterator, _", "loader, information", "batches, info=None"])
+def test_an_older_train_epoch_may_name_its_parameters_as_it_likes(signature):
+    iterator = signature.split(",")[0]
+    namespace = {}
+    exec(f"def train_epoch(self, {signature}): return self.walk({iterator})", namespace)
+
+    class Operator(HabitOperator):
+        train_epoch = namespace["train_epoch"]
+
+        def walk(self, batches):
+            return super().train_epoch(batches)
+
+    stats, _ = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+
+
+def test_an_own_train_epoch_may_count_the_global_step_itself():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            meters = AverageMeterCollection()
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+                metrics = self.train_batch(batch, batch_info)
+                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+                self.global_step += 1
+            return meters.summary()
+
+    stats, trainer = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+    # each step counts once
+    assert trainer.global_step == NUM_TRAIN / 16
+
+
+def test_keys_of_info_are_found_in_batch_info():
+    class Operator(HabitOperator):
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            metrics["scale"] = batch_info["scale"]
+            return metrics
+
+    stats, _ = train_alone(Operator, info={"scale": 3.0})
+    assert stats["scale"] == 3.0
+
+
+def test_an_operator_may_keep_its_loaders_under_any_name():
+    class Operator(HabitOperator):
+        def setup(self, config):
+            self.train_loader = DataLoader(Line(NUM_TRAIN), batch_size=16)
+            self.validation_loader = DataLoader(Line(NUM_VALIDATION), batch_size=16)
+            super().setup(config)
+
+    stats, _ = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+
+
+def test_own_loop_may_step_its_scheduler_itself():
+    class Operator(TrainingOperator):
+        def setup(self, config):
+            model = make_line_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
+            )
+            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
+
+        def train_epoch(self, iterator, info):
+            for batch in iterator:
+                metrics = self.train_batch(batch, {})
+                self.scheduler.step()
+            return {"train_loss": metrics["train_loss"]}
+
+    trainer = TorchTrainer(
+        training_operator_cls=Operator, use_local=True, scheduler_step_freq="manual"
+    )
+    trainer.train()
+    assert learning_rates(trainer.get_local_operator()) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("raysgd", "TorchTrainer TrainingOperator"),
+        ("raysgd.torch", "TorchTrainer TrainingOperator CreatorOperator"),
+        ("raysgd.torch.training_operator", "TrainingOperator"),
+        ("raysgd.torch.torch_trainer", "TorchTrainer"),
+        ("raysgd.utils", "BATCH_SIZE NUM_SAMPLES BATCH_COUNT AverageMeter AverageMeterCollection"),
+        ("raysgd.utils", "TimerStat TimerCollection"),
+        ("raysgd.data", "Dataset"),
+    ],
+)
+def test_names_are_found_where_scripts_import_them_from(module, names):
+    home = importlib.import_module(module)
+    assert all(hasattr(home, name) for name in names.split())

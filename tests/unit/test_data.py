@@ -1,0 +1,86 @@
+"""Data sets of items that workers fetch."""
+
+import pickle
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.data import Dataset
+
+
+@given(st.lists(st.integers(), max_size=20), st.data())
+def test_items_come_in_the_order_of_the_indices(items, data):
+    dataset = Dataset(items)
+    indices = data.draw(st.lists(st.integers(0, len(items) - 1))) if items else []
+    assert dataset.fetch(indices) == [items[index] for index in indices]
+    assert dataset.__getitems__(indices) == dataset.fetch(indices)
+    assert [dataset[index] for index in indices] == dataset.fetch(indices)
+    assert len(dataset) == len(items)
+
+
+def test_download_comes_before_transform():
+    dataset = Dataset([1, 2], download_func=lambda i: f"d{i}", transform=lambda s: f"t{s}")
+    assert dataset.fetch([0, 1]) == ["td1", "td2"]
+
+
+def test_an_iterable_is_listed_once():
+    dataset = Dataset(iter([1, 2, 3]))
+    assert dataset.fetch([0, 2]) == dataset.fetch([0, 2]) == [1, 3]
+
+
+def test_a_sequence_is_not_copied():
+    assert Dataset(range(10**9)).fetch([10**8]) == [10**8]
+
+
+def test_concurrent_downloads_happen_at_the_same_time_and_keep_their_order():
+    barrier = threading.Barrier(3, timeout=20)
+
+    def download(item):
+        barrier.wait()  # passes only when three downloads are under way
+        return item * 10
+
+    assert Dataset(range(3), download_func=download, max_concurrency=3).fetch([2, 0, 1]) == [
+        20,
+        0,
+        10,
+    ]
+
+
+@pytest.mark.parametrize("concurrency", [0, 1])
+def test_without_concurrency_downloads_happen_in_the_calling_thread(concurrency):
+    dataset = Dataset(
+        range(3), download_func=lambda _: threading.get_ident(), max_concurrency=concurrency
+    )
+    assert set(dataset.fetch([0, 1, 2])) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("concurrency", [0, 4])
+def test_an_error_of_a_download_reaches_the_caller(concurrency):
+    def download(item):
+        raise ConnectionError(f"no {item}")
+
+    with pytest.raises(ConnectionError, match="no 1"):
+        Dataset([1], download_func=download, max_concurrency=concurrency).fetch([0])
+
+
+def test_each_data_set_has_an_identity_that_travels():
+    first, second = Dataset([1]), Dataset([1])
+    assert first.uid != second.uid
+    assert pickle.loads(pickle.dumps(first)).uid == first.uid
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ({"dataset": 7}, TypeError, "dataset"),
+        ({"download_func": 7}, TypeError, "download_func"),
+        ({"transform": "x"}, TypeError, "transform"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"max_concurrency": -1}, ValueError, "max_concurrency"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments, error, name):
+    with pytest.raises(error, match=name):
+        Dataset(**{"dataset": [1], **arguments})

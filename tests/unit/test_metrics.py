@@ -1,0 +1,285 @@
+"""Means over batches, segments and workers."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.metrics import (
+    AverageMeter,
+    AverageMeterCollection,
+    Summary,
+    merge_segments,
+    merge_workers,
+)
+
+values = st.floats(-1e6, 1e6)
+batches = st.lists(st.tuples(values, st.integers(1, 64)), min_size=1, max_size=30)
+
+
+def summary_of(batches):
+    meters = AverageMeterCollection()
+    for value, n in batches:
+        meters.update({"loss": value}, n=n)
+    return meters.summary()
+
+
+def cut(items, points):
+    """Cut a list at the given points; no piece is empty."""
+    edges = sorted({0, len(items), *(point % len(items) for point in points)})
+    return [items[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+@given(batches)
+def test_mean_is_weighted_by_samples(batches):
+    total = sum(n for _, n in batches)
+    result = summary_of(batches)
+    assert result["loss"] == close(math.fsum(v * n for v, n in batches) / total)
+    assert result["last_loss"] == batches[-1][0]
+    assert result["num_samples"] == total
+    assert result["batch_count"] == len(batches)
+
+
+@given(batches, st.lists(st.integers(0, 30), max_size=5))
+def test_merged_segments_equal_one_pass(batches, points):
+    whole = summary_of(batches)
+    merged = merge_segments([summary_of(part) for part in cut(batches, points)])
+    assert merged.keys() == whole.keys()
+    for key, value in whole.items():
+        assert merged[key] == close(value)
+    assert merged.weights == whole.weights
+
+
+@given(batches, st.lists(st.integers(0, 30), max_size=5))
+def test_merged_workers_equal_one_pass(batches, points):
+    whole = summary_of(batches)
+    parts = cut(batches, points)
+    merged = merge_workers([summary_of(part) for part in parts])
+    assert merged["loss"] == close(whole["loss"])
+    assert merged["num_samples"] == whole["num_samples"]
+    assert merged["last_loss"] == close(sum(part[-1][0] for part in parts) / len(parts))
+    assert merged["batch_count"] == close(sum(map(len, parts)) / len(parts))
+
+
+@given(batches, st.lists(st.integers(0, 30), max_size=3), st.lists(st.integers(0, 30), max_size=3))
+def test_workers_of_several_segments_equal_one_pass(batches, workers, segments):
+    merged = merge_workers(
+        [
+            merge_segments([summary_of(part) for part in cut(share, segments)])
+            for share in cut(batches, workers)
+        ]
+    )
+    assert merged["loss"] == close(summary_of(batches)["loss"])
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20), st.integers(1, 4))
+def test_a_key_that_only_some_batches_have_is_weighted_by_those(keys, num_workers):
+    """Each batch has one key: a mean must not be diluted by batches that lack it."""
+    meters = [AverageMeterCollection() for _ in range(num_workers)]
+    single = AverageMeterCollection()
+    for index, key in enumerate(keys):
+        meters[index % num_workers].update({key: float(index)}, n=index + 1)
+        single.update({key: float(index)}, n=index + 1)
+    merged = merge_workers([m.summary() for m in meters])
+    expected = single.summary()
+    assert merged.keys() == expected.keys()
+    for key in set(keys):
+        assert merged[key] == close(expected[key])
+
+
+@given(batches, st.integers(0, 29))
+def test_nan_in_one_batch_makes_the_mean_nan_and_last_what_came_last(batches, index):
+    index %= len(batches)
+    batches[index] = (float("nan"), batches[index][1])
+    result = summary_of(batches)
+    assert math.isnan(result["loss"])
+    assert math.isnan(result["last_loss"]) == (index == len(batches) - 1)
+    assert result["num_samples"] == sum(n for _, n in batches)
+
+
+def test_nan_of_one_worker_makes_the_merged_mean_nan():
+    merged = merge_workers([summary_of([(float("nan"), 2)]), summary_of([(1.0, 2)])])
+    assert math.isnan(merged["loss"])
+    assert merged["num_samples"] == 4
+
+
+def test_nan_stays_with_its_key():
+    meters = AverageMeterCollection()
+    meters.update({"a": float("nan"), "b": 2.0}, n=3)
+    assert meters.summary()["b"] == 2.0
+
+
+def test_values_that_are_no_numbers_come_from_the_lowest_rank_that_has_them():
+    merged = merge_workers([{"loss": 1.0}, {"note": "one"}, {"note": "two"}])
+    assert merged == {"loss": 1.0, "note": "one"}
+
+
+def test_of_values_that_are_no_numbers_the_newest_of_a_worker_counts():
+    meters = AverageMeterCollection()
+    meters.update({"note": "first"})
+    meters.update({"note": "second"})
+    assert meters.summary()["note"] == meters.summary()["last_note"] == "second"
+    merged = merge_segments([{"note": "a"}, {"note": "b"}])
+    assert merged["note"] == "b"
+
+
+def test_a_number_on_one_rank_and_text_on_another_do_not_break_the_merge():
+    assert merge_workers([{"k": 1.0}, {"k": "text"}])["k"] == "text"
+
+
+def test_a_numpy_string_is_no_number():
+    meters = AverageMeterCollection()
+    meters.update({"label": np.str_("cat")}, n=2)
+    assert meters.summary()["label"] == "cat"
+
+
+def test_keys_are_the_union_over_workers():
+    merged = merge_workers([{"num_samples": 2, "a": 1.0}, {"num_samples": 6, "b": 3.0}])
+    assert merged == {"num_samples": 8, "a": 1.0, "b": 3.0}
+
+
+def test_results_without_num_samples_count_once_each():
+    assert merge_workers([{"k": 1.0}, {"k": 3.0}]) == {"k": 2.0}
+
+
+def test_batch_count_and_last_values_are_plain_means():
+    parts = [
+        {"num_samples": 1, "batch_count": 1, "last_k": 0.0},
+        {"num_samples": 99, "batch_count": 3, "last_k": 1.0},
+    ]
+    merged = merge_workers(parts)
+    assert merged["batch_count"] == 2.0
+    assert merged["last_k"] == 0.5
+
+
+def test_a_worker_without_samples_counts_for_nothing():
+    """Its mean of no samples is NaN, which must not spread."""
+    empty = {"num_samples": 0, "loss": float("nan")}
+    assert merge_workers([empty, {"num_samples": 4, "loss": 2.0}])["loss"] == 2.0
+
+
+def test_no_samples_at_all_is_nan_and_not_an_error():
+    empty = {"num_samples": 0, "loss": 1.0}
+    assert math.isnan(merge_workers([empty, empty])["loss"])
+    assert math.isnan(AverageMeter().avg)
+
+
+@pytest.mark.parametrize("value", [0.1, float("nan")])
+def test_a_batch_without_samples_counts_for_nothing(value):
+    """The mean of an empty batch is NaN in torch; it has no weight, whoever merges it."""
+    parts = [(value, 0), (1.0, 2)]
+    assert summary_of(parts)["loss"] == 1.0
+    assert merge_segments([summary_of([part]) for part in parts])["loss"] == 1.0
+
+
+def test_sums_are_float64():
+    meters = AverageMeterCollection()
+    numbers = [np.float32(0.1)] * 10_000
+    for number in numbers:
+        meters.update({"a": number, "b": torch.tensor(0.1)})
+    for key in "ab":
+        assert meters.summary()[key] == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+
+
+def test_arrays_are_summed_in_float64_too():
+    meter = AverageMeter()
+    for _ in range(10_000):
+        meter.update(np.full(2, 0.1, dtype=np.float32))
+    assert meter.avg == pytest.approx([float(np.float32(0.1))] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        1,
+        True,
+        np.float32(1),
+        np.int64(1),
+        np.array(1.0),
+        np.array([1]),
+        torch.tensor(1),
+        torch.tensor([1.0], requires_grad=True),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+    ],
+    ids=repr,
+)
+def test_every_kind_of_number_comes_out_as_a_python_number(number):
+    meters = AverageMeterCollection()
+    meters.update({"k": number}, n=2)
+    result = merge_workers([meters.summary()])
+    assert result["k"] == result["last_k"] == 1.0
+    assert type(result["k"]) is float
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64])
+def test_num_samples_may_be_a_tensor(kind):
+    meters = AverageMeterCollection()
+    meters.update({"k": 1.0, "num_samples": kind(3)}, n=kind(3))
+    meters.update({"k": 5.0, "num_samples": kind(1)}, n=kind(1))
+    result = merge_workers([meters.summary()])
+    assert result["k"] == 2.0
+    assert not isinstance(result["k"], torch.Tensor)
+    assert result["num_samples"] == 4
+    assert not isinstance(result["num_samples"], torch.Tensor)
+
+
+def test_tensors_of_several_elements_are_averaged_element_by_element():
+    meters = AverageMeterCollection()
+    meters.update({"k": torch.tensor([1, 2])}, n=1)
+    meters.update({"k": torch.tensor([5, 2])}, n=3)
+    merged = merge_workers([meters.summary()])
+    assert merged["k"].tolist() == [4.0, 2.0]
+    assert merged["k"].dtype == torch.float64
+
+
+def test_a_metric_does_not_keep_the_graph_alive():
+    meters = AverageMeterCollection()
+    loss = torch.ones(1, requires_grad=True) * 2
+    meters.update({"loss": loss})
+    assert not isinstance(meters.last("loss"), torch.Tensor)
+
+
+def test_last_is_none_for_a_key_that_never_came():
+    assert AverageMeterCollection().last("loss") is None
+
+
+def test_reset_forgets_everything():
+    meters = AverageMeterCollection()
+    meters.update({"loss": 1.0, "note": "x"}, n=2)
+    meters.reset()
+    assert meters.summary() == {"num_samples": 0, "batch_count": 0}
+
+
+def test_a_meter_says_value_sum_count_and_mean():
+    meter = AverageMeter()
+    meter.update(1.0, n=3)
+    meter.update(5.0)
+    assert (meter.val, meter.sum, meter.count, meter.avg) == (5.0, 8.0, 4, 2.0)
+    meter.reset()
+    assert (meter.val, meter.sum, meter.count) == (0.0, 0.0, 0)
+
+
+def test_a_summary_keeps_its_weights_through_pickle():
+    summary = pickle.loads(pickle.dumps(summary_of([(1.0, 3)])))
+    assert isinstance(summary, Summary)
+    assert summary.weights == {"loss": 3}
+
+
+def test_merging_leaves_the_parts_as_they_are():
+    parts = [summary_of([(1.0, 2)]), summary_of([(3.0, 2)])]
+    copies = [dict(part) for part in parts]
+    merge_segments(parts)
+    merge_workers(parts)
+    assert [dict(part) for part in parts] == copies
+
+
+def test_nothing_merges_to_nothing():
+    assert merge_segments([]) == merge_workers([]) == {}

@@ -1,0 +1,72 @@
+"""run_operator: an operator in this process."""
+
+import pytest
+import torch
+
+from raysgd import TrainingOperator
+from raysgd.testing import run_operator
+from tests.operators import Classifier
+
+
+def test_an_operator_can_be_driven_by_hand():
+    operator = run_operator(Classifier, {"num_samples": 40, "batch_size": 8})
+    batch = next(iter(operator.train_loader))
+    before = [p.clone() for p in operator.model.parameters()]
+    result = operator.train_batch(batch, {"batch_idx": 0})
+    assert result["num_samples"] == 8
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, operator.model.parameters(), strict=True)
+    )
+    assert operator.validate(iter(operator.validation_loader))["num_samples"] == 40
+    assert operator.train_epoch(iter(operator.train_loader))["num_samples"] == 40
+
+
+def test_it_is_on_cpu_and_alone():
+    operator = run_operator(Classifier)
+    assert operator.device == torch.device("cpu")
+    assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 0, 1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_config_is_not_changed():
+    class Changing(Classifier):
+        def setup(self, config):
+            config["mine"] = 1
+            super().setup(config)
+
+    config = {"num_samples": 16}
+    run_operator(Changing, config)
+    assert config == {"num_samples": 16}
+
+
+def test_schedulers_can_be_tried():
+    class Scheduled(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            self.register(
+                models=model,
+                optimizers=optimizer,
+                schedulers=torch.optim.lr_scheduler.ConstantLR(optimizer),
+            )
+
+    assert run_operator(Scheduled, scheduler_step_freq="epoch").scheduler_step_freq == "epoch"
+    with pytest.raises(ValueError, match="scheduler_step_freq"):
+        run_operator(Scheduled)
+
+
+def test_a_setup_that_registers_nothing_is_refused():
+    class Empty(TrainingOperator):
+        def setup(self, config):
+            pass
+
+    with pytest.raises(RuntimeError, match="Empty.setup did not register anything"):
+        run_operator(Empty)
+
+
+def test_a_class_without_setup_is_refused_by_name():
+    class NoSetup(TrainingOperator):
+        pass
+
+    with pytest.raises(NotImplementedError, match="NoSetup must override setup"):
+        run_operator(NoSetup)

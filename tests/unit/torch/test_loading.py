@@ -1,0 +1,646 @@
+"""Loaders as workers use them: which are shared out, and that nothing of them is lost."""
+
+import copy
+import math
+import pickle
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from raysgd.data import Dataset as ItemDataset
+from raysgd.torch.loading import PlainLoader, ShardedLoader, dataset_loader, wrap_loader
+
+SEED = 5
+
+
+class Numbers(Dataset):
+    """A data set that is no TensorDataset: the samples are their own indices."""
+
+    def __init__(self, size=20):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Reversed(Sampler):
+    """A sampler of the user's own."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return reversed(range(self.size))
+
+    def __len__(self):
+        return self.size
+
+
+class OfEveryLibrary(Reversed):
+    """A sampler that draws its order from every source of random numbers there is."""
+
+    def __iter__(self):
+        order = torch.randperm(self.size).tolist()
+        random.shuffle(order)
+        return iter(np.random.permutation(order).tolist())
+
+
+def tensors(size=20):
+    return TensorDataset(torch.arange(size), torch.arange(size) * 10.0)
+
+
+def wrap(loader, *, training=True, world_size=1, rank=0, seed=SEED, **arguments):
+    return wrap_loader(
+        loader,
+        training=training,
+        shard=True,
+        world_size=world_size,
+        rank=rank,
+        seed=seed,
+        **arguments,
+    )
+
+
+def indices(batches):
+    """The samples of batches, in order, however they are packed."""
+    found = []
+    for batch in batches:
+        first = batch[0] if isinstance(batch, list | tuple) else batch
+        found += torch.as_tensor(first).reshape(-1).tolist()
+    return found
+
+
+def group_batches(loader, world_size, epoch=0, **arguments):
+    return [
+        list(wrap(loader, world_size=world_size, rank=rank, **arguments).batches(epoch, 0))
+        for rank in range(world_size)
+    ]
+
+
+def same(left, right):
+    """Whether two batches are the same in structure, kinds and values."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and left.equal(right)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+# ---- the fast path for tensors
+
+
+@given(
+    st.integers(1, 50),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_batches_of_tensors_equal_a_plain_loaders(size, batch_size, drop_last, nested, matrix):
+    columns = (torch.randn(size, 3) if matrix else torch.arange(size), torch.arange(size))
+    data = TensorDataset(*columns)
+    for _ in range(nested):
+        data = Subset(data, torch.randperm(len(data))[: max(1, len(data) - 1)].tolist())
+    loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last)
+    source = wrap(loader)
+    assert source._rows is not None
+    made, expected = list(source.batches(0, 0)), list(loader)
+    assert len(source) == len(expected)
+    assert all(map(same, made, expected))
+    assert len(made) == len(expected)
+
+
+def test_many_batches_and_large_ones_are_fetched_in_pieces_without_a_seam():
+    for data, batch_size in ((tensors(1000), 3), (TensorDataset(torch.randn(64, 2**14)), 5)):
+        loader = DataLoader(data, batch_size=batch_size)
+        made = list(wrap(loader).batches(0, 0))
+        assert len(made) == len(loader)
+        assert all(map(same, made, loader))
+
+
+def test_the_fast_and_the_slow_path_give_the_same_order():
+    fast = DataLoader(tensors(), batch_size=3, shuffle=True)
+    slow = DataLoader(tensors(), batch_size=3, shuffle=True, collate_fn=lambda s: default_collate(s))
+    assert wrap(fast)._rows is not None
+    assert wrap(slow)._rows is None
+    for epoch in range(3):
+        ways = zip(wrap(fast).batches(epoch, 0), wrap(slow).batches(epoch, 0), strict=True)
+        assert all(same(a, b) for a, b in ways)
+
+
+def test_changing_a_batch_in_place_leaves_the_data_as_it_is():
+    data = tensors(8)
+    for features, _ in wrap(DataLoader(data, batch_size=4)).batches(0, 0):
+        features.zero_()
+    assert data.tensors[0].tolist() == list(range(8))
+
+
+def test_subclasses_of_tensor_data_sets_keep_their_own_items():
+    class Doubling(TensorDataset):
+        def __getitem__(self, index):
+            return tuple(column * 2 for column in super().__getitem__(index))
+
+    class DoublingSubset(Subset):
+        def __getitem__(self, index):
+            return tuple(column * 2 for column in super().__getitem__(index))
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    for data in (Doubling(torch.arange(6)), DoublingSubset(TensorDataset(torch.arange(6)), range(6))):
+        source = wrap(DataLoader(data, batch_size=6))
+        assert indices(source.batches(0, 0)) == [0, 2, 4, 6, 8, 10]
+
+
+# ---- orders
+
+
+SAMPLERS = {
+    "shuffle": lambda data: {"shuffle": True},
+    "none": lambda data: {"shuffle": False},
+    "random": lambda data: {"sampler": RandomSampler(data)},
+    "random with its own generator": lambda data: {
+        "sampler": RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    },
+    "more than there are": lambda data: {"sampler": RandomSampler(data, num_samples=37)},
+    "with replacement": lambda data: {
+        "sampler": RandomSampler(data, replacement=True, num_samples=9)
+    },
+    "weighted": lambda data: {"sampler": WeightedRandomSampler([0.0] + [1.0] * 19, num_samples=15)},
+    "subset": lambda data: {"sampler": SubsetRandomSampler([2, 3, 5, 7, 11, 13])},
+    "sequential": lambda data: {"sampler": SequentialSampler(data)},
+    "own": lambda data: {"sampler": Reversed(20)},
+    "of every library": lambda data: {"sampler": OfEveryLibrary(20)},
+    "a list": lambda data: {"sampler": [4, 4, 2]},
+    "generator": lambda data: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(9),
+    },
+}
+KEEPS_ITS_ORDER = {"none", "sequential", "own", "a list"}
+IS_A_PERMUTATION = {
+    "shuffle",
+    "none",
+    "random",
+    "random with its own generator",
+    "sequential",
+    "own",
+    "of every library",
+    "generator",
+}
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_rank_follows_one_order_that_changes_each_epoch_where_the_sampler_shuffles(
+    name, make_data
+):
+    data = make_data()
+    loader = DataLoader(data, batch_size=3, **SAMPLERS[name](data))
+    epochs = []
+    for epoch in range(3):
+        # each rank has a process of its own, and random states of its own
+        apart = [copy.deepcopy(loader) for _ in range(2)]
+        ranks = []
+        for rank, mine in enumerate(apart):
+            torch.manual_seed(100 + rank)
+            random.seed(100 + rank)
+            np.random.seed(100 + rank)
+            ranks.append(list(wrap(mine, world_size=2, rank=rank).batches(epoch, 0)))
+        order = []
+        for batches in zip(*ranks, strict=True):
+            order += indices(batches)
+        size = len(loader.sampler)
+        assert len(order) - size in (0, 1)  # one repeat, where two workers share one sample
+        epochs.append(tuple(order[:size]))
+        if name in IS_A_PERMUTATION:
+            assert sorted(order) == list(range(20))
+    assert len(set(epochs)) == (1 if name in KEEPS_ITS_ORDER else 3)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_a_sampler_never_gives_never_comes(name):
+    loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
+    torch.manual_seed(0)
+    possible = {index for _ in range(20) for index in indices(loader)}
+    seen = {i for epoch in range(5) for i in indices(wrap(loader).batches(epoch, 0))}
+    assert seen <= possible
+
+
+@pytest.mark.parametrize("name", sorted(KEEPS_ITS_ORDER))
+def test_a_loader_that_does_not_shuffle_keeps_its_order(name):
+    loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
+    assert indices(wrap(loader).batches(4, 0)) == indices(loader)
+
+
+def test_the_order_follows_from_the_seed():
+    loader = DataLoader(tensors(), batch_size=3, shuffle=True)
+    orders = [indices(wrap(loader, seed=seed).batches(0, 0)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    source = wrap(loader, seed=1)
+    source.reseed(2)
+    assert indices(source.batches(0, 0)) == orders[2]
+
+
+def test_the_users_generator_decides_and_not_our_seed():
+    def loader(seed):
+        return DataLoader(
+            tensors(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
+
+    orders = [
+        indices(wrap(loader(seed), seed=ours).batches(0, 0))
+        for seed, ours in ((1, 1), (1, 2), (2, 1))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**63])
+def test_a_generator_with_an_extreme_seed_works_in_every_epoch(seed):
+    loader = DataLoader(
+        tensors(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(seed)
+    )
+    source = wrap(loader)
+    orders = [indices(source.batches(epoch, 0)) for epoch in range(3)]
+    assert len(set(map(tuple, orders))) == 3
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_making_an_order_disturbs_no_random_numbers_of_the_user(name):
+    loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
+    sampler_generator = getattr(loader.sampler, "generator", None)
+    generators = [g for g in (loader.generator, sampler_generator) if g is not None]
+
+    def states():
+        numpy_state = np.random.get_state()
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            numpy_state[1].tolist(),
+            [g.get_state().tolist() for g in generators],
+        )
+
+    before = states()
+    list(wrap(loader).batches(1, 0))
+    assert states() == before
+
+
+def test_making_an_order_leaves_the_random_numbers_of_the_gpu_alone(monkeypatch):
+    """Seeding them anew each epoch would repeat the same dropout on every rank."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    list(wrap(DataLoader(tensors(), batch_size=3, shuffle=True)).batches(1, 0))
+    assert not seeded
+
+
+def test_a_sampler_with_epochs_of_its_own_is_told_the_epoch():
+    class ByEpoch(Reversed):
+        epoch = -1
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(self.epoch)
+            return iter(torch.randperm(self.size, generator=generator).tolist())
+
+    source = wrap(DataLoader(tensors(), batch_size=3, sampler=ByEpoch(20)))
+    orders = {tuple(indices(source.batches(epoch, 0))) for epoch in range(3)}
+    assert len(orders) == 3
+
+
+def test_a_sampler_without_a_length_works():
+    """torch asks none of a sampler."""
+
+    class Endless(Sampler):
+        def __init__(self):
+            pass
+
+        def __iter__(self):
+            return iter([3, 1, 2])
+
+    source = wrap(DataLoader(tensors(), batch_size=2, sampler=Endless()))
+    assert indices(source.batches(0, 0)) == [3, 1, 2]
+    assert source.steps_left(0) in (2, None)
+
+
+# ---- sharing out
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("size", [24, 23, 7, 1])
+def test_two_workers_train_on_every_sample(make_data, shuffle, size):
+    loader = DataLoader(make_data(size), batch_size=3, shuffle=shuffle)
+    ranks = group_batches(loader, 2)
+    assert len(ranks[0]) == len(ranks[1]) == math.ceil(size / 6)
+    counts = Counter(index for batches in ranks for index in indices(batches))
+    assert set(counts) == set(range(size))
+    assert counts.total() - size <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+def test_validation_counts_no_sample_twice_and_keeps_the_order(make_data, world_size):
+    loader = DataLoader(make_data(23), batch_size=3)
+    ranks = group_batches(loader, world_size, training=False)
+    assert sorted(i for batches in ranks for i in indices(batches)) == list(range(23))
+    assert all(indices(batches) == sorted(indices(batches)) for batches in ranks)
+    single = [indices([batch]) for batch in loader]
+    for rank, batches in enumerate(ranks):
+        assert [indices([batch]) for batch in batches] == single[rank::world_size]
+
+
+def test_two_workers_see_per_step_what_one_sees_with_twice_the_batch():
+    two = group_batches(DataLoader(tensors(22), batch_size=3, shuffle=True), 2, epoch=1)
+    one = group_batches(DataLoader(tensors(22), batch_size=6, shuffle=True), 1, epoch=1)[0]
+    for first, second, whole in zip(*two, one, strict=True):
+        assert set(indices([first, second])) == set(indices([whole]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_drop_last_is_kept(training):
+    loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
+    ranks = group_batches(loader, 2, training=training)
+    assert all(len(batch[0]) == 3 for batches in ranks for batch in batches)
+    assert sum(map(len, ranks)) == (6 if training else 7)
+
+
+def test_a_resize_in_the_middle_of_an_epoch_goes_on_with_the_unseen_samples():
+    loader = DataLoader(tensors(20), batch_size=3, shuffle=True)
+    sources = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
+    seen = [i for source in sources for i in indices(source.batches(1, 0, 2))]
+    offset = sources[0].offset_after(0, 2)
+    survivor = sources[1]
+    survivor.reshard(1, 0, None)
+    assert survivor.steps_left(offset) == 3
+    seen += indices(survivor.batches(1, offset))
+    assert sorted(seen) == list(range(20))
+
+
+def test_a_loader_made_with_the_batch_share_follows_it():
+    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, batch_share=4)
+    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, batch_share=4)
+    for source in (follows, other):
+        source.reshard(1, 0, 8)
+    assert follows.batch_size == 8
+    assert other.batch_size == 5
+    assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
+
+
+def test_iterating_over_the_source_gives_the_workers_part_of_the_first_epoch():
+    source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True), world_size=2, rank=1)
+    expected = indices(source.batches(0, 0))
+    assert indices(source) == indices(source) == expected
+    assert len(source) == 4
+
+
+# ---- settings
+
+
+def test_a_loader_that_does_not_collate_gives_one_item_a_step():
+    loader = DataLoader(Numbers(5), batch_size=None, shuffle=True)
+    ranks = group_batches(loader, 2)
+    assert [len(batches) for batches in ranks] == [3, 3]
+    assert {int(item) for batches in ranks for item in batches} == set(range(5))
+    (alone,) = group_batches(DataLoader(Numbers(5), batch_size=None), 1)
+    assert [int(item) for item in alone] == [0, 1, 2, 3, 4]
+    assert alone[0].dim() == 0
+
+
+def test_a_loader_that_does_not_collate_keeps_ready_batches_whole():
+    ready = [torch.full((4,), index) for index in range(3)]
+    (made,) = group_batches(DataLoader(ready, batch_size=None), 1)
+    assert all(map(same, made, ready))
+
+
+def worker_init(worker_id):
+    torch.manual_seed(1000 + worker_id)
+
+
+class Located(Numbers):
+    """Says in which process of the loader a sample was made, and what its first seed was."""
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        return index, info.id, torch.initial_seed()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_worker_processes_of_the_loader_are_used_with_its_settings(persistent):
+    loader = DataLoader(
+        Located(12),
+        batch_size=2,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=persistent,
+        prefetch_factor=3,
+        worker_init_fn=worker_init,
+    )
+    source = wrap(loader)
+    orders = []
+    for epoch in range(2):
+        batches = list(source.batches(epoch, 0))
+        orders.append(indices(batches))
+        assert {int(w) for batch in batches for w in batch[1]} == {0, 1}
+        assert {int(s) for batch in batches for s in batch[2]} == {1000, 1001}
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
+    assert orders[0] != orders[1]
+    # an interrupted epoch, and another that starts before the first is read to its end
+    first = source.batches(1, 0)
+    assert indices([next(first)]) == orders[1][:2]
+    assert indices(source.batches(1, 4)) == orders[1][4:]
+    assert source._worker_loader.prefetch_factor == 3
+
+
+def test_persistent_worker_processes_are_those_of_the_epoch_before():
+    source = wrap(DataLoader(Numbers(4), batch_size=2, num_workers=1, persistent_workers=True))
+    list(source.batches(0, 0))
+    first = source._worker_loader
+    list(source.batches(1, 0))
+    assert source._worker_loader is first
+    source = wrap(DataLoader(Numbers(4), batch_size=2, num_workers=1))
+    list(source.batches(0, 0))
+    first = source._worker_loader
+    list(source.batches(1, 0))
+    assert source._worker_loader is not first
+
+
+def test_every_setting_of_the_loader_is_kept():
+    def collate(samples):
+        return tuple(samples)
+
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(
+        Numbers(),
+        batch_size=4,
+        num_workers=1,
+        collate_fn=collate,
+        timeout=7,
+        worker_init_fn=worker_init,
+        multiprocessing_context="fork",
+        generator=generator,
+        prefetch_factor=5,
+        persistent_workers=True,
+        in_order=False,
+    )
+    source = wrap(loader)
+    made = source._loader_for(0, [])
+    for name in (
+        "dataset",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
+        "in_order",
+    ):
+        assert getattr(made, name) == getattr(loader, name), name
+
+
+def test_the_users_collate_function_makes_the_batches():
+    loader = DataLoader(tensors(4), batch_size=2, collate_fn=lambda samples: len(samples))
+    assert list(wrap(loader).batches(0, 0)) == [2, 2]
+
+
+def test_attributes_of_the_users_loader_can_be_read():
+    data = tensors()
+    source = wrap(DataLoader(data, batch_size=3))
+    assert source.dataset is data
+    assert source.num_workers == 0
+    with pytest.raises(AttributeError):
+        _ = source.no_such_thing
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+def test_a_source_can_be_pickled(make_data):
+    source = wrap(DataLoader(make_data(), batch_size=3, shuffle=True))
+    twin = pickle.loads(pickle.dumps(source))
+    assert indices(twin.batches(2, 0)) == indices(source.batches(2, 0))
+
+
+# ---- what is left as it is
+
+
+def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
+    data = tensors()
+    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+
+    class OwnBatches(BatchSampler):
+        pass
+
+    loaders = [
+        DataLoader(Stream(), batch_size=2),
+        DataLoader(data, batch_sampler=OwnBatches(SequentialSampler(data), 3, False)),
+        DataLoader(data, batch_size=3, sampler=sampler),
+        [1, 2, 3],
+    ]
+    for loader in loaders:
+        source = wrap(loader, world_size=2, rank=0)
+        assert type(source) is PlainLoader
+        assert indices(source.batches(0, 0)) == indices(loader)
+    assert type(wrap(DataLoader(data))) is ShardedLoader
+
+
+def test_nothing_is_shared_out_where_the_trainer_says_so():
+    loader = DataLoader(tensors(), batch_size=3)
+    source = wrap_loader(loader, training=True, shard=False, world_size=2, rank=1, seed=0)
+    assert not source.sharded
+    assert indices(source.batches(0, 0)) == list(range(20))
+
+
+def test_a_distributed_sampler_is_told_the_epoch():
+    data = tensors()
+    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+    source = wrap(DataLoader(data, batch_size=3, sampler=sampler))
+    orders = [indices(source.batches(epoch, 0)) for epoch in range(2)]
+    sampler.set_epoch(1)
+    assert orders[1] == list(sampler) != orders[0]
+
+
+@given(st.integers(0, 9), st.integers(0, 12), st.none() | st.integers(0, 12))
+def test_a_plain_loader_goes_on_after_the_batches_that_were_seen(size, offset, num_steps):
+    source = wrap(list(range(size)))
+    expected = list(range(size))[offset:][:num_steps]
+    assert list(source.batches(0, offset, num_steps)) == expected
+    assert source.steps_left(offset) == max(0, size - offset)
+    assert source.offset_after(offset, 2) == offset + 2
+
+
+def test_the_length_of_a_stream_is_unknown():
+    class Sized(Stream):
+        def __len__(self):
+            return 8
+
+    assert wrap(DataLoader(Sized(), batch_size=2)).steps_left(0) is None
+    assert wrap(DataLoader(Stream(), batch_size=2)).steps_left(0) is None
+    assert wrap(iter([1, 2])).steps_left(0) is None
+
+
+def test_taking_some_batches_of_an_iterator_takes_no_further_one_from_it():
+    """What lies behind would be lost for the next call."""
+    iterator = iter(range(5))
+    assert list(wrap(iterator).batches(0, 0, 2)) == [0, 1]
+    assert list(iterator) == [2, 3, 4]
+
+
+# ---- data sets of items
+
+
+def test_items_are_fetched_batch_by_batch_and_joined_column_by_column():
+    data = ItemDataset(range(5), batch_size=2, transform=lambda i: (torch.full((3, 2), i), i))
+    batches = list(wrap(dataset_loader(data)).batches(0, 0))
+    assert [tuple(batch[0].shape) for batch in batches] == [(6, 2), (6, 2), (3, 2)]
+    assert [batch[1].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+
+
+def test_items_that_are_no_tuples_are_joined_too():
+    scalars = list(wrap(dataset_loader(ItemDataset([1.0, 2.0], batch_size=2))).batches(0, 0))
+    assert scalars[0].tolist() == [1.0, 2.0]
+    parts = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
+    assert next(wrap(dataset_loader(parts)).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_each_item_goes_to_one_worker_and_is_downloaded_once():
+    downloads = []
+
+    def download(item):
+        downloads.append(item)
+        return item
+
+    loader = dataset_loader(ItemDataset(range(8), batch_size=2, download_func=download))
+    ranks = group_batches(loader, 2)
+    assert [indices(batches) for batches in ranks] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert sorted(downloads) == list(range(8))
