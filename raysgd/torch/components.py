@@ -10,10 +10,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.context import WorkerContext
+from raysgd.data import Dataset
 from raysgd.metrics import AverageMeterCollection
 from raysgd.timers import TimerCollection
 from raysgd.torch import replica
-from raysgd.torch.loading import Source, wrap_loader
+from raysgd.torch.loading import Source, dataset_loader, wrap_loader
 
 __all__ = ["Components", "OperatorSettings"]
 
@@ -50,6 +51,7 @@ class Components:
         self.seed = torch.initial_seed() % 2**62
         self.meters: AverageMeterCollection | None = None
         self._sources: dict[str, Source] = {}
+        self._trains_on = "train"
         self._wrapping: list[dict[str, Any] | None] = []
         self._buffers: list[torch.Tensor] = []
         self._committed_buffers: list[torch.Tensor] = []
@@ -131,6 +133,22 @@ class Components:
                 f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
             )
         return self._sources[name]
+
+    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
+        """Return what to train on, and whether that is another source than before.
+
+        A data set given with the call takes the place of the registered loader. An epoch that is
+        part-finished on one of them is given up when the other is used.
+        """
+        name = "train" if dataset is None else f"dataset {dataset.uid}"
+        if dataset is not None and name not in self._sources:
+            for old in [key for key in self._sources if key.startswith("dataset ")]:
+                del self._sources[old]
+            self._sources[name] = self.wrap(dataset_loader(dataset), training=True)
+        changed = name != self._trains_on
+        if changed:
+            self._trains_on, self.offset = name, 0
+        return self.source(name), changed
 
     def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.to(self.settings.device)

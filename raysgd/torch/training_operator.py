@@ -95,12 +95,7 @@ class TrainingOperator:
         per_batch = self.scheduler_step_freq == "batch"
         with timers.record("train_epoch"):
             for batch_idx, batch in enumerate(iterator):
-                batch_info = {
-                    "batch_idx": batch_idx,
-                    "global_step": self.global_step,
-                    "epoch_idx": epoch_idx,
-                    "info": info,
-                }
+                batch_info = self._batch_info(info, batch_idx, epoch_idx)
                 metrics = self.train_batch(batch, batch_info)
                 meters.update(*_checked(self.train_batch, metrics))
                 if per_batch:
@@ -114,7 +109,7 @@ class TrainingOperator:
 
         Args:
             batch: ``(*features, target)``, tensors on any device.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info``.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``.
@@ -147,12 +142,7 @@ class TrainingOperator:
         meters = self._parts.new_meters()
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = {
-                    "batch_idx": batch_idx,
-                    "global_step": self.global_step,
-                    "epoch_idx": self._parts.epoch,
-                    "info": info,
-                }
+                batch_info = self._batch_info(info, batch_idx, self._parts.epoch)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*_checked(self.validate_batch, metrics))
         return meters.summary()
@@ -341,6 +331,17 @@ class TrainingOperator:
     def validation_loader(self) -> Source:
         """This worker's part of the registered validation loader."""
         return self._parts.source("validation")
+
+    def _batch_info(
+        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
+    ) -> dict[str, Any]:
+        return {
+            **(info or {}),
+            "batch_idx": batch_idx,
+            "global_step": self.global_step,
+            "epoch_idx": epoch_idx,
+            "info": info,
+        }
 
     def _default(self, name: str) -> Any:
         """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""

@@ -1,0 +1,255 @@
+"""The calls ``train`` and ``validate`` on one worker: stretches of epochs up to a goal."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from raysgd.data import Dataset
+from raysgd.metrics import Summary, merge_segments
+from raysgd.torch import replica
+from raysgd.torch.loading import Source
+from raysgd.torch.steps import Steps
+from raysgd.torch.training_operator import TrainingOperator
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Runs an operator's ``train_epoch`` and ``validate`` and merges what they return.
+
+    A stretch is what one call of ``train_epoch`` trains: an epoch, the rest of one, or so many
+    steps of one. Goals are absolute (until epoch 3, until step 240), so that a call can be made
+    again after a failure and then does what is left; `call` tells a repetition from a new call.
+    """
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self.operator = operator
+        self._parts = operator._parts
+        self._batches: Iterator[Any] | None = None
+        self._call = -1
+        self._segments: list[Mapping[str, Any]] = []
+        self._more_epochs = 0
+        self.steps: Steps | None = None
+        """The stretch under way."""
+        self.num_covered: int | None = None
+        """Samples that all workers have trained on in the call; None where that is unknown."""
+
+    def forget_iteration(self) -> None:
+        """Let the next stretch iterate over the loader anew, from where the epoch stands."""
+        self.steps = self._batches = None
+
+    # ---- train
+
+    def train(
+        self,
+        call: int,
+        until_epoch: int | None,
+        until_step: int | None,
+        info: dict[str, Any] | None,
+        profile: bool,
+        dataset: Dataset | None,
+    ) -> Mapping[str, Any]:
+        """Train until so many epochs are completed, or so many steps are done, in all."""
+        if self._call != call:
+            self._begin(call, profile)
+        source, changed = self._parts.training_source(dataset)
+        if changed:
+            self.forget_iteration()
+        while (limit := self._left(until_epoch, until_step)) != 0:
+            self._train_stretch(source, limit, info)
+        if self._parts.settings.context.distributed:
+            self._parts.sync_buffers()
+        return self._result()
+
+    def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
+        """Return how many steps are left to the goal; None for as many as the epoch has."""
+        parts = self._parts
+        if until_step is not None:
+            return max(0, until_step - parts.global_step)
+        assert until_epoch is not None
+        return 0 if parts.epoch >= until_epoch + self._more_epochs else None
+
+    def _train_stretch(self, source: Source, limit: int | None, info: Any) -> None:
+        parts, operator = self._parts, self.operator
+        start = parts.offset
+        steps = self.steps = self._new_steps(source, limit)
+        if steps.total_batches == 0 and start == 0:
+            raise _empty("train", source)
+        parts.meters = None
+        try:
+            metrics = _call_train_epoch(operator, steps, info, limit, parts.epoch)
+        except BaseException:
+            self._settle_failure(steps, source, start)
+            raise
+        steps.finish()
+        self._cover(source, start)
+        self._segments.append(_checked_result(operator.train_epoch, metrics))
+        if steps.num_batches == 0:
+            self._check_empty_stretch(steps, source, start, limit)
+        # a loop that stops early of its own will has ended its epoch
+        if steps.epoch_is_over or limit is None:
+            parts.epoch += 1
+            parts.offset = 0
+            self._batches = None
+        self.steps = None
+
+    def _settle_failure(self, steps: Steps, source: Source, start: int) -> None:
+        """Keep what a stretch has reached, and what is measured of it, when it has raised."""
+        again = steps.fail()
+        self._cover(source, start)
+        if source.sharded:
+            self._batches = None  # the offset says where to go on
+        else:
+            self._batches = itertools.chain(again, self._batches or ())
+        if self._parts.meters is not None:
+            self._segments.append(self._parts.meters.summary())
+        self.steps = None
+
+    def _check_empty_stretch(
+        self, steps: Steps, source: Source, start: int, limit: int | None
+    ) -> None:
+        """See why a stretch had no batch: the loader is empty, was at its end, or was not asked."""
+        del self._segments[-1]
+        if steps.epoch_is_over and start == 0:
+            raise _empty("train", source)
+        if steps.epoch_is_over:
+            # an iterable of unknown length had ended exactly where the last call stopped
+            self._more_epochs += 1
+        elif limit is not None:
+            raise RuntimeError(
+                f"{type(self.operator).__name__}.train_epoch took no batch from its iterator, so "
+                "num_steps cannot be counted. Iterate over the iterator that it is given."
+            )
+
+    def _cover(self, source: Source, start: int) -> None:
+        """Count the samples from `start` on, which the whole group has trained on."""
+        if not source.sharded or self.num_covered is None:
+            self.num_covered = None
+        else:
+            self.num_covered += self._parts.offset - start
+
+    def _new_steps(self, source: Source, limit: int | None) -> Steps:
+        parts = self._parts
+        left = source.steps_left(parts.offset)
+        go_on: Callable[[bool], bool] | None = None
+        if not source.sharded and parts.settings.context.world_size > 1:
+            # such loaders may differ in length: all end with the first, or it would be waited for
+            if left is not None:
+                left = replica.agree_on_minimum(left, parts.settings.device)
+            else:
+                go_on = self._every_rank
+        if self._batches is None:
+            self._batches = source.batches(parts.epoch, parts.offset)
+        return Steps(parts, source, self._batches, limit, left, go_on)
+
+    def _every_rank(self, has_batch: bool) -> bool:
+        return bool(replica.agree_on_minimum(int(has_batch), self._parts.settings.device))
+
+    # ---- validate
+
+    def validate(
+        self, call: int, num_steps: int | None, info: dict[str, Any] | None, profile: bool
+    ) -> Mapping[str, Any]:
+        """Evaluate the rest of the validation loader, or `num_steps` steps, round and round."""
+        self._begin(call, profile)
+        self.num_covered = None
+        parts, operator = self._parts, self.operator
+        source = parts.source("validation")
+        # the place moves only when all went well: a repetition begins where this call did
+        offset, left = parts.validation_offset, num_steps
+        with replica.no_forward_sync(parts.models):
+            while left is None or left > 0:
+                ahead = source.steps_left(offset)
+                limit = min((n for n in (left, ahead) if n is not None), default=None)
+                batches = _Counted(source.batches(0, offset, limit))
+                metrics = operator.validate(batches, info=info)
+                self._segments.append(_checked_result(operator.validate, metrics))
+                # of a loader with a length the group takes so many steps, whatever this rank's part
+                taken = batches.count if ahead is None or limit is None else limit
+                if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
+                    raise _empty("validation", source)
+                is_end = limit is None or taken < limit or taken == ahead
+                offset = 0 if is_end else source.offset_after(offset, taken)
+                if left is None or (taken == 0 and not batches.exhausted):
+                    break
+                left -= taken
+        parts.validation_offset = offset
+        return self._result()
+
+    # ---- results
+
+    def _begin(self, call: int, profile: bool) -> None:
+        self._call, self._segments, self.num_covered = call, [], 0
+        self._more_epochs = 0
+        timers = self._parts.timers
+        timers.reset()
+        if profile:
+            timers.enable()
+        else:
+            timers.disable()
+
+    def _result(self) -> Mapping[str, Any]:
+        result = merge_segments(self._segments)
+        timers = self._parts.timers
+        if timers.enabled:
+            return Summary({**result, "profile": timers.stats()}, result.weights)
+        return result
+
+
+class _Counted:
+    """An iterator that counts what it yields."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.count = 0
+        self.exhausted = False
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.exhausted = True
+            raise
+        self.count += 1
+        return batch
+
+
+def _call_train_epoch(
+    operator: TrainingOperator, steps: Steps, info: Any, limit: int | None, epoch: int
+) -> Any:
+    """Call ``train_epoch`` with those arguments that its signature takes."""
+    given = {"info": info, "num_steps": limit, "epoch_idx": epoch}
+    accepted = inspect.signature(operator.train_epoch).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        given = {name: value for name, value in given.items() if name in accepted}
+    return operator.train_epoch(steps, **given)
+
+
+def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+    """Return what an operator's method returned, if it is a dict of metrics."""
+    if not isinstance(result, Mapping):
+        raise TypeError(
+            f"{method.__qualname__} returned {type(result).__name__}; it must return a dict of "
+            "metrics (which may be empty)."
+        )
+    return result
+
+
+def _empty(name: str, source: Source) -> RuntimeError:
+    described = repr(source.loader)
+    if source.sharded:
+        shard = source.shard
+        described = (
+            f"{shard.total} samples, batch size {shard.batch_size} on each of {shard.world_size} "
+            f"workers, drop_last={shard.drop_last}"
+        )
+    return RuntimeError(
+        f"The {name} loader gives no batch: {described}. Use more data, a smaller batch size or "
+        "drop_last=False."
+    )

@@ -1,0 +1,61 @@
+"""Copies of state: tensors on CPU, models, and random number generators as plain data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["copied_to_cpu", "rng_state", "set_rng_state", "to_cpu"]
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of this process's generators in types that load without being allowed."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = numpy_state
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def to_cpu(tree: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples with every tensor on CPU."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone() if tree.device.type == "cpu" else tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: to_cpu(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(to_cpu(value) for value in tree)
+    return tree
+
+
+def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of `model` on CPU; the model stays where it is, and needs no room twice."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        twin = tensor.detach().cpu().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = twin
+    return copy.deepcopy(model, memo)
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Take over what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
