@@ -50,9 +50,7 @@ class Residual(torch.nn.Module):
 def make_model(name):
     torch.manual_seed(0)
     if name == "mlp":
-        return torch.nn.Sequential(
-            torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
-        )
+        return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     return torch.nn.Sequential(
         Residual(3, 16, 1),
         Residual(16, 32, 2),
@@ -192,9 +190,7 @@ def time_calls(floats, runs):
         for _ in range(runs + 3):
             started = time.perf_counter()
             metrics = trainer.train(num_steps=1, profile=True)
-            beyond.append(
-                time.perf_counter() - started - metrics["profile"]["mean_train_epoch_s"]
-            )
+            beyond.append(time.perf_counter() - started - metrics["profile"]["mean_train_epoch_s"])
     return spread(beyond[3:])
 
 

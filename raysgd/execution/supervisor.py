@@ -16,12 +16,10 @@ generation: new ranks, a new process group, the state of the worker with most co
 from __future__ import annotations
 
 import enum
-import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import cloudpickle
@@ -30,9 +28,10 @@ from raysgd.backends import Backend
 from raysgd.context import Progress, Runner, WorkerContext
 from raysgd.elastic.events import Event
 from raysgd.elastic.policies import assign_contexts, choose_leader
-from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
-from raysgd.execution.group import WorkerGroup, gather
-from raysgd.execution.members import Member, is_loss
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.execution.attempt import Attempt
+from raysgd.execution.group import WorkerGroup
+from raysgd.execution.members import Member
 from raysgd.execution.worker import Outcome
 
 __all__ = ["State", "Supervisor"]
@@ -41,12 +40,10 @@ logger = logging.getLogger(__name__)
 
 _Kind = Literal["started", "lost", "resumed", "user_error"]
 
-_ROOT_CAUSE_S = 1.0
-"""How long to look for the reason of a failed collective before the others are interrupted."""
-_RETURN_S = 1.0
-"""How long interrupted workers may take before the caller gets the exception without them."""
-_NODE_LOSS_S = 10.0
-"""How long Ray may take to notice that a node is gone, when all that is left of it is silence."""
+_ANSWER_S = 0.7
+"""How long a worker may take to answer a control call."""
+_SILENCE_S = 10.0
+"""After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
 _UNEVEN_S = 30.0
@@ -63,27 +60,12 @@ class State(enum.Enum):
     CLOSED = enum.auto()
 
 
-@dataclass
-class _Result:
-    """What came of one call on all members."""
-
-    outcomes: dict[Member, Outcome] = field(default_factory=dict)
-    lost: dict[Member, BaseException] = field(default_factory=dict)
-    first_error: tuple[Member, Outcome] | None = None
-
-    def failed(self) -> bool:
-        return bool(self.lost) or any(o.kind != "ok" for o in self.outcomes.values())
-
-    def knows_cause(self) -> bool:
-        return bool(self.lost) or self.first_error is not None
-
-
 class Supervisor:
     """Runs calls on all workers of a group, through failures.
 
     Args:
         group: the workers; not started yet.
-        make_runner: the runner that every worker hosts.
+        runner: what every worker hosts.
         backend: what the workers communicate through; None with ``num_workers=1``.
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
@@ -126,11 +108,12 @@ class Supervisor:
         try:
             started = time.monotonic()
             self._group.start()
-            self._ranks = {member: rank for rank, member in enumerate(self.members)}
-            self._all("create", self._hook, self._runner, self._sent_backend, awaited="creation")
+            self._number_members()
+            created = (self._hook, self._runner, self._sent_backend)
+            self._first_step("create", [created] * len(self.members), "start")
             contexts = self._contexts()
-            self._each("prepare", [(context,) for context in contexts], awaited="preparation")
-            self._enter(contexts, leader=None)
+            self._first_step("prepare", [(context,) for context in contexts], "get ready")
+            self._raise_failure(self._enter(contexts, leader=None))
             self.state = State.READY
             self._record("started", self.members, seconds=time.monotonic() - started)
         except BaseException:
@@ -194,25 +177,19 @@ class Supervisor:
         while True:
             self._make_ready(causes, max_losses)
             members = self.members if rank is None else [self.members[rank]]
-            result = self._run(members, method, arguments, on_wait)
-            if not result.failed():
+            attempt = self._run(members, method, arguments, on_wait)
+            if not attempt.failed:
                 self.state = State.READY
-                self.progress = result.outcomes[members[0]].progress
-                return [result.outcomes[member] for member in members]
-            self.state = State.BROKEN
-            if result.lost:
-                self._drop(result.lost, causes, max_losses)
+                self.progress = attempt.outcomes[members[0]].progress
+                return [attempt.outcomes[member] for member in members]
+            if attempt.lost:
+                self._drop(attempt.lost, causes, max_losses)
                 self.losses_in_call = len(causes)
-            elif result.first_error is not None:
-                member, outcome = result.first_error
-                error = outcome.exception()
-                self._record("user_error", [member], cause=repr(error))
-                raise error
-            else:
-                failed = next(o for o in result.outcomes.values() if o.kind != "ok")
-                raise CollectiveError(
-                    f"Workers could not communicate, though all of them are alive: {failed.value()}"
-                ) from failed.exception()
+                continue
+            error = attempt.error()
+            if attempt.first_error is not None:
+                self._record("user_error", [attempt.first_error[0]], cause=repr(error))
+            raise error
 
     def _run(
         self,
@@ -220,101 +197,60 @@ class Supervisor:
         method: str,
         arguments: dict[str, Any],
         on_wait: Callable[[Sequence[Progress]], None] | None,
-    ) -> _Result:
+    ) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
         packed: Any = arguments
         if not self._group.options.inline:
             packed = self._group.shared(_pickled(f"the arguments of {method}", arguments))
-        self.state = State.RUNNING
-        result = _Result()
-        pending: dict[Future[Outcome], Member] = {}
+        attempt = Attempt({})
         try:
-            for member in members:
-                pending[member.work("call", method, packed)] = member
-            done_at: float | None = None
-            while pending and not result.failed():
-                self._settle(pending, result, 0.2 if on_wait else 1.0)
-                if on_wait is not None and pending:
+            self.state = State.RUNNING
+            attempt = Attempt({member: member.work("call", method, packed) for member in members})
+            mentioned = time.monotonic()
+            while attempt.under_way:
+                attempt.settle(0.2 if on_wait else 1.0)
+                if on_wait is not None:
                     on_wait(self._all_progress())
-                done_at = self._mention_uneven(pending, result, done_at)
-            if result.failed():
-                self._after_failure(pending, result)
+                mentioned = self._mention_uneven(attempt, mentioned)
+            if attempt.failed:
+                self._end(attempt)
         except BaseException:
             # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
             self.state = State.BROKEN
+            self._stragglers = attempt.pending
             self._interrupt()
-            self._stragglers = {member: future for future, member in pending.items()}
             raise
-        return result
+        return attempt
 
-    def _settle(
-        self, pending: dict[Future[Outcome], Member], result: _Result, timeout_s: float
-    ) -> None:
-        """Wait until a worker returns, at most `timeout_s`, and note what it returned."""
-        done, _ = wait(pending, timeout=timeout_s, return_when=FIRST_COMPLETED)
-        for future in done:
-            member = pending.pop(future)
-            error = future.exception()
-            if error is None:
-                outcome = result.outcomes[member] = future.result()
-                if outcome.kind == "user" and result.first_error is None:
-                    result.first_error = (member, outcome)
-            elif is_loss(error):
-                result.lost[member] = error
-            else:
-                raise error
-
-    def _after_failure(self, pending: dict[Future[Outcome], Member], result: _Result) -> None:
-        """Find the reason of a failure, and bring the other workers back."""
-        started = time.monotonic()
-        # a broken connection is seen by the peers of a dead worker before Ray tells of its death
-        while pending and not result.knows_cause() and time.monotonic() < started + _ROOT_CAUSE_S:
-            self._settle(pending, result, 0.05)
-        self._interrupt()
-        deadline = time.monotonic() + _RETURN_S
-        while pending and time.monotonic() < deadline:
-            self._settle(pending, result, deadline - time.monotonic())
-        if not result.knows_cause():
-            self._look_for_losses(pending, result)
-        self._stragglers = {member: future for future, member in pending.items()}
-
-    def _look_for_losses(self, pending: dict[Future[Outcome], Member], result: _Result) -> None:
-        """Wait for Ray to notice a loss that the workers' broken connections point at."""
-        deadline = time.monotonic() + _NODE_LOSS_S
-        while pending and not result.lost and time.monotonic() < deadline:
-            self._settle(pending, result, deadline - time.monotonic())
+    def _end(self, attempt: Attempt) -> None:
+        """Find out why an attempt failed, and stop what is left of it."""
+        self.state = State.BROKEN
+        attempt.find_reason(self._interrupt)
+        self._stragglers = attempt.pending
 
     def _interrupt(self) -> None:
         """Make the calls under way fail, on all members: a connection has two ends."""
-        futures = [member.control("interrupt") for member in self.members]
-        wait(futures, timeout=_RETURN_S)
+        wait([member.control("interrupt") for member in self.members], timeout=_ANSWER_S)
 
-    def _mention_uneven(
-        self,
-        pending: dict[Future[Outcome], Member],
-        result: _Result,
-        done_at: float | None,
-    ) -> float | None:
+    def _mention_uneven(self, attempt: Attempt, mentioned: float) -> float:
         """Say, from time to time, which workers are still busy when others have returned."""
-        if not result.outcomes or not pending:
-            return None
         now = time.monotonic()
-        if done_at is None:
+        if not attempt.outcomes or not attempt.pending:
             return now
-        if now - done_at < _UNEVEN_S:
-            return done_at
+        if now - mentioned < _UNEVEN_S:
+            return mentioned
         logger.warning(
             "Workers %s have returned; still waiting for workers %s, which may be waiting for "
             "them in turn. Every worker needs the same number of collective operations.",
-            _listed(self._ranks[member] for member in result.outcomes),
-            _listed(self._ranks[member] for member in pending.values()),
+            self._listed(attempt.outcomes),
+            self._listed(attempt.pending),
         )
         return now
 
     def _all_progress(self) -> list[Progress]:
         """Return every worker's progress, while they are busy."""
         futures = [member.control("progress") for member in self.members]
-        wait(futures, timeout=_RETURN_S)
+        wait(futures, timeout=_ANSWER_S)
         return [f.result() for f in futures if f.done() and f.exception() is None]
 
     # ---- generations
@@ -323,6 +259,10 @@ class Supervisor:
         """Make a new generation where the last one is broken."""
         if self.state is State.CLOSED:
             raise RuntimeError("The workers are shut down.")
+        if self.state is State.RUNNING:
+            raise RuntimeError(
+                "Another call on these workers is under way, in another thread; wait for its end."
+            )
         started = time.monotonic()
         while self.state is State.BROKEN:
             lost = self._await_stragglers() or self._rejoin()
@@ -333,71 +273,47 @@ class Supervisor:
                 self._record("resumed", self.members, seconds=time.monotonic() - started)
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
-        """Wait for workers that did not return in time; kill those that still do not."""
-        stragglers, self._stragglers = self._stragglers, {}
-        if not stragglers:
-            return {}
+        """Wait for workers that did not return in time; those that still do not are lost."""
+        stragglers = Attempt(self._stragglers)
         deadline = time.monotonic() + _STRAGGLER_S
-        busy = {future: member for member, future in stragglers.items()}
-        started = time.monotonic()
-        while busy and time.monotonic() < deadline:
-            done, _ = wait(busy, timeout=min(5.0, deadline - time.monotonic()))
-            for future in done:
-                del busy[future]
-            if busy:
-                logger.warning(
-                    "Waiting up to %.0f s for workers %s, which are still busy with the call that "
-                    "failed before.",
-                    deadline - time.monotonic(),
-                    _listed(self._ranks[member] for member in busy.values()),
-                )
-        lost: dict[Member, BaseException] = {
-            member: error
-            for member, future in stragglers.items()
-            if future.done() and (error := future.exception()) is not None
-        }
-        for member in busy.values():
-            if not member.remote:
+        try:
+            while stragglers.pending and (left := deadline - time.monotonic()) > 0:
+                stragglers.settle(min(5.0, left))
+                if stragglers.pending and left < _STRAGGLER_S - 5:
+                    logger.warning(
+                        "Waiting up to %.0f s for workers %s, which are still busy with the call "
+                        "that failed before.",
+                        left,
+                        self._listed(stragglers.pending),
+                    )
+        finally:
+            self._stragglers = stragglers.pending
+        why = f"still busy {_STRAGGLER_S:g} s after it was stopped"
+        for member in stragglers.pending:
+            if not member.remote:  # it cannot be killed
                 raise WorkerTimeoutError(
-                    "The worker in the driver's process is still busy with the call that failed "
-                    f"before, after {time.monotonic() - started:.0f} s.",
+                    f"The worker in the driver's process is {why}.",
                     ranks=[self._ranks[member]],
                     waited_s=_STRAGGLER_S,
                 )
-            member.kill()
-            lost[member] = WorkerTimeoutError(f"busy for {_STRAGGLER_S:g} s after it was stopped")
-        return lost
+        return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
 
     def _rejoin(self) -> dict[Member, BaseException]:
         """Let all members enter a new generation; returns those that were lost meanwhile."""
-        futures = {member: member.control("progress") for member in self.members}
-        wait(futures.values(), timeout=_NODE_LOSS_S)
-        lost = _errors_of(futures)
+        asked = {member: member.control("progress") for member in self.members}
+        wait(asked.values(), timeout=_SILENCE_S)
+        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         if lost:
             return lost
-        reached = [futures[member].result() for member in self.members]
+        reached = [asked[member].result() for member in self.members]
         leader = choose_leader(reached)
         self.progress = reached[leader]
-        contexts = self._contexts()
-        outcomes: dict[Member, Future[Outcome]] = self._submit_enter(contexts, leader)
-        result = _Result()
-        pending = {future: member for member, future in outcomes.items()}
-        deadline = time.monotonic() + self._timeout_s
-        while pending and not result.failed():
-            if time.monotonic() > deadline:
-                raise WorkerTimeoutError(
-                    f"Waited {self._timeout_s:g} s for workers to join a new generation, in vain "
-                    f"for {_listed(self._ranks[member] for member in pending.values())}."
-                )
-            self._settle(pending, result, 1.0)
-        if result.failed():
-            if self._backend is not None:
-                self._backend.close()  # wakes those that still look for each other
-            self._after_failure(pending, result)
-            if not result.lost and result.first_error is not None:
-                raise result.first_error[1].exception()
-        self._ranks = {member: rank for rank, member in enumerate(self.members)}
-        return result.lost
+        attempt = self._enter(self._contexts(), leader)
+        if attempt.failed and not attempt.lost:
+            raise attempt.error()
+        if not attempt.failed:
+            self._number_members()
+        return attempt.lost
 
     def _drop(self, lost: dict[Member, BaseException], causes: list[str], max_losses: int) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
@@ -410,8 +326,6 @@ class Supervisor:
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             member.kill()
             self._stragglers.pop(member, None)
-        if any(member.remote is False for member in lost):
-            raise next(iter(lost.values()))
         survivors = [member for member in self.members if member not in lost]
         self._group.members[:] = survivors
         first, error = next(iter(lost.items()))
@@ -456,54 +370,66 @@ class Supervisor:
             num_cpus=options.num_cpus,
         )
 
-    def _submit_enter(
-        self, contexts: Sequence[WorkerContext], leader: int | None
-    ) -> dict[Member, Future[Outcome]]:
+    def _enter(self, contexts: Sequence[WorkerContext], leader: int | None) -> Attempt:
+        """Let all members enter a generation."""
         rendezvous = None
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.place.node_ip for m in self.members])
-        return {
-            member: member.work("enter", context, rendezvous, leader)
-            for member, context in zip(self.members, contexts, strict=True)
-        }
+        arguments = [(context, rendezvous, leader) for context in contexts]
+        what = "set up" if leader is None else "join a new generation"
+        return self._step("enter", arguments, what)
 
-    def _enter(self, contexts: Sequence[WorkerContext], leader: int | None) -> None:
-        """Let all members enter a generation; raise the first failure as itself."""
-        futures = self._submit_enter(contexts, leader)
-        self._collect(list(futures.values()), "setup of the workers")
-
-    def _all(self, method: str, *arguments: Any, awaited: str) -> None:
-        self._each(method, [arguments] * len(self.members), awaited=awaited)
-
-    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, awaited: str) -> None:
-        futures = [
-            member.work(method, *given)
-            for member, given in zip(self.members, arguments, strict=True)
-        ]
-        self._collect(futures, f"{awaited} of the workers")
-
-    def _collect(self, futures: Sequence[Future[Outcome]], awaited: str) -> None:
-        """Wait for all outcomes during the start, but not beyond the first failure."""
-        result = _Result()
-        pending = dict(zip(futures, self.members, strict=True))
+    def _step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> Attempt:
+        """Let every member take one step of a start or a rejoin, within the bound for those."""
+        attempt = Attempt(
+            {m: m.work(method, *a) for m, a in zip(self.members, arguments, strict=True)}
+        )
         deadline = time.monotonic() + self._timeout_s
-        for seconds in itertools.count(1):
-            if not pending or result.failed():
-                break
-            if time.monotonic() > deadline:
-                gather(futures, 0.0, awaited)
-            self._settle(pending, result, 1.0)
-            if seconds % 30 == 0:
-                logger.warning("Still waiting for the %s (%d to go).", awaited, len(pending))
-        if not result.failed():
+        mentioned = time.monotonic()
+        while attempt.under_way:
+            attempt.settle(1.0)
+            now = time.monotonic()
+            if now > deadline:
+                waiting = self._listed(attempt.pending)
+                self._end(attempt)
+                raise WorkerTimeoutError(
+                    f"Waited {self._timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
+                    f"for {waiting}.",
+                    waited_s=self._timeout_s,
+                )
+            if now - mentioned > _UNEVEN_S:
+                logger.warning(
+                    "Still waiting for workers %s to %s.", self._listed(attempt.pending), what
+                )
+                mentioned = now
+        if attempt.failed:
+            if self._backend is not None:
+                self._backend.close()  # wakes those that still look for each other
+            self._end(attempt)
+        return attempt
+
+    def _first_step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> None:
+        """Let every member take one step of the start; raise where one fails."""
+        self._raise_failure(self._step(method, arguments, what))
+
+    def _raise_failure(self, attempt: Attempt) -> None:
+        if not attempt.failed:
             return
-        self._after_failure(pending, result)
-        if result.first_error is not None:
-            raise result.first_error[1].exception()
-        if result.lost:
-            self._drop(result.lost, [], 0)
-        failed = next(o for o in result.outcomes.values() if o.kind != "ok")
-        raise CollectiveError(f"The {awaited} failed: {failed.value()}") from failed.exception()
+        for member, error in attempt.lost.items():
+            raise WorkerLostError(
+                f"Lost worker {self._ranks[member]} on {member.name} while the workers were "
+                f"starting: {_first_line(error)}",
+                rank=self._ranks[member],
+                node_id=member.place.node_id,
+                cause=_first_line(error),
+            ) from error
+        raise attempt.error()
+
+    def _number_members(self) -> None:
+        self._ranks = {member: rank for rank, member in enumerate(self.members)}
+
+    def _listed(self, members: Iterable[Member]) -> str:
+        return ", ".join(str(rank) for rank in sorted(self._ranks[member] for member in members))
 
 
 def _pickled(what: str, value: Any) -> bytes:
@@ -517,19 +443,11 @@ def _pickled(what: str, value: Any) -> bytes:
     return pickled
 
 
-def _errors_of(futures: dict[Member, Future[Any]]) -> dict[Member, BaseException]:
-    """Return the members whose futures failed, or did not come."""
-    silent = WorkerTimeoutError(f"no answer within {_NODE_LOSS_S:g} s")
-    found: dict[Member, BaseException] = {}
-    for member, future in futures.items():
-        error = future.exception() if future.done() else silent
-        if error is not None:
-            found[member] = error
-    return found
-
-
-def _listed(ranks: Any) -> str:
-    return ", ".join(str(rank) for rank in sorted(ranks))
+def _error_of(answer: Future[Any]) -> BaseException | None:
+    """Return why a control call failed, which may be silence."""
+    if not answer.done():
+        return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
+    return answer.exception()
 
 
 def _first_line(error: BaseException) -> str:

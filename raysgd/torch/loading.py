@@ -13,24 +13,18 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
-    TensorDataset,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
+from raysgd.torch.rows import rows_of
 from raysgd.torch.sharding import Shard
 
 __all__ = ["PlainLoader", "ShardedLoader", "Source", "dataset_loader", "wrap_loader"]
-
-_CHUNK_BYTES = 2**20
-_CHUNK_BATCHES = 64
-"""How much of a tensor data set is fetched by one indexing call: whichever comes first."""
 
 
 class Source:
@@ -134,7 +128,7 @@ class ShardedLoader(Source):
         self._batch_size = 1 if loader.batch_size is None else loader.batch_size
         # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
         self._follows_share = batch_share is not None and loader.batch_size == batch_share
-        self._rows = _rows_of(loader)
+        self._rows = rows_of(loader)
         self._place = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
         self._worker_loader_epoch = -1
@@ -334,67 +328,6 @@ def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
             np.random.set_state(held[1])
             if generator is not None and held_generator is not None:
                 generator.set_state(held_generator)
-
-
-def _rows_of(loader: DataLoader[Any]) -> _Rows | None:
-    """Return the rows behind a loader that only collates rows of tensors, else None.
-
-    Such a loader's batch is one indexing call a tensor, instead of one a sample and a copy.
-    """
-    if loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory:
-        return _Rows.of(loader.dataset)
-    return None
-
-
-class _Rows:
-    """Tensors that are indexed batch by batch, or rather several batches at once."""
-
-    def __init__(self, tensors: tuple[torch.Tensor, ...], subset: torch.Tensor | None) -> None:
-        self._tensors = tensors
-        self._subset = subset
-        rows = max(1, len(tensors[0]))
-        self._row_bytes = sum(t.numel() * t.element_size() for t in tensors) // rows
-
-    @classmethod
-    def of(cls, dataset: Dataset[Any]) -> _Rows | None:
-        """Return the rows of a TensorDataset, or of a Subset of one; None for anything else."""
-        if type(dataset) is TensorDataset:
-            return cls(dataset.tensors, None)
-        if type(dataset) is Subset:
-            whole = cls.of(dataset.dataset)
-            if whole is not None:
-                indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-                inner = whole._subset
-                return cls(whole._tensors, indices if inner is None else inner[indices])
-        return None
-
-    def batches(
-        self, order: torch.Tensor | None, spans: Iterator[tuple[int, int]]
-    ) -> Iterator[list[torch.Tensor]]:
-        """Yield the batches at `spans` of the order."""
-        chunk: list[tuple[int, int]] = []
-        size = 0
-        for span in spans:
-            chunk.append(span)
-            size += (span[1] - span[0]) * self._row_bytes
-            if size >= _CHUNK_BYTES or len(chunk) == _CHUNK_BATCHES:
-                yield from self._fetch(order, chunk)
-                chunk, size = [], 0
-        if chunk:
-            yield from self._fetch(order, chunk)
-
-    def _fetch(
-        self, order: torch.Tensor | None, spans: list[tuple[int, int]]
-    ) -> Iterator[list[torch.Tensor]]:
-        if order is None:
-            rows = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        else:
-            rows = torch.cat([order[start:stop] for start, stop in spans])
-        if self._subset is not None:
-            rows = self._subset[rows]
-        sizes = [stop - start for start, stop in spans]
-        columns = [tensor[rows].split(sizes) for tensor in self._tensors]
-        return map(list, zip(*columns, strict=True))
 
 
 def dataset_loader(dataset: ItemDataset) -> DataLoader[Any]:

@@ -1,0 +1,91 @@
+"""One attempt at a call on several workers: who has returned, who failed, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from raysgd.errors import CollectiveError
+from raysgd.execution.members import Member, is_loss
+from raysgd.execution.worker import Outcome
+
+__all__ = ["Attempt"]
+
+_ROOT_CAUSE_S = 0.5
+"""How long to look for the reason of a failed collective before the others are interrupted."""
+_RETURN_S = 0.7
+"""How long interrupted workers may take before the caller gets the exception without them."""
+_NODE_LOSS_S = 10.0
+"""How long Ray may take to notice that a node is gone, when all that is left of it is silence."""
+
+
+class Attempt:
+    """Collects the outcomes of one call.
+
+    The first failure of user code in time is the reason of the others: whoever waits for that
+    worker fails after it. A lost worker is a reason too. A failed collective is none.
+    """
+
+    def __init__(self, futures: Mapping[Member, Future[Outcome]]) -> None:
+        self._pending = {future: member for member, future in futures.items()}
+        self.outcomes: dict[Member, Outcome] = {}
+        self.lost: dict[Member, BaseException] = {}
+        self.first_error: tuple[Member, Outcome] | None = None
+
+    @property
+    def pending(self) -> dict[Member, Future[Outcome]]:
+        """The workers that have not returned."""
+        return {member: future for future, member in self._pending.items()}
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers are busy and none has failed."""
+        return bool(self._pending) and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed."""
+        return bool(self.lost) or any(o.kind != "ok" for o in self.outcomes.values())
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until a worker returns, at most `timeout_s`, and note what it returned."""
+        done, _ = wait(self._pending, timeout=max(0.0, timeout_s), return_when=FIRST_COMPLETED)
+        for future in done:
+            member = self._pending.pop(future)
+            error = future.exception()
+            if error is None:
+                outcome = self.outcomes[member] = future.result()
+                if outcome.kind == "user" and self.first_error is None:
+                    self.first_error = (member, outcome)
+            elif is_loss(error):
+                self.lost[member] = error
+            else:
+                raise error
+
+    def find_reason(self, interrupt: Callable[[], None]) -> None:
+        """Find the reason of a failure, and bring the other workers back by `interrupt`."""
+        # a broken connection is seen by the peers of a dead worker before Ray tells of its death
+        self._settle_until(_ROOT_CAUSE_S, self._has_reason)
+        interrupt()
+        self._settle_until(_RETURN_S, lambda: False)
+        self._settle_until(_NODE_LOSS_S, self._has_reason)
+
+    def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._pending and not reached() and (left := deadline - time.monotonic()) > 0:
+            self.settle(left)
+
+    def _has_reason(self) -> bool:
+        return bool(self.lost) or self.first_error is not None
+
+    def error(self) -> BaseException:
+        """Return the exception to raise for a failure that is no loss."""
+        if self.first_error is not None:
+            return self.first_error[1].exception()
+        reason = next(o for o in self.outcomes.values() if o.kind != "ok").exception()
+        error = CollectiveError(
+            f"Workers could not communicate, though all of them are alive: {reason}"
+        )
+        error.__cause__ = reason
+        return error

@@ -1,0 +1,155 @@
+"""Where workers are placed, how many start, and what each of them knows of its place."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysgd import TorchTrainer
+from raysgd.errors import InsufficientResourcesError
+from tests.operators import Classifier
+
+
+@pytest.fixture
+def two_cpus_taken(ray_cluster):
+    taken = placement_group([{"CPU": 2}])
+    assert taken.wait(10)
+    yield taken
+    remove_placement_group(taken)
+
+
+def test_training_starts_with_what_fits(two_cpus_taken):
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
+        assert (trainer.num_workers, trainer.max_workers) == (2, 4)
+        assert trainer.apply_all_operators(lambda op: op.world_size) == [2, 2]
+        assert trainer.train()["num_samples"] == 1003
+
+
+def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_taken, monkeypatch):
+    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "1")
+    with pytest.raises(InsufficientResourcesError) as caught:
+        TorchTrainer(training_operator_cls=Classifier, num_workers=4, min_workers=3)
+    assert "3 workers with 1 CPU each" in str(caught.value)
+    assert "the cluster has 4 CPU, of which 2 CPU are free" in str(caught.value)
+    assert caught.value.requested == {"CPU": 1}
+
+
+def test_room_that_comes_ends_the_wait(two_cpus_taken, caplog):
+    timer = threading.Timer(1.5, remove_placement_group, [two_cpus_taken])
+    timer.start()
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=4, min_workers=4) as trainer:
+        assert trainer.num_workers == 4
+    timer.join()
+
+
+def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster):
+    for _ in range(3):
+        with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
+            assert trainer.num_workers == 4
+
+
+def test_threads_are_the_cpus_of_a_worker(ray_cluster):
+    import torch
+
+    with TorchTrainer(
+        training_operator_cls=Classifier, num_workers=1, num_cpus_per_worker=2
+    ) as trainer:
+        assert trainer.apply_all_workers(torch.get_num_threads) == [2]
+        assert ray_cluster.available_resources()["CPU"] == 2
+
+
+def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
+    @ray_cluster.remote(num_cpus=1)
+    def trial():
+        with TorchTrainer(training_operator_cls=Classifier, num_workers=2) as trainer:
+            groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+            return trainer.train()["num_samples"], trainer.num_workers, len(groups)
+
+    group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    found = ray_cluster.get(trial.options(scheduling_strategy=strategy).remote(), timeout=120)
+    remove_placement_group(group)
+    assert found == (1003, 2, 1)
+
+
+def test_one_worker_has_no_process_group(ray_cluster):
+    import torch.distributed as dist
+
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=1) as trainer:
+        assert trainer.apply_all_workers(dist.is_initialized) == [False]
+        assert type(trainer.get_model()).__name__ == "Sequential"
+        assert trainer.apply_all_operators(lambda op: type(op.model).__name__) == ["Sequential"]
+
+
+NODES = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+import ray
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=2, num_gpus=2) for _ in range(2)]
+ray.init(address=cluster.address, log_to_driver=False)
+
+from raysgd import TorchTrainer
+from raysgd.context import Progress
+from raysgd.execution.group import GroupOptions, WorkerGroup
+from raysgd.execution.supervisor import Supervisor
+from tests.operators import Classifier
+
+
+class Places:
+    # the execution layer needs no framework: this runner says where it is
+    def prepare(self, context): self.context = context
+    def setup(self, context): pass
+    def rejoin(self, context, leader): self.context = context
+    def progress(self): return Progress()
+    def request_stop(self, requested): pass
+    def teardown(self): pass
+    def where(self):
+        c = self.context
+        return [c.world_rank, c.local_rank, c.node_rank, list(c.visible_gpus), c.gpu_index]
+
+
+supervisor = Supervisor(
+    WorkerGroup(GroupOptions(num_workers=4, num_gpus=1)), Places(), None, None, 60)
+supervisor.start()
+print(json.dumps({"places": [o.value() for o in supervisor.call("where")]}), flush=True)
+supervisor.shutdown()
+
+with TorchTrainer(training_operator_cls=Classifier, num_workers=2, use_gpu=False) as trainer:
+    spread = len({node for event in trainer.events for node in event.nodes})
+    trainer.train(num_steps=3)
+    lost_node = trainer.events[0].nodes[1]
+    cluster.remove_node(next(n for n in nodes if n.node_id == lost_node))
+    metrics = trainer.train()
+    result = {"spread": spread, "left": trainer.num_workers, "samples": metrics["num_samples"]}
+    print(json.dumps(result), flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_workers_spread_over_nodes_see_their_gpus_and_survive_a_node(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", NODES],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2, run.stderr
+    places = lines[0]["places"]
+    assert [place[:3] for place in places] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
+    # all workers of a node see its GPUs in the same order, and each has one of its own
+    assert all(place[3] == ["0", "1"] for place in places)
+    assert sorted(place[4] for place in places[:2]) == [0, 1]
+    assert sorted(place[4] for place in places[2:]) == [0, 1]
+    assert lines[1] == {"spread": 2, "left": 1, "samples": 1003 - 3 * 64}
