@@ -450,10 +450,20 @@ class TestModelThatWasWrappedByItsUser:
         kinds = own_ddp_trainer.apply_all_operators(lambda op: type(op.model).__name__)
         assert kinds == ["DistributedDataParallel"] * 2
 
-    def test_with_batch_norm_validates_uneven_shards(self, own_ddp_trainer):
+    def test_with_batch_norm_validates_uneven_shards_and_trains_on(self, own_ddp_trainer):
         each = own_ddp_trainer.validate(reduce_results=False)
         assert [stats["batch_count"] for stats in each] == [4, 3]
         assert own_ddp_trainer.validate()["num_samples"] == NUM_VALIDATION
+        assert own_ddp_trainer.train()["num_samples"] == NUM_TRAIN
+        assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
+
+    def test_trains_on_after_a_validation_with_a_batch_for_one_worker_only(self, own_ddp_trainer):
+        assert own_ddp_trainer.validate(num_steps=3)["batch_count"] == 3
+        own_ddp_trainer.train(num_steps=1)
+        each = own_ddp_trainer.validate(num_steps=1, reduce_results=False)
+        assert [stats["batch_count"] for stats in each] == [1, 0]
+        assert own_ddp_trainer.train(num_steps=5)["batch_count"] == 5
+        assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
 
     def test_comes_back_without_its_wrapper(self, own_ddp_trainer):
         model = own_ddp_trainer.get_model()

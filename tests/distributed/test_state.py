@@ -1,0 +1,100 @@
+"""State that is saved, loaded, and taken out of a trainer."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.errors import CheckpointError
+from tests.distributed.test_exactness import Ledger, ledger_of
+from tests.operators import Classifier, parameters, replica_hash
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_a_run_saved_in_mid_epoch_goes_on_with_another_number_of_workers(
+    ray_cluster, tmp_path, loader_workers
+):
+    config = {"num_samples": 300, "batch_size": 7, "loader_workers": loader_workers}
+    with TorchTrainer(training_operator_cls=Ledger, config=config, num_workers=3) as trainer:
+        trainer.train(num_steps=5)
+        assert int(ledger_of(trainer).sum()) == 105
+        path = trainer.save(tmp_path / "part.pt")
+        trainer.train(num_steps=2)  # what comes after the save does not count
+    with TorchTrainer(training_operator_cls=Ledger, config=config, num_workers=2) as trainer:
+        trainer.load(path)
+        assert (trainer.epoch, trainer.global_step) == (1, 5)
+        metrics = trainer.train()
+        assert (metrics["epoch"], metrics["num_samples"]) == (1, 195)
+        # 195 samples are 13 full steps of 14 and one of 13
+        assert torch.equal(ledger_of(trainer), torch.ones(300))
+
+
+def test_a_loaded_run_ends_with_the_bits_of_one_that_was_not_interrupted(ray_cluster, tmp_path):
+    config = {"momentum": 0.9, "batch_norm": True, "batch_size": 30}
+    with TorchTrainer(training_operator_cls=Classifier, config=config, num_workers=2) as trainer:
+        trainer.train(num_steps=20)
+        path = trainer.save(tmp_path / "state.pt")
+        trainer.train()
+        expected = trainer.apply_all_operators(replica_hash)
+        for _ in range(2):
+            trainer.load(path)
+            assert trainer.global_step == 20
+            trainer.train()
+            assert trainer.apply_all_operators(replica_hash) == expected
+
+
+def test_the_model_is_a_copy_and_the_workers_keep_theirs(ray_cluster):
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=2) as trainer:
+        trainer.train(num_steps=2)
+        before = trainer.apply_all_operators(parameters)
+        model = trainer.get_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert torch.equal(trainer.apply_all_operators(parameters)[0], before[0])
+        assert isinstance(model, torch.nn.Sequential)
+        assert trainer.get_model(to_cpu=True)(torch.zeros(1, 8)).shape == (1, 2)
+
+
+def test_a_state_of_another_model_is_refused_and_the_trainer_works_on(ray_cluster, tmp_path):
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=2) as trainer:
+        expected = trainer.train(num_steps=2) and trainer.apply_all_operators(parameters)[0]
+        state = trainer.state_dict()
+        state["models"] = [torch.nn.Linear(3, 3).state_dict()]
+        with pytest.raises((CheckpointError, RuntimeError)):
+            trainer.load_state_dict(state)
+        assert torch.equal(trainer.apply_all_operators(parameters)[0], expected)
+        assert trainer.train()["epoch"] == 1
+
+
+def test_the_progress_bar_shows_the_whole_group(ray_cluster, capsys):
+    with TorchTrainer(
+        training_operator_cls=Slow, config={"batch_size": 25}, num_workers=2, use_tqdm=True
+    ) as trainer:
+        trainer.train()
+    shown = capsys.readouterr().err
+    assert "train" in shown
+    assert "/21" in shown
+    assert "workers=2/2" in shown
+    assert "loss=" in shown
+    assert "samples/s=" in shown
+
+
+class Slow(Classifier):
+    def train_batch(self, batch, batch_info):
+        time.sleep(0.05)
+        return super().train_batch(batch, batch_info)
+
+
+def test_two_threads_cannot_call_at_the_same_time(ray_cluster):
+    with TorchTrainer(training_operator_cls=Slow, num_workers=2) as trainer:
+        thread = threading.Thread(target=trainer.train)
+        thread.start()
+        while trainer._supervisor.state.name != "RUNNING":
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="in another thread"):
+            trainer.validate()
+        thread.join()
+        assert trainer.validate()["num_samples"] == 1003
