@@ -18,6 +18,7 @@ __all__ = [
     "AverageMeter",
     "AverageMeterCollection",
     "Summary",
+    "is_number",
     "merge_segments",
     "merge_workers",
 ]

@@ -248,15 +248,18 @@ class OperatorTrainer:
             raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
         bar = ProgressBar(method, self.max_workers) if self._use_tqdm else None
         try:
-            return self._call(
+            results = self._call(
                 method,
                 max_losses=max_losses,
                 on_wait=None if bar is None else bar.update,
                 call=next(self._calls),
                 profile=profile,
-                info=info,
+                info=dict(info or {}),
                 **arguments,
             )
+            if bar is not None:
+                bar.finish(merge_workers(results), self.num_workers)
+            return results
         finally:
             if bar is not None:
                 bar.close()

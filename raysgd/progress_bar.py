@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from raysgd.context import Progress
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 __all__ = ["ProgressBar"]
 
@@ -25,21 +27,32 @@ class ProgressBar:
 
     def update(self, progress: Sequence[Progress]) -> None:
         """Show how far the workers are."""
-        if not progress:
-            return
-        first = progress[0]
-        if self._bar.total != first.total_batches:
-            self._bar.total = first.total_batches
+        if progress and progress[0].num_batches:
+            losses = [p.loss for p in progress if p.loss is not None]
+            self._bar.total = progress[0].total_batches
+            self._show(
+                progress[0].num_batches,
+                sum(p.num_samples for p in progress),
+                len(progress),
+                sum(losses) / len(losses) if losses else None,
+            )
+
+    def finish(self, metrics: Mapping[str, Any], num_workers: int) -> None:
+        """Show the result of the call."""
+        num_batches = round(metrics.get(BATCH_COUNT, 0))
+        self._bar.total = num_batches
+        loss = metrics.get("train_loss", metrics.get("val_loss"))
+        self._show(num_batches, metrics.get(NUM_SAMPLES, 0), num_workers, loss)
+
+    def _show(
+        self, num_batches: int, num_samples: float, num_workers: int, loss: float | None
+    ) -> None:
         elapsed = max(time.perf_counter() - self._started, 1e-9)
-        losses = [p.loss for p in progress if p.loss is not None]
-        shown = {
-            "samples/s": f"{sum(p.num_samples for p in progress) / elapsed:.0f}",
-            "workers": f"{len(progress)}/{self._max_workers}",
-        }
-        if losses:
-            shown = {"loss": f"{sum(losses) / len(losses):.4g}", **shown}
+        shown = {} if loss is None else {"loss": f"{loss:.4g}"}
+        shown["samples/s"] = f"{num_samples / elapsed:.0f}"
+        shown["workers"] = f"{num_workers}/{self._max_workers}"
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.n = first.num_batches
+        self._bar.n = num_batches
         self._bar.refresh()
 
     def close(self) -> None:

@@ -21,6 +21,9 @@ from raysgd.context import WorkerContext
 
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
+_SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
+"""What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
+
 
 @dataclass(frozen=True)
 class TorchRendezvous:
@@ -107,8 +110,7 @@ class TorchBackend(Backend):
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether gloo, NCCL or the store raised `error`."""
         return isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError)
-            and any(sign in str(error) for sign in ("gloo/", "NCCL", "ProcessGroup"))
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
         )
 
     def close(self) -> None:

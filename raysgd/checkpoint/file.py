@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,8 @@ def _without_numpy_scalars(tree: Any) -> Any:
         return tree.item()
     if type(tree) in (list, tuple):
         return type(tree)(_without_numpy_scalars(item) for item in tree)
-    if type(tree) is dict:
-        return {key: _without_numpy_scalars(item) for key, item in tree.items()}
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, _without_numpy_scalars(item)) for key, item in tree.items())
     return tree
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -109,7 +110,7 @@ class Supervisor:
             started = time.monotonic()
             self._group.start()
             self._number_members()
-            created = (self._hook, self._runner, self._sent_backend)
+            created = (self._hook, self._runner, self._sent_backend, sys.path)
             self._first_step("create", [created] * len(self.members), "start")
             contexts = self._contexts()
             self._first_step("prepare", [(context,) for context in contexts], "get ready")

@@ -78,14 +78,17 @@ class Worker:
             gpu_ids=gpu_ids,
         )
 
-    def create(self, hook: Any, runner: Any, backend: Any) -> Outcome:
+    def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
         """Run the initialization hook, then take over runner and backend.
 
+        What the driver could import from `import_path`, the worker can: Ray gives it the folder of
+        the driver's script and the current one, but not what was added to ``sys.path`` since.
         They come pickled one by one, since unpickling the runner imports what the hook may want to
         configure; in the driver's process they come as they are.
         """
 
         def create() -> None:
+            sys.path.extend(path for path in import_path if path not in sys.path)
             function: Callable[[], None] | None = _unpickled(hook)
             if function is not None:
                 function()

@@ -14,6 +14,7 @@ from raysgd.data import Dataset
 from raysgd.metrics import AverageMeterCollection
 from raysgd.timers import TimerCollection
 from raysgd.torch import replica
+from raysgd.torch.fitting import check_fits
 from raysgd.torch.loading import Source, dataset_loader, wrap_loader
 
 __all__ = ["Components", "OperatorSettings"]
@@ -67,6 +68,8 @@ class Components:
             raise RuntimeError(
                 "register() was called twice; pass lists to register several models."
             )
+        if criterion is not None and not callable(criterion):
+            raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
         if ddp_args is not None and not isinstance(ddp_args, dict):
             raise TypeError(f"register(ddp_args=...) must be a dict, but it is {ddp_args!r}.")
         self.models = [self._placed(m) for m in _checked("models", models, torch.nn.Module)]
@@ -80,10 +83,6 @@ class Components:
                 )
         if self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
-        self._wrapping = [
-            replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
-            for m in self.models
-        ]
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
         for optimizer in self.optimizers:
@@ -97,6 +96,20 @@ class Components:
             + ([criterion] if criterion is not None else [])
             + ([schedulers] if schedulers is not None else [])
         )
+
+    def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
+        """Find models that user code wrapped after registering them, among its attributes."""
+        wrapped = {
+            id(value.module): value
+            for attribute in attributes
+            for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
+            if isinstance(value, DistributedDataParallel)
+        }
+        self.models = [wrapped.get(id(model), model) for model in self.models]
+        self._wrapping = [
+            replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
+            for m in self.models
+        ]
 
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         """See :meth:`TrainingOperator.register_data`."""
@@ -236,14 +249,20 @@ class Components:
         return state
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take over models, optimizers and schedulers."""
+        """Take over models, optimizers and schedulers.
+
+        Raises:
+            CheckpointError: if they do not fit; then nothing is changed.
+        """
         parts: list[tuple[str, list[Any]]] = [
             ("models", [replica.unwrap(model) for model in self.models]),
             ("optimizers", self.optimizers),
             ("schedulers", self.schedulers),
         ]
         for name, objects in parts:
-            for held, saved in zip(objects, state.get(name, ()), strict=False):
+            check_fits(name, objects, state.get(name, []))
+        for name, objects in parts:
+            for held, saved in zip(objects, state.get(name, []), strict=True):
                 held.load_state_dict(saved)
         self.commit_buffers()
 

@@ -165,7 +165,7 @@ class Loop:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
                 batches = _Counted(source.batches(0, offset, limit))
-                metrics = operator.validate(batches, info=info)
+                metrics = operator.validate(batches, info)
                 self._segments.append(_checked_result(operator.validate, metrics))
                 # of a loader with a length the group takes so many steps, whatever this rank's part
                 taken = batches.count if ahead is None or limit is None else limit
@@ -223,12 +223,12 @@ class _Counted:
 def _call_train_epoch(
     operator: TrainingOperator, steps: Steps, info: Any, limit: int | None, epoch: int
 ) -> Any:
-    """Call ``train_epoch`` with those arguments that its signature takes."""
-    given = {"info": info, "num_steps": limit, "epoch_idx": epoch}
+    """Call ``train_epoch``; the arguments that came later only where its signature takes them."""
+    later = {"num_steps": limit, "epoch_idx": epoch}
     accepted = inspect.signature(operator.train_epoch).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        given = {name: value for name, value in given.items() if name in accepted}
-    return operator.train_epoch(steps, **given)
+        later = {name: value for name, value in later.items() if name in accepted}
+    return operator.train_epoch(steps, info, **later)
 
 
 def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:

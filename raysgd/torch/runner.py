@@ -14,6 +14,7 @@ from raysgd.context import Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.torch import replica
 from raysgd.torch.components import Components, OperatorSettings
+from raysgd.torch.fitting import check_place
 from raysgd.torch.loop import Loop
 from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state, to_cpu
 from raysgd.torch.training_operator import TrainingOperator
@@ -206,9 +207,10 @@ class TorchRunner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; the place in the data and the random numbers where it has them."""
-        self._running.forget_iteration()
         parts = self._parts
+        check_place(state)
         parts.load_training_state(state)
+        self._running.forget_iteration()
         if "operator" in state:
             self.operator.load_state_dict(state["operator"])
         place = state.get("data") or {"epoch": state["epoch"], "offset": 0}
@@ -238,6 +240,7 @@ def build_operator(
     """
     operator = operator_cls(config, settings)
     operator.setup(operator.config)
+    operator._parts.adopt_wrappers(vars(operator).values())
     if not operator._parts.registered:
         raise RuntimeError(
             f"{operator_cls.__name__}.setup did not register anything. Call "

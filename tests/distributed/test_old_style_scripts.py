@@ -437,7 +437,7 @@ def own_ddp_trainer(request, cluster):
         config={"wrap_first": request.param},
         num_workers=2,
         wrap_ddp=False,
-        timeout_s=20,  # what hangs shall not hang for long
+        timeout_s=30,  # what hangs shall not hang for long
     ) as trainer:
         yield trainer
 

@@ -1,0 +1,85 @@
+"""Whether a state fits what it is loaded into: found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd.errors import CheckpointError
+
+__all__ = ["check_fits", "check_place"]
+
+
+def check_fits(name: str, objects: Sequence[Any], saved: Any) -> None:
+    """Check the states of all registered models, optimizers or schedulers.
+
+    Raises:
+        CheckpointError: if they are not as many, or not of the same kind and shapes.
+    """
+    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
+        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
+    if len(saved) != len(objects):
+        raise CheckpointError(
+            f"The state has {len(saved)} {name}, and the operator registered {len(objects)}."
+        )
+    for index, (held, state) in enumerate(zip(objects, saved, strict=True)):
+        if isinstance(held, torch.nn.Module):
+            problem = _model_problem(held.state_dict(), state)
+        elif isinstance(held, torch.optim.Optimizer):
+            problem = _optimizer_problem(held, state)
+        else:
+            problem = ""
+        if problem:
+            raise CheckpointError(
+                f"The state is of another trainer: its {name}[{index}] does not fit the registered "
+                f"{type(held).__name__}: {problem}."
+            )
+
+
+def check_place(state: Mapping[str, Any]) -> None:
+    """Check the counts of epochs and steps in a state.
+
+    Raises:
+        CheckpointError: if one of them is no count.
+    """
+    data = state.get("data") or {}
+    counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
+    if isinstance(data, Mapping):
+        for key in ("epoch", "offset", "validation_offset"):
+            counts[f"data[{key!r}]"] = data.get(key, 0)
+    else:
+        counts["data"] = data
+    for key, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
+
+
+def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    missing, unknown = held.keys() - state.keys(), state.keys() - held.keys()
+    if missing or unknown:
+        return (
+            _named("without", missing) + ", " * bool(missing and unknown) + _named("with", unknown)
+        )
+    for key, value in held.items():
+        found = getattr(state[key], "shape", None)
+        if isinstance(value, torch.Tensor) and found != value.shape:
+            shape = "no tensor" if found is None else f"of shape {tuple(found)}"
+            return f"{key} is {shape}, not of shape {tuple(value.shape)}"
+    return ""
+
+
+def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
+        return "it has no 'param_groups' and 'state'"
+    sizes = [len(group.get("params", ())) for group in groups]
+    expected = [len(group["params"]) for group in held.param_groups]
+    return "" if sizes == expected else f"groups of {sizes} parameters, not of {expected}"
+
+
+def _named(how: str, keys: set[str]) -> str:
+    shown = sorted(keys)[:3]
+    more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
+    return f"{how} {', '.join(shown)}{more}" if keys else ""
