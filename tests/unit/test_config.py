@@ -90,5 +90,5 @@ def test_seconds_come_from_the_environment_where_they_are_set(monkeypatch):
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
 def test_seconds_that_make_no_sense_are_refused_by_name(monkeypatch, text):
     monkeypatch.setenv("RAYSGD_TEST_S", text)
-    with pytest.raises(ValueError, match="RAYSGD_TEST_S=.*must be a positive number"):
+    with pytest.raises(ValueError, match=r"RAYSGD_TEST_S=.*must be a positive number"):
         env_seconds("RAYSGD_TEST_S", 3.0)

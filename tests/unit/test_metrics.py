@@ -1,5 +1,6 @@
 """Means over batches, segments and workers."""
 
+import itertools
 import math
 import pickle
 
@@ -31,7 +32,7 @@ def summary_of(batches):
 def cut(items, points):
     """Cut a list at the given points; no piece is empty."""
     edges = sorted({0, len(items), *(point % len(items) for point in points)})
-    return [items[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def close(value):

@@ -60,7 +60,7 @@ def test_a_setup_that_registers_nothing_is_refused():
         def setup(self, config):
             pass
 
-    with pytest.raises(RuntimeError, match="Empty.setup did not register anything"):
+    with pytest.raises(RuntimeError, match=r"Empty.setup did not register anything"):
         run_operator(Empty)
 
 

@@ -95,9 +95,7 @@ def test_a_step_of_the_group_is_a_step_of_one_worker_with_the_global_batch(
         whole = Shard(total // batch_size * batch_size, batch_size * world_size, 1, 0, even=False)
     made = [list(shard.batches()) for shard in shards]
     for step, (start, stop) in enumerate(whole.batches()):
-        together = {
-            sample for spans in made if step < len(spans) for sample in range(*spans[step])
-        }
+        together = {sample for spans in made if step < len(spans) for sample in range(*spans[step])}
         assert together == set(range(start, stop))
     assert max(map(len, made)) == whole.num_steps()
 

@@ -1,0 +1,53 @@
+"""Errors cross processes: every one of them pickles, with its fields."""
+
+import inspect
+import pickle
+
+import cloudpickle
+import pytest
+
+from raysgd import errors
+from raysgd.torch.steps import StepInterruptedError
+
+EXAMPLES = {
+    "WorkerLostError": errors.WorkerLostError("gone", rank=3, node_id="ab", cause="OOM"),
+    "WorkerTimeoutError": errors.WorkerTimeoutError("late", ranks=[1, 2], waited_s=5.0),
+    "InsufficientResourcesError": errors.InsufficientResourcesError(
+        "full", {"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 1.0}
+    ),
+    "StepInterruptedError": StepInterruptedError("stop"),
+}
+KINDS = [getattr(errors, name) for name in errors.__all__] + [StepInterruptedError]
+
+
+def example(kind):
+    return EXAMPLES.get(kind.__name__) or kind("what happened")
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_pickles_with_its_fields(kind, pickler):
+    error = example(kind)
+    twin = pickle.loads(pickler.dumps(error))
+    assert type(twin) is kind
+    assert str(twin) == str(error)
+    assert twin.args == error.args
+    assert vars(twin) == vars(error)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_with_fields_has_an_example_here(kind):
+    """Else its fields would be lost on the way, and nothing would notice."""
+    own = kind.__dict__.get("__init__")
+    num_fields = 0 if own is None else len(inspect.signature(own).parameters) - 2
+    assert num_fields <= 0 or kind.__name__ in EXAMPLES
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_says_when_it_happens(kind):
+    assert (kind.__dict__.get("__doc__") or "").strip()
+
+
+def test_every_error_is_in_the_tree_at_the_top_of_its_module():
+    for name in errors.__all__:
+        assert name in errors.__doc__

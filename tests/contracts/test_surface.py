@@ -1,0 +1,179 @@
+"""The public surface: every name that users may import, pinned. A change here is a decision."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import raysgd
+
+SURFACE = {
+    "raysgd": ["CreatorOperator", "TorchTrainer", "TrainingOperator", "__version__"],
+    "raysgd.backends": ["Backend", "backend_names", "create_backend", "register_backend"],
+    "raysgd.checkpoint": ["check_writable", "read_file", "write_file"],
+    "raysgd.config": [
+        "BATCH_SIZE",
+        "batch_share",
+        "check_batch_size",
+        "env_seconds",
+        "rounded_config",
+        "warn_of_rounding",
+        "worker_config",
+    ],
+    "raysgd.context": ["Progress", "Runner", "WorkerContext"],
+    "raysgd.data": ["Dataset"],
+    "raysgd.errors": [
+        "CheckpointError",
+        "CollectiveError",
+        "InsufficientResourcesError",
+        "RaySGDError",
+        "RemoteError",
+        "RemoteTraceback",
+        "WorkerLostError",
+        "WorkerTimeoutError",
+    ],
+    "raysgd.metrics": [
+        "BATCH_COUNT",
+        "NUM_SAMPLES",
+        "AverageMeter",
+        "AverageMeterCollection",
+        "Summary",
+        "merge_segments",
+        "merge_workers",
+    ],
+    "raysgd.testing": ["run_operator"],
+    "raysgd.timers": ["TimerCollection", "TimerStat"],
+    "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
+    "raysgd.torch.torch_trainer": ["TorchTrainer"],
+    "raysgd.torch.training_operator": ["TrainingOperator"],
+    "raysgd.utils": [
+        "BATCH_COUNT",
+        "BATCH_SIZE",
+        "NUM_SAMPLES",
+        "AverageMeter",
+        "AverageMeterCollection",
+        "TimerCollection",
+        "TimerStat",
+    ],
+}
+
+TRAINER_ARGUMENTS = {
+    "training_operator_cls": inspect.Parameter.empty,
+    "initialization_hook": None,
+    "config": None,
+    "num_workers": 1,
+    "min_workers": 1,
+    "num_cpus_per_worker": 1,
+    "resources_per_worker": None,
+    "use_gpu": "auto",
+    "backend": "auto",
+    "wrap_ddp": True,
+    "timeout_s": 1800,
+    "use_tqdm": False,
+    "add_dist_sampler": True,
+    "scheduler_step_freq": None,
+    "use_local": False,
+}
+
+
+def modules():
+    """Every module of the library that has code in it."""
+    found = [raysgd]
+    for info in pkgutil.walk_packages(raysgd.__path__, "raysgd."):
+        found.append(importlib.import_module(info.name))
+    return found
+
+
+MODULES = modules()
+by_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_a_public_module_offers_exactly_these_names(name):
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == sorted(SURFACE[name])
+    for attribute in module.__all__:
+        assert getattr(module, attribute) is not None
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = raysgd.Nothing
+
+
+def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
+    assert set(SURFACE["raysgd"]) <= set(dir(raysgd))
+    for name in ("CreatorOperator", "TorchTrainer", "TrainingOperator"):
+        assert getattr(raysgd, name) is getattr(importlib.import_module("raysgd.torch"), name)
+
+
+def test_the_trainer_takes_these_arguments_with_these_defaults():
+    """An argument may be added; none may go, change its default or take a place."""
+    parameters = inspect.signature(raysgd.TorchTrainer).parameters
+    for name, default in TRAINER_ARGUMENTS.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        if name != "training_operator_cls":
+            assert parameters[name].default == default, name
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "names"),
+    [
+        (
+            "TorchTrainer",
+            "train",
+            ["num_steps", "profile", "reduce_results", "max_retries", "info", "dataset"],
+        ),
+        ("TorchTrainer", "validate", ["num_steps", "profile", "reduce_results", "info"]),
+        ("TorchTrainer", "update_scheduler", ["metric"]),
+        ("TorchTrainer", "get_model", ["to_cpu"]),
+        ("TorchTrainer", "load_state_dict", ["state", "blocking"]),
+        ("TorchTrainer", "shutdown", ["force"]),
+        ("TrainingOperator", "setup", ["config"]),
+        ("TrainingOperator", "train_epoch", ["iterator", "info", "num_steps", "epoch_idx"]),
+        ("TrainingOperator", "train_batch", ["batch", "batch_info"]),
+        ("TrainingOperator", "validate", ["val_iterator", "info"]),
+        ("TrainingOperator", "validate_batch", ["batch", "batch_info"]),
+    ],
+)
+def test_methods_take_their_arguments_in_this_order(owner, method, names):
+    parameters = inspect.signature(getattr(getattr(raysgd, owner), method)).parameters
+    assert list(parameters)[1 : len(names) + 1] == names
+
+
+@by_module
+def test_every_module_says_what_it_offers(module):
+    if module.__name__ in {m.__name__ for m in MODULES if hasattr(m, "__path__")} - set(SURFACE):
+        return  # a folder of modules that users do not import from
+    assert len(module.__all__) == len(set(module.__all__))
+    for name in module.__all__:
+        assert hasattr(module, name)
+
+
+@by_module
+def test_everything_public_is_documented(module):
+    undocumented = [] if (module.__doc__ or "").strip() else [module.__name__]
+    for name in getattr(module, "__all__", ()):
+        thing = getattr(module, name)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue
+        if getattr(thing, "__module__", None) != module.__name__:
+            continue
+        # a class may inherit the text of another: that says nothing about it
+        own = thing.__dict__.get("__doc__") if inspect.isclass(thing) else thing.__doc__
+        if not (own or "").strip():
+            undocumented.append(name)
+        if inspect.isclass(thing):
+            undocumented += [f"{name}.{member}" for member in undocumented_members(thing)]
+    assert not undocumented
+
+
+def undocumented_members(cls):
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        if not (function.__doc__ or "").strip():
+            yield name

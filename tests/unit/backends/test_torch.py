@@ -1,0 +1,144 @@
+"""The process group of torch.distributed, in this process alone."""
+
+import datetime
+import pickle
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysgd.backends import create_backend
+from raysgd.backends import torch as torch_backend
+from raysgd.context import WorkerContext
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    backend = create_backend("gloo", 30)
+    yield backend
+    backend.teardown()
+    backend.close()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+def joined(backend):
+    backend.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
+    return backend
+
+
+def test_a_group_can_be_made_left_and_made_again(backend):
+    for _ in range(2):
+        joined(backend)
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        backend.teardown()
+        assert not dist.is_initialized()
+
+
+def test_each_generation_has_a_store_of_its_own(backend):
+    rendezvous = [backend.prepare(["127.0.0.1"]) for _ in range(3)]
+    assert len({r.port for r in rendezvous}) > 1
+    assert all(r.host == "127.0.0.1" and r.single_node for r in rendezvous)
+    assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
+
+
+def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backend, monkeypatch):
+    monkeypatch.setattr(torch_backend, "_address_towards", lambda address: "127.0.0.1")
+    rendezvous = backend.prepare(["10.1.2.3", "10.1.2.4"])
+    assert not rendezvous.single_node
+    # one node, but not this one: the driver is elsewhere
+    assert not backend.prepare(["203.0.113.7"]).single_node
+
+
+def test_the_address_towards_this_machine_is_its_own():
+    assert torch_backend._address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
+    joined(backend)
+    other = create_backend("gloo", 30)
+    with pytest.raises(RuntimeError, match=r"initialized already.*destroy_process_group"):
+        other.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
+    assert dist.is_initialized()
+
+
+def test_teardown_is_harmless_when_nothing_was_set_up(backend):
+    backend.teardown()
+    backend.interrupt()
+    backend.close()
+
+
+def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch):
+    joined(backend)
+    import os
+
+    assert os.environ["GLOO_SOCKET_IFNAME"] == torch_backend._interface_of("127.0.0.1")
+
+
+def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
+    loopback = torch_backend._interface_of("127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    monkeypatch.setattr(
+        torch_backend, "_interface_of", lambda address: pytest.fail("the user has chosen")
+    )
+    backend = create_backend("gloo", 30)
+    joined(backend)
+    backend.teardown()
+    backend.close()
+
+
+def test_an_address_that_no_interface_has_is_explained():
+    with pytest.raises(RuntimeError, match=r"203\.0\.113\.9.*GLOO_SOCKET_IFNAME"):
+        torch_backend._interface_of("203.0.113.9")
+
+
+def test_interrupting_shuts_down_only_the_sockets_of_the_group(backend):
+    joined(backend)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        with client, peer:
+            backend.interrupt()
+            client.sendall(b"still there")
+            assert peer.recv(100) == b"still there"
+
+
+def test_interrupting_shuts_down_connections_of_the_groups_listeners(backend):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        backend._listening = {server.getsockname()}
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        with client, peer:
+            backend.interrupt()
+            assert peer.recv(1) == b""
+            assert client.recv(1) == b""
+
+
+def test_errors_of_communication_are_told_from_others(backend):
+    yes = [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"),
+        RuntimeError("NCCL communicator was aborted"),
+        dist.DistNetworkError("gone"),
+        dist.DistStoreError("timeout"),
+    ]
+    no = [RuntimeError("shapes do not match"), ValueError("gloo/"), KeyError("NCCL")]
+    assert all(map(backend.is_communication_error, yes))
+    assert not any(map(backend.is_communication_error, no))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gloo", 30), ("nccl", 7)])
+def test_the_environment_bounds_the_collectives_of_nccl_alone(monkeypatch, name, expected):
+    monkeypatch.setenv("NCCL_TIMEOUT_S", "7")
+    assert create_backend(name, 30)._timeout == datetime.timedelta(seconds=expected)
+
+
+def test_a_backend_can_be_sent_before_it_is_prepared(backend):
+    assert pickle.loads(pickle.dumps(backend))._timeout == backend._timeout
+
+
+def test_collectives_work_in_the_group(backend):
+    joined(backend)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1, 1, 1]

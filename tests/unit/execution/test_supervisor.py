@@ -1,0 +1,594 @@
+"""The loop over calls, failures and generations, with workers in threads instead of actors."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from raysgd.backends import Backend
+from raysgd.context import Progress
+from raysgd.elastic.policies import Place
+from raysgd.errors import CollectiveError, RemoteTraceback, WorkerLostError
+from raysgd.execution import attempt
+from raysgd.execution.group import GroupOptions
+from raysgd.execution.members import Member
+from raysgd.execution.supervisor import State, Supervisor
+from raysgd.execution.worker import Worker
+
+PATIENCE_S = 20
+"""How long a test waits for what must happen, and never in a run that passes."""
+
+
+class LostError(Exception):
+    """What Ray would say of a dead actor."""
+
+
+class StoppedError(Exception):
+    pass
+
+
+class FakeRunner:
+    """Each rank does what its `script` says, a function of the runner."""
+
+    def setup(self, context):
+        self.contexts = [context]
+        self.leaders = []
+        self.step = 0
+        self.stop = threading.Event()
+        self.script = lambda runner: "done"
+        self.calls = 0
+
+    def prepare(self, context):
+        self.prepared = context
+
+    def rejoin(self, context, leader):
+        self.contexts.append(context)
+        self.leaders.append(leader)
+
+    def progress(self):
+        return Progress(global_step=self.step)
+
+    def request_stop(self, requested):
+        if not hasattr(self, "stop"):
+            return
+        if requested:
+            self.stop.set()
+        else:
+            self.stop.clear()
+
+    def teardown(self):
+        pass
+
+    def work(self, goal=0):
+        self.calls += 1
+        return self.script(self)
+
+    def wait_for_peers(self):
+        """Block as in a collective, until the driver interrupts."""
+        assert self.stop.wait(PATIENCE_S)
+        raise StoppedError
+
+
+class FakeBackend(Backend):
+    """A process group that fails to form where the driver's `broken` says so."""
+
+    def __init__(self):
+        self.broken = False
+        self.num_prepared = 0
+        self.closed = 0
+
+    def prepare(self, addresses):
+        self.num_prepared += 1
+        return {"broken": self.broken, "addresses": list(addresses)}
+
+    def setup(self, context, rendezvous):
+        assert len(rendezvous["addresses"]) == context.world_size
+        if rendezvous["broken"]:
+            raise ConnectionError("peers not found")
+
+    def interrupt(self):
+        pass
+
+    def teardown(self):
+        pass
+
+    def close(self):
+        self.closed += 1
+
+    def is_communication_error(self, error):
+        return isinstance(error, ConnectionError)
+
+
+class FakeMember(Member):
+    """A worker with a thread of its own, which can die."""
+
+    remote = True
+
+    def __init__(self, index):
+        self.place = Place(node_id=f"node{index // 2}", node_ip=f"10.0.0.{index // 2}")
+        self.index = index
+        self.worker = Worker()
+        self.killed = False
+        self._dead = None
+        self._pending = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def work(self, method, *arguments):
+        return self._start(self._thread.submit, method, arguments)
+
+    def control(self, method, *arguments):
+        return self._start(lambda function: function(), method, arguments)
+
+    def _start(self, submit, method, arguments):
+        future = Future()
+        if self._dead:
+            future.set_exception(self._dead)
+            return future
+        self._pending.append(future)
+
+        def run():
+            result = getattr(self.worker, method)(*arguments)
+            if not future.done():
+                future.set_result(result)
+
+        submit(run)
+        return future
+
+    def die(self, cause="OOM"):
+        self._dead = LostError(f"The actor died: {cause}")
+        for future in self._pending:
+            if not future.done():
+                future.set_exception(self._dead)
+
+    def kill(self):
+        self.killed = True
+        if self.worker.runner is not None:
+            self.worker.runner.request_stop(True)  # no thread outlives its test
+        self._thread.shutdown(wait=False)
+
+
+class FakeGroup:
+    def __init__(self, num_workers, min_workers=1):
+        self.options = GroupOptions(num_workers=num_workers, min_workers=min_workers)
+        self.members = []
+        self.shutdowns = []
+
+    def start(self):
+        self.members = [FakeMember(index) for index in range(self.options.num_workers)]
+        self.all = list(self.members)
+
+    def shared(self, data):
+        return data
+
+    def shutdown(self, force=False):
+        self.shutdowns.append(force)
+        for member in self.members:
+            member.kill()
+        self.members = []
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nothing here takes time, so that no grace period has to be waited for."""
+    monkeypatch.setattr(attempt, "is_loss", lambda error: isinstance(error, LostError))
+    monkeypatch.setattr(attempt, "_NODE_LOSS_S", 0.05)
+
+
+@pytest.fixture
+def start():
+    """A function that returns a started supervisor of so many workers."""
+    made = []
+
+    def start(num_workers=3, min_workers=1, hook=None, backend=None):
+        group = FakeGroup(num_workers, min_workers)
+        supervisor = Supervisor(group, FakeRunner(), backend or FakeBackend(), hook, PATIENCE_S)
+        made.append(supervisor)
+        supervisor.start()
+        return supervisor
+
+    yield start
+    for supervisor in made:
+        supervisor.shutdown(force=True)
+
+
+def runners(supervisor):
+    return [member.worker.runner for member in supervisor.members]
+
+
+def script(supervisor, **by_rank):
+    """Set what ranks do: ``script(supervisor, r1=function)``."""
+    for name, function in by_rank.items():
+        runners(supervisor)[int(name[1:])].script = function
+
+
+def raising(error, step=0):
+    def run(runner):
+        runner.step += step
+        raise error
+
+    return run
+
+
+def dying(supervisor, rank):
+    """A script in which the worker dies while it is at work."""
+    member = supervisor.members[rank]
+
+    def run(runner):
+        member.die()
+        runner.wait_for_peers()
+
+    return run
+
+
+def kinds(supervisor):
+    return [event.kind for event in supervisor.events]
+
+
+# ---- without failures
+
+
+def test_every_worker_is_told_its_place(start):
+    supervisor = start(4)
+    contexts = [runner.contexts[0] for runner in runners(supervisor)]
+    assert [c.world_rank for c in contexts] == [0, 1, 2, 3]
+    assert [c.local_rank for c in contexts] == [0, 1, 0, 1]
+    assert [c.node_rank for c in contexts] == [0, 0, 1, 1]
+    assert all(c.world_size == 4 and c.generation == 1 and c.distributed for c in contexts)
+    assert [runner.prepared for runner in runners(supervisor)] == contexts
+    assert supervisor.state is State.READY
+    assert kinds(supervisor) == ["started"]
+    assert supervisor.events[0].ranks == (0, 1, 2, 3)
+
+
+def test_outcomes_come_in_the_order_of_the_ranks(start):
+    supervisor = start()
+    script(supervisor, r0=lambda r: "a", r1=lambda r: "b", r2=lambda r: "c")
+    assert [outcome.value() for outcome in supervisor.call("work")] == ["a", "b", "c"]
+    assert supervisor.state is State.READY
+
+
+def test_one_worker_alone_can_be_called(start):
+    supervisor = start()
+    assert len(supervisor.call("work", rank=1)) == 1
+    assert [runner.calls for runner in runners(supervisor)] == [0, 1, 0]
+
+
+def test_progress_is_that_of_the_newest_call(start):
+    supervisor = start()
+    for runner in runners(supervisor):
+        runner.step = 7
+    supervisor.call("work")
+    assert supervisor.progress.global_step == 7
+
+
+def test_what_cannot_be_pickled_is_found_before_a_worker_is_asked(start):
+    supervisor = start()
+    with pytest.raises(TypeError, match=r"arguments of work.*cannot be pickled"):
+        supervisor.call("work", goal=threading.Lock())
+    with pytest.raises(TypeError, match=r"initialization_hook.*cannot be pickled"):
+        start(hook=threading.Lock().acquire)
+    assert [outcome.value() for outcome in supervisor.call("work")] == ["done"] * 3
+
+
+# ---- errors of the user
+
+
+def test_the_first_error_of_the_user_is_raised_as_itself_and_the_others_are_stopped(start):
+    supervisor = start()
+    script(
+        supervisor,
+        r0=FakeRunner.wait_for_peers,
+        r1=raising(ValueError("bad batch")),
+        r2=FakeRunner.wait_for_peers,
+    )
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        supervisor.call("work")
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "worker 1" in str(caught.value.__cause__)
+    assert supervisor.state is State.BROKEN
+    assert (supervisor.events[-1].kind, supervisor.events[-1].ranks) == ("user_error", (1,))
+
+
+def test_after_an_error_the_next_call_makes_a_new_generation_from_the_furthest_worker(start):
+    supervisor = start()
+    script(
+        supervisor,
+        r0=FakeRunner.wait_for_peers,
+        r1=raising(ValueError("bad batch")),
+        r2=raising(StoppedError(), step=1),
+    )
+    with pytest.raises((ValueError, StoppedError)):
+        supervisor.call("work")
+    script(supervisor, **{f"r{rank}": lambda r: r.step for rank in range(3)})
+    supervisor.call("work")
+    for rank, runner in enumerate(runners(supervisor)):
+        assert (runner.contexts[-1].generation, runner.contexts[-1].world_rank) == (2, rank)
+        assert runner.leaders == [2]
+    assert kinds(supervisor) == ["started", "user_error", "resumed"]
+    assert supervisor._backend.num_prepared == 2
+
+
+def test_a_broken_connection_is_not_taken_for_the_reason(start):
+    """Peers of a rank that raised see their collective fail, and may say so first."""
+    supervisor = start(2)
+    peer_failed = threading.Event()
+    runner = runners(supervisor)[1]
+
+    def late(runner):
+        assert peer_failed.wait(PATIENCE_S)
+        raise ValueError("the reason")
+
+    def broken(runner):
+        peer_failed.set()
+        raise ConnectionError("closed by peer")
+
+    script(supervisor, r0=broken, r1=late)
+    with pytest.raises(ValueError, match="the reason"):
+        supervisor.call("work")
+    assert runner.calls == 1
+
+
+def test_workers_that_cannot_communicate_though_all_are_alive_are_an_error(start):
+    supervisor = start(2)
+    script(supervisor, r0=raising(ConnectionError("a")), r1=raising(ConnectionError("b")))
+    with pytest.raises(CollectiveError, match="all of them are alive"):
+        supervisor.call("work")
+    script(supervisor, r0=lambda r: 1, r1=lambda r: 2)
+    assert len(supervisor.call("work")) == 2
+
+
+# ---- losses
+
+
+def test_survivors_go_on_after_a_loss(start):
+    supervisor = start()
+    lost = supervisor.members[1]
+    survivors = [supervisor.members[0], supervisor.members[2]]
+    script(supervisor, r1=dying(supervisor, 1))
+
+    def work(runner):
+        return runner.wait_for_peers() if len(runner.contexts) == 1 else runner.contexts[-1]
+
+    script(supervisor, r0=work, r2=work)
+    outcomes = supervisor.call("work", max_losses=1)
+    contexts = [outcome.value() for outcome in outcomes]
+    assert supervisor.members == survivors
+    assert [(c.world_rank, c.world_size, c.generation) for c in contexts] == [(0, 2, 2), (1, 2, 2)]
+    assert [c.local_rank for c in contexts] == [0, 0]
+    assert supervisor.losses_in_call == 1
+    assert lost.killed
+    assert not any(member.killed for member in survivors)
+    assert kinds(supervisor) == ["started", "lost", "resumed"]
+    event = supervisor.events[1]
+    assert (event.ranks, event.generation) == ((1,), 1)
+    assert "OOM" in event.cause
+    supervisor.call("work")
+    assert supervisor.losses_in_call == 0
+
+
+def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
+    supervisor = start()
+
+    def ahead(runner):
+        if len(runner.contexts) == 1:
+            runner.step = 5
+            runner.wait_for_peers()
+        return runner.leaders
+
+    def behind(runner):
+        if len(runner.contexts) == 1:
+            runner.step = 4
+            runner.wait_for_peers()
+        return runner.leaders
+
+    script(supervisor, r0=behind, r1=dying(supervisor, 1), r2=ahead)
+    outcomes = supervisor.call("work", max_losses=1)
+    # rank 2 has become rank 1
+    assert [outcome.value() for outcome in outcomes] == [[1], [1]]
+
+
+def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
+    supervisor = start()
+    script(
+        supervisor,
+        r0=FakeRunner.wait_for_peers,
+        r1=dying(supervisor, 1),
+        r2=FakeRunner.wait_for_peers,
+    )
+    with pytest.raises(WorkerLostError, match="Training run failed") as caught:
+        supervisor.call("work", max_losses=0)
+    error = caught.value
+    assert (error.rank, error.node_id) == (1, "node0")
+    assert "max_retries=0" in str(error)
+    assert "OOM" in str(error)
+    assert isinstance(error.__cause__, LostError)
+
+
+def test_fewer_survivors_than_min_workers_end_the_call(start):
+    supervisor = start(2, min_workers=2)
+    script(supervisor, r0=FakeRunner.wait_for_peers, r1=dying(supervisor, 1))
+    with pytest.raises(WorkerLostError, match="1 left, and min_workers=2"):
+        supervisor.call("work", max_losses=3)
+
+
+def test_losses_of_one_call_add_up(start):
+    supervisor = start(3)
+    members = list(supervisor.members)
+
+    def second(runner):
+        if len(runner.contexts) == 1:
+            runner.wait_for_peers()
+        members[2].die("again")
+        runner.wait_for_peers()
+
+    def first(runner):
+        return runner.wait_for_peers() if runner.contexts[-1].world_size > 1 else "alone"
+
+    script(supervisor, r0=first, r1=dying(supervisor, 1), r2=second)
+    (outcome,) = supervisor.call("work", max_losses=2)
+    assert outcome.value() == "alone"
+    assert supervisor.losses_in_call == 2
+    assert kinds(supervisor) == ["started", "lost", "resumed", "lost", "resumed"]
+
+
+def test_a_worker_that_dies_between_two_calls_is_noticed(start):
+    supervisor = start()
+    supervisor.members[0].die()
+    script(
+        supervisor,
+        r1=lambda r: r.contexts[-1].world_rank,
+        r2=lambda r: r.contexts[-1].world_rank,
+    )
+    outcomes = supervisor.call("work", max_losses=1)
+    assert [outcome.value() for outcome in outcomes] == [0, 1]
+
+
+def test_a_loss_while_the_others_join_anew_is_one_more_loss(start):
+    supervisor = start()
+    members = list(supervisor.members)
+
+    def work(runner):
+        return runner.wait_for_peers() if len(runner.contexts) == 1 else "done"
+
+    rejoin = runners(supervisor)[2].rejoin
+
+    def rejoin_and_die(context, leader):
+        members[2].die("while joining")
+        return rejoin(context, leader)
+
+    runners(supervisor)[2].rejoin = rejoin_and_die
+    script(supervisor, r0=work, r1=dying(supervisor, 1), r2=work)
+    outcomes = supervisor.call("work", max_losses=2)
+    assert [outcome.value() for outcome in outcomes] == ["done"]
+    assert supervisor.losses_in_call == 2
+
+
+def test_a_generation_that_could_not_be_joined_is_not_used(start):
+    """All are alive but do not find each other: none of them has entered the new generation."""
+    backend = FakeBackend()
+    supervisor = start(2, backend=backend)
+    script(supervisor, r0=raising(ValueError("bad batch")), r1=FakeRunner.wait_for_peers)
+    with pytest.raises(ValueError, match="bad batch"):
+        supervisor.call("work")
+    script(supervisor, r0=lambda r: "done", r1=lambda r: "done")
+    backend.broken = True
+    before = [runner.calls for runner in runners(supervisor)]
+    with pytest.raises(CollectiveError):
+        supervisor.call("work")
+    assert [runner.calls for runner in runners(supervisor)] == before
+    backend.broken = False
+    assert len(supervisor.call("work")) == 2
+    assert all(len(runner.contexts) == 2 for runner in runners(supervisor))
+
+
+def test_a_worker_that_is_lost_at_the_start_is_named():
+    group = FakeGroup(2)
+    supervisor = Supervisor(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
+    begin = group.start
+
+    def start_and_die():
+        begin()
+        group.members[1].die("no memory")
+
+    group.start = start_and_die
+    with pytest.raises(WorkerLostError, match=r"Lost worker 1.*starting.*no memory") as caught:
+        supervisor.start()
+    assert caught.value.rank == 1
+    assert supervisor.state is State.CLOSED
+
+
+def test_a_second_call_at_the_same_time_is_refused(start):
+    supervisor = start(1)
+    inside, outside = threading.Event(), threading.Event()
+
+    def work(runner):
+        inside.set()
+        assert outside.wait(PATIENCE_S)
+        return "done"
+
+    script(supervisor, r0=work)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(supervisor.call, "work")
+        assert inside.wait(PATIENCE_S)
+        with pytest.raises(RuntimeError, match="under way"):
+            supervisor.call("work")
+        outside.set()
+        assert first.result(PATIENCE_S)[0].value() == "done"
+
+
+# ---- interruption by the user
+
+
+def test_after_ctrl_c_the_next_call_goes_on(start):
+    supervisor = start(2)
+    script(supervisor, r0=FakeRunner.wait_for_peers, r1=FakeRunner.wait_for_peers)
+
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.call("work", on_wait=interrupt)
+    assert supervisor.state is State.BROKEN
+    script(supervisor, r0=lambda r: 1, r1=lambda r: 2)
+    assert [outcome.value() for outcome in supervisor.call("work")] == [1, 2]
+    assert kinds(supervisor) == ["started", "resumed"]
+
+
+def test_whoever_waits_is_told_how_far_the_workers_are(start):
+    supervisor = start(2)
+    told, enough = [], threading.Event()
+
+    def on_wait(progress):
+        told.append([p.global_step for p in progress])
+        enough.set()
+
+    def work(runner):
+        runner.step = 3
+        assert enough.wait(PATIENCE_S)
+        return "done"
+
+    script(supervisor, r0=work, r1=work)
+    supervisor.call("work", on_wait=on_wait)
+    assert told[0] == [3, 3]
+
+
+# ---- the start and the end
+
+
+@pytest.mark.parametrize("error", [ValueError("no data"), SystemExit(1)])
+def test_an_error_at_the_start_leaves_no_worker(error):
+    def hook():
+        raise error
+
+    group, backend = FakeGroup(2), FakeBackend()
+    supervisor = Supervisor(group, FakeRunner(), backend, hook, PATIENCE_S)
+    with pytest.raises(type(error)):
+        supervisor.start()
+    assert supervisor.state is State.CLOSED
+    assert group.shutdowns == [True]
+    assert all(member.killed for member in group.all)
+    assert backend.closed
+
+
+def test_a_group_that_cannot_form_at_the_start_is_an_error_of_communication():
+    backend = FakeBackend()
+    backend.broken = True
+    supervisor = Supervisor(FakeGroup(2), FakeRunner(), backend, None, PATIENCE_S)
+    with pytest.raises(CollectiveError, match=r"could not communicate.*peers not found"):
+        supervisor.start()
+
+
+def test_shutdown_is_gentle_unless_the_group_is_broken(start):
+    supervisor = start(2)
+    supervisor.shutdown()
+    supervisor.shutdown()
+    assert supervisor._group.shutdowns == [False]
+    assert supervisor._backend.closed == 1
+    with pytest.raises(RuntimeError, match="shut down"):
+        supervisor.call("work")
+    broken = start(2)
+    script(broken, r0=raising(ValueError("x")), r1=raising(ValueError("x")))
+    with pytest.raises(ValueError, match="x"):
+        broken.call("work")
+    broken.shutdown()
+    assert broken._group.shutdowns == [True]

@@ -1,0 +1,343 @@
+"""What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
+
+import pickle
+import sys
+import threading
+
+import cloudpickle
+import pytest
+
+from raysgd.backends import Backend
+from raysgd.context import Progress, WorkerContext
+from raysgd.errors import RemoteError, RemoteTraceback
+from raysgd.execution.members import InlineMember, ThreadMember
+from raysgd.execution.worker import Outcome, Worker
+
+
+class FakeRunner:
+    """A runner whose method `run` calls what it is given."""
+
+    def __init__(self):
+        self.calls = []
+        self.step = 0
+
+    def prepare(self, context):
+        self.calls.append(("prepare", context.world_rank))
+
+    def setup(self, context):
+        self.calls.append(("setup", context.generation))
+
+    def rejoin(self, context, leader):
+        self.calls.append(("rejoin", context.generation, leader))
+
+    def progress(self):
+        return Progress(global_step=self.step)
+
+    def request_stop(self, requested):
+        self.calls.append(("stop", requested))
+
+    def teardown(self):
+        self.calls.append(("teardown",))
+
+    def run(self, function):
+        return function()
+
+
+class FakeBackend(Backend):
+    def __init__(self):
+        self.calls = []
+
+    def prepare(self, addresses):
+        return None
+
+    def setup(self, context, rendezvous):
+        self.calls.append(("setup", rendezvous))
+
+    def interrupt(self):
+        self.calls.append("interrupt")
+
+    def teardown(self):
+        self.calls.append("teardown")
+
+    def is_communication_error(self, error):
+        return isinstance(error, ConnectionError)
+
+
+@pytest.fixture
+def worker():
+    """A worker as an actor hosts it: what it returns is pickled."""
+    worker = Worker()
+    assert worker.create(None, cloudpickle.dumps(FakeRunner()), FakeBackend(), []).kind == "ok"
+    return worker
+
+
+def call(worker, function, *, inline=False):
+    arguments = {"function": function}
+    return worker.call("run", arguments if inline else cloudpickle.dumps(arguments))
+
+
+def fail_with(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+class PlainError(Exception):
+    pass
+
+
+class TwoArgumentsError(Exception):
+    """An exception whose pickle cannot be read: its constructor wants more than the message."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("value", [7, None, b"bytes", {"a": [1]}, lambda: 3], ids=str)
+def test_a_value_comes_back(worker, value):
+    outcome = call(worker, lambda: value)
+    assert isinstance(outcome.payload, bytes)
+    outcome = pickle.loads(pickle.dumps(outcome))
+    assert outcome.kind == "ok"
+    got = outcome.value()
+    assert got() == 3 if callable(value) else got == value
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
+    outcome = call(worker, threading.Lock)
+    assert outcome.kind == "user"
+    with pytest.raises(TypeError, match="cannot send a lock back to the driver"):
+        raise outcome.exception()
+
+
+@pytest.mark.parametrize("value", [b"bytes", b"", pickle.dumps("secret")])
+def test_in_the_drivers_process_nothing_is_pickled(value):
+    worker = Worker()
+    worker.keep_in_process()
+    worker.create(None, FakeRunner(), None, [])
+    thing = threading.Lock()
+    assert call(worker, lambda: thing, inline=True).value() is thing
+    assert call(worker, lambda: value, inline=True).value() == value
+
+
+def test_progress_comes_with_every_outcome(worker):
+    worker.runner.step = 5
+    assert call(worker, int).progress.global_step == 5
+    assert call(worker, fail_with(PlainError())).progress.global_step == 5
+
+
+# ---- failures
+
+
+def test_an_exception_of_the_user_arrives_as_itself_with_the_workers_traceback(worker):
+    worker.prepare(WorkerContext(world_rank=3, world_size=4))
+    outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
+    assert outcome.kind == "user"
+    error = outcome.exception()
+    assert type(error) is PlainError
+    assert str(error) == "bad batch"
+    assert isinstance(error.__cause__, RemoteTraceback)
+    text = str(error.__cause__)
+    assert "worker 3" in text
+    assert "raise error" in text
+    assert "PlainError: bad batch" in text
+
+
+def test_the_cause_of_an_exception_is_in_its_text(worker):
+    def fail():
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise PlainError("second") from error
+
+    assert "KeyError: 'first'" in str(call(worker, fail).exception().__cause__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TwoArgumentsError("two", "parts"), PlainError(threading.Lock())],
+    ids=["unreadable", "unpicklable"],
+)
+def test_an_exception_that_cannot_cross_is_told_about(worker, error):
+    outcome = call(worker, fail_with(error), inline=True)
+    outcome = pickle.loads(pickle.dumps(outcome))
+    told = outcome.exception()
+    assert type(told) is RemoteError
+    assert type(error).__name__ in str(told)
+
+
+def test_leaving_by_exit_is_an_error_of_the_user(worker):
+    outcome = call(worker, fail_with(SystemExit(3)))
+    assert outcome.kind == "user"
+    assert isinstance(outcome.exception(), SystemExit)
+
+
+def test_an_interrupt_of_the_keyboard_is_not_kept():
+    worker = Worker()
+    worker.keep_in_process()
+    worker.create(None, FakeRunner(), None, [])
+    with pytest.raises(KeyboardInterrupt):
+        call(worker, fail_with(KeyboardInterrupt()), inline=True)
+
+
+def test_failures_of_communication_are_told_from_others(worker):
+    assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+    def wrapped():
+        try:
+            raise ConnectionError("peer")
+        except ConnectionError as error:
+            raise PlainError("training failed") from error
+
+    def while_handling():
+        try:
+            raise ConnectionError("peer")
+        except ConnectionError:
+            raise PlainError("training failed")  # noqa: B904
+
+    assert call(worker, wrapped).kind == "communication"
+    assert call(worker, while_handling).kind == "communication"
+
+
+def test_a_ring_of_causes_does_not_hang(worker):
+    first, second = PlainError("a"), PlainError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert call(worker, fail_with(first), inline=True).kind == "user"
+
+
+def test_what_fails_after_an_interruption_was_stopped(worker):
+    worker.interrupt()
+    assert ("stop", True) in worker.runner.calls
+    assert "interrupt" in worker._backend.calls
+    assert call(worker, fail_with(PlainError())).kind == "stopped"
+    worker.enter(WorkerContext(generation=2), None, 0)
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
+def test_a_worker_that_hosts_nothing_says_so():
+    worker = Worker()
+    assert worker.progress() == Progress()
+    worker.interrupt()
+    worker.teardown()
+    with pytest.raises(RuntimeError, match="hosts nothing"):
+        raise call(worker, int).exception()
+
+
+def test_a_half_built_runner_is_no_obstacle_to_the_report(worker):
+    worker.runner.progress = fail_with(PlainError("not yet"))
+    outcome = call(worker, fail_with(ValueError("setup")))
+    assert outcome.progress == Progress()
+    assert isinstance(outcome.exception(), ValueError)
+
+
+# ---- life
+
+
+def test_the_hook_runs_before_the_runner_is_unpickled():
+    calls = []
+    Loud.heard = calls.append
+    Worker().create(lambda: calls.append("hook"), pickle.dumps(Loud()), None, [])
+    assert calls == ["hook", "runner"]
+
+
+class Loud:
+    """Says when it is unpickled."""
+
+    def __getstate__(self):
+        return {"name": "runner"}
+
+    def __setstate__(self, state):
+        Loud.heard(state["name"])
+
+
+def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path):
+    (tmp_path / "module_of_the_user.py").write_text("ANSWER = 42")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def hook():
+        import module_of_the_user
+
+        assert module_of_the_user.ANSWER == 42
+
+    before = list(sys.path)
+    import_path = [str(tmp_path), before[0]]
+    assert worker.create(hook, FakeRunner(), None, import_path).kind == "ok"
+    assert sys.path == [*before, str(tmp_path)]
+    monkeypatch.delitem(sys.modules, "module_of_the_user")
+
+
+def test_a_failing_hook_is_an_error_and_nothing_is_hosted():
+    worker = Worker()
+    outcome = worker.create(fail_with(PlainError("no network here")), FakeRunner(), None, [])
+    assert outcome.kind == "user"
+    assert worker.runner is None
+
+
+def test_entering_makes_the_group_before_the_operator(worker):
+    order = []
+    worker._backend.setup = lambda context, rendezvous: order.append(("group", rendezvous))
+    worker._backend.teardown = lambda: order.append("left")
+    worker.runner.setup = lambda context: order.append("setup")
+    worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
+    worker.enter(WorkerContext(generation=1), "here", None)
+    worker.enter(WorkerContext(generation=2), "there", 1)
+    assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
+
+
+def test_a_failing_entry_is_reported(worker):
+    worker.runner.setup = fail_with(PlainError("no such file"))
+    assert worker.enter(WorkerContext(), None, None).kind == "user"
+
+
+def test_teardown_lets_go_of_runner_and_group(worker):
+    runner, backend = worker.runner, worker._backend
+    worker.teardown()
+    assert runner.calls[-1] == ("teardown",)
+    assert backend.calls[-1] == "teardown"
+    assert worker.runner is None
+
+
+def test_the_stacks_of_all_threads_can_be_asked_for(worker):
+    text = worker.stacks()
+    assert "MainThread" in text
+    assert "test_the_stacks_of_all_threads_can_be_asked_for" in text
+
+
+# ---- members in the driver's process
+
+
+def test_an_inline_member_works_in_the_calling_thread():
+    member = InlineMember()
+    member.work("create", None, FakeRunner(), None, [])
+    future = member.work("call", "run", {"function": threading.get_ident})
+    assert future.done()
+    assert future.result().value() == threading.get_ident()
+    assert member.worker.runner.calls == []
+    assert member.place.in_driver
+    assert not member.remote
+    member.kill()
+    assert "127.0.0.1" in member.name
+
+
+def test_a_thread_member_works_beside_the_calling_thread():
+    member = ThreadMember()
+    member.work("create", None, FakeRunner(), None, []).result(20)
+    gate = threading.Event()
+    busy = member.work("call", "run", {"function": lambda: gate.wait(20)})
+    assert member.control("progress").result(20) == Progress()  # while it is busy
+    gate.set()
+    assert busy.result(20).value() is True
+    ident = member.work("call", "run", {"function": threading.get_ident}).result(20).value()
+    assert ident != threading.get_ident()
+    member.kill()
+
+
+def test_an_outcome_keeps_an_exception_without_traceback():
+    error = PlainError("x")
+    assert Outcome("user", error, Progress()).exception() is error
+    assert error.__cause__ is None

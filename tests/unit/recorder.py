@@ -1,0 +1,81 @@
+"""An operator that writes down which samples it was given, and fails where a test wants it to."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
+
+
+class Recorder(TrainingOperator):
+    """Trains on the numbers from 0 on; every sample is its own index."""
+
+    def setup(self, config):
+        torch.manual_seed(config.get("seed", 0))
+        layers = [torch.nn.Linear(1, 4), torch.nn.Dropout(config.get("dropout", 0.0))]
+        if config.get("batch_norm"):
+            layers.append(torch.nn.BatchNorm1d(4))
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        given = {}
+        if "scheduler" in config:
+            given["schedulers"] = config["scheduler"](optimizer)
+        self.model, self.optimizer, self.criterion, *_ = self.register(
+            models=model, optimizers=optimizer, criterion=torch.nn.MSELoss(), **given
+        )
+        self.register_data(**self.make_loaders(config))
+        self.trained, self.validated, self.infos = [], [], []
+        self.fail = lambda batch_info, when: None
+
+    def make_loaders(self, config):
+        numbers = torch.arange(float(config["num_samples"])).reshape(-1, 1)
+        data = TensorDataset(numbers, numbers / len(numbers))
+        batch_size = config["batch_size"]
+        return {
+            "train_loader": DataLoader(
+                data, batch_size=batch_size, shuffle=config.get("shuffle", False)
+            ),
+            "validation_loader": DataLoader(data, batch_size=batch_size),
+        }
+
+    def train_batch(self, batch, batch_info):
+        """Train as the default does; ``self.fail`` is asked before and after the update."""
+        self.infos.append(batch_info)
+        self.model(batch[0])  # changes the buffers, before anything can fail
+        self.fail(batch_info, "before")
+        result = super().train_batch(batch, batch_info)
+        self.fail(batch_info, "after")
+        self.trained += batch[0].reshape(-1).int().tolist()
+        return result
+
+    def validate_batch(self, batch, batch_info):
+        self.infos.append(batch_info)
+        self.fail(batch_info, "validate")
+        self.validated += batch[0].reshape(-1).int().tolist()
+        return super().validate_batch(batch, batch_info)
+
+
+class Unsized:
+    """Batches without a length, from the start at each iteration."""
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        return iter(self._batches)
+
+
+def batches_of(num_samples, batch_size):
+    """The batches of `Recorder`, ready made."""
+    if num_samples == 0:
+        return []  # split would give one batch of nothing
+    numbers = torch.arange(float(num_samples)).reshape(-1, 1)
+    return [(part, part / num_samples) for part in numbers.split(batch_size)]
+
+
+class Streaming(Recorder):
+    """A Recorder whose loaders are left as they are: ``config["wrap"]`` of ready batches."""
+
+    def make_loaders(self, config):
+        wrap = config.get("wrap", Unsized)
+        batches = batches_of(config["num_samples"], config["batch_size"])
+        return {"train_loader": wrap(batches), "validation_loader": wrap(batches)}

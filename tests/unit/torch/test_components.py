@@ -1,0 +1,236 @@
+"""Registering, committed buffers, and the place in the data."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.context import WorkerContext
+from raysgd.torch.components import Components, OperatorSettings
+
+
+def linear():
+    return torch.nn.Linear(2, 2)
+
+
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def components(**settings):
+    return Components(OperatorSettings(**settings))
+
+
+def register(parts, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None):
+    models = linear() if models is None else models
+    if optimizers is None:
+        optimizers = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    return parts.register(models, optimizers, criterion, schedulers, ddp_args)
+
+
+# ---- register gives back what it was given, in the same shape
+
+
+def test_a_single_one_comes_back_single():
+    parts, model = components(), linear()
+    optimizer = sgd(model)
+    assert register(parts, model, optimizer) == (model, optimizer)
+    assert (parts.models, parts.optimizers) == ([model], [optimizer])
+
+
+@pytest.mark.parametrize("shape", [list, tuple])
+def test_several_come_back_in_their_shape(shape):
+    models = shape([linear(), linear()])
+    optimizers = shape([sgd(models[0]), sgd(models[1])])
+    schedulers = shape(map(step_lr, optimizers))
+    criterion = torch.nn.MSELoss()
+    parts = components(scheduler_step_freq="manual")
+    given = register(parts, models, optimizers, criterion, schedulers)
+    assert given == (models, optimizers, criterion, schedulers)
+    assert [type(item) for item in given] == [shape, shape, torch.nn.MSELoss, shape]
+
+
+def test_a_list_of_one_stays_a_list():
+    model = linear()
+    assert register(components(), [model], [sgd(model)])[0] == [model]
+
+
+def test_an_iterable_model_is_one_model():
+    model = torch.nn.Sequential(linear(), linear())
+    parts = components()
+    assert register(parts, model, sgd(model))[0] is model
+    assert parts.models == [model]
+
+
+def test_criterion_and_schedulers_come_back_only_where_they_were_given():
+    optimizer = sgd(linear())
+    scheduler = step_lr(optimizer)
+    parts = components(scheduler_step_freq="batch")
+    assert register(parts, optimizers=optimizer, schedulers=scheduler)[2:] == (scheduler,)
+    assert len(register(components())) == 2
+
+
+def test_a_criterion_may_be_any_function():
+    assert register(components(), criterion=torch.nn.functional.mse_loss)[2] is (
+        torch.nn.functional.mse_loss
+    )
+
+
+def test_models_and_criterion_go_to_the_device():
+    parts = components(device=torch.device("meta"))
+    model, _, criterion = register(parts, criterion=torch.nn.CrossEntropyLoss(torch.ones(2)))
+    assert model.weight.device.type == "meta"
+    assert criterion.weight.device.type == "meta"
+
+
+def test_a_model_is_not_wrapped_without_a_process_group():
+    model = linear()
+    assert register(components(wrap_ddp=True), model)[0] is model
+
+
+# ---- what register refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"models": "model"}, "models"),
+        ({"models": [linear(), 7]}, "models"),
+        ({"models": torch.nn.Linear}, "models"),
+        ({"optimizers": "sgd"}, "optimizers"),
+        ({"optimizers": {"a": sgd(linear())}}, "optimizers"),
+        ({"schedulers": "cosine"}, "schedulers"),
+        ({"ddp_args": [1]}, "ddp_args"),
+    ],
+)
+def test_what_is_not_of_the_right_kind_is_refused_by_name(arguments, name):
+    with pytest.raises(TypeError, match=rf"register\({name}="):
+        register(components(scheduler_step_freq="batch"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["models", "optimizers"])
+def test_an_empty_list_is_refused(name):
+    with pytest.raises(ValueError, match=rf"register\({name}=...\) is empty"):
+        register(components(), **{name: []})
+
+
+def test_schedulers_need_to_be_told_when_to_step():
+    with pytest.raises(ValueError, match='scheduler_step_freq="batch", "epoch" or "manual"'):
+        register(components(), schedulers=step_lr(sgd(linear())))
+
+
+def test_registering_twice_is_refused():
+    parts = components()
+    register(parts)
+    with pytest.raises(RuntimeError, match=r"register.. was called twice"):
+        register(parts)
+
+
+def test_a_loader_that_cannot_be_iterated_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"register_data\(validation_loader="):
+        components().register_data([1], 7)
+
+
+def test_a_missing_loader_is_named_with_the_way_to_set_it():
+    parts = components()
+    parts.register_data([1], None)
+    assert list(parts.source("train").batches(0, 0)) == [1]
+    with pytest.raises(
+        RuntimeError, match=r"no validation loader.*register_data\(validation_loader="
+    ):
+        parts.source("validation")
+
+
+# ---- committed buffers
+
+
+class Averaging(torch.nn.Module):
+    """Keeps a running mean as many users write it: by assigning the buffer anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean().detach()
+        return inputs * self.weight
+
+
+@pytest.mark.parametrize("model", [torch.nn.BatchNorm1d(1), Averaging()], ids=["inplace", "anew"])
+def test_rolling_back_gives_the_buffers_of_the_last_commit(model):
+    parts = components()
+    register(parts, model, sgd(model))
+    model(torch.ones(3, 1))
+    parts.commit()
+    held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(torch.full((3, 1), 100.0))
+    parts.roll_back()
+    assert all(torch.equal(held[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_rolling_back_before_the_first_step_gives_the_buffers_of_the_setup():
+    model = torch.nn.BatchNorm1d(1)
+    parts = components()
+    register(parts, model, sgd(model))
+    model(torch.full((3, 1), 100.0))
+    parts.roll_back()
+    assert model.running_mean.item() == 0
+    assert model.num_batches_tracked.item() == 0
+
+
+def test_loaded_buffers_are_what_a_later_failure_rolls_back_to():
+    model = torch.nn.BatchNorm1d(1)
+    parts = components()
+    register(parts, model, sgd(model))
+    state = parts.training_state()
+    state["models"][0] = {**state["models"][0], "running_mean": torch.tensor([5.0])}
+    parts.load_training_state(state)
+    model(torch.full((3, 1), 100.0))
+    parts.roll_back()
+    assert model.running_mean.item() == 5
+
+
+# ---- the place in the data
+
+
+def test_a_place_can_be_left_and_come_back_to():
+    parts = components()
+    register(parts)
+    parts.epoch, parts.offset, parts.validation_offset = 2, 8, 3
+    place = parts.place()
+    other = components()
+    register(other)
+    other.move_to(place, global_step=11)
+    assert other.place() == place
+    assert other.global_step == 11
+
+
+def test_places_of_old_states_lack_some_entries():
+    parts = components()
+    seed = parts.seed
+    parts.move_to({"epoch": 1, "offset": 4}, global_step=3)
+    assert (parts.epoch, parts.offset, parts.validation_offset, parts.seed) == (1, 4, 0, seed)
+
+
+def test_a_new_seed_reaches_the_loaders():
+    parts = components()
+    data = TensorDataset(torch.arange(30))
+    parts.register_data(DataLoader(data, batch_size=30, shuffle=True), None)
+    orders = []
+    for seed in (1, 2, 1):
+        parts.reseed(seed)
+        orders.append(next(parts.source("train").batches(0, 0))[0].tolist())
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_entering_a_generation_shares_the_data_out_anew():
+    parts = components(batch_share=4)
+    parts.register_data(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
+    parts.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+    batches = [batch[0].tolist() for batch in parts.source("train").batches(0, 0)]
+    assert batches == [[2, 3], [6, 7]]
+    assert parts.settings.context.world_size == 2

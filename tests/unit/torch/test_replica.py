@@ -1,0 +1,212 @@
+"""Models and state that are the same on every worker, with two ranks in one thread.
+
+The messages of rank 0 are kept and played back to rank 1; what needs a real process group runs
+in a group of one.
+"""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.backends import create_backend
+from raysgd.context import WorkerContext
+from raysgd.torch import replica
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """Two ranks: what rank 0 broadcasts reaches the calls that rank 1 makes afterwards."""
+    state = {"rank": 0, "messages": collections.deque()}
+
+    def broadcast(tensor, src):
+        if state["rank"] == src:
+            state["messages"].append(tensor.clone())
+        else:
+            tensor.copy_(state["messages"].popleft())
+
+    def broadcast_objects(box, src):
+        if state["rank"] == src:
+            state["messages"].append(pickle.dumps(box))
+        else:
+            box[:] = pickle.loads(state["messages"].popleft())
+
+    monkeypatch.setattr(replica.dist, "get_rank", lambda: state["rank"])
+    monkeypatch.setattr(replica.dist, "broadcast", broadcast)
+    monkeypatch.setattr(replica.dist, "broadcast_object_list", broadcast_objects)
+    return state
+
+
+@pytest.fixture
+def process_group():
+    """A gloo process group of one."""
+    backend = create_backend("gloo", 30)
+    context = WorkerContext(distributed=True)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    yield
+    backend.teardown()
+    backend.close()
+
+
+def test_a_state_arrives_with_its_structure_and_its_tensors(link):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = {
+        "model": model.state_dict(),
+        "list": [1, (torch.tensor(True), "text", None)],
+        "empty": torch.empty(0, 4),
+        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+        3: {"deep": [{"x": torch.arange(3)}]},
+    }
+    sent = replica.broadcast_state(lambda: state, 0, CPU)
+    assert sent is state
+    link["rank"] = 1
+    got = replica.broadcast_state(lambda: pytest.fail("only the source makes it"), 0, CPU)
+    assert not link["messages"]
+    assert list(got) == list(state)
+    for name, tensor in state["model"].items():
+        assert torch.equal(got["model"][name], tensor)
+        assert got["model"][name].dtype == tensor.dtype
+    assert got["list"][0] == 1
+    assert got["list"][1][0].item() is True
+    assert got["list"][1][1:] == ("text", None)
+    assert got["empty"].shape == (0, 4)
+    assert got["bfloat16"].dtype == torch.bfloat16
+    assert got[3]["deep"][0]["x"].tolist() == [0, 1, 2]
+
+
+def test_a_state_arrives_with_the_versions_of_its_modules(link):
+    """torch keeps them beside the dict; without them a module takes its state for an old one."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    replica.broadcast_state(lambda: state, 0, CPU)
+    link["rank"] = 1
+    got = replica.broadcast_state(lambda: None, 0, CPU)
+    assert got._metadata == state._metadata
+
+
+def test_broadcast_overwrites_tensors_of_every_kind_in_place(link):
+    def tensors(value):
+        strided = torch.full((4, 3), value).t()
+        return [
+            torch.full((2, 2), value),
+            torch.full((3,), value, dtype=torch.float64),
+            torch.tensor(int(value)),
+            torch.nn.Parameter(torch.full((5,), value)),
+            strided,
+            torch.empty(0),
+        ]
+
+    replica.broadcast_tensors(tensors(7.0), source=0)
+    link["rank"] = 1
+    mine = tensors(0.0)
+    replica.broadcast_tensors(mine, source=0)
+    assert not link["messages"]
+    assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
+
+
+def test_large_states_travel_in_messages_of_bounded_size(link):
+    tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
+    replica.broadcast_tensors(tensors, source=0)
+    assert [message.numel() for message in link["messages"]] == [2**24, 2**24, 2**23]
+
+
+def test_nothing_to_send_is_no_message(link):
+    replica.broadcast_tensors([], source=0)
+    assert not link["messages"]
+
+
+def test_a_model_is_unwrapped_only_where_it_is_wrapped(process_group):
+    model = torch.nn.Linear(2, 2)
+    wrapped = replica.ReplicatedModel(model)
+    assert replica.unwrap(model) is replica.unwrap(wrapped) is model
+    assert replica.replicated(wrapped)
+    assert not replica.replicated(model)
+
+
+def test_a_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
+    wrapped = replica.ReplicatedModel(torch.nn.BatchNorm1d(2))
+    calls = []
+    monkeypatch.setattr(
+        DistributedDataParallel,
+        "forward",
+        lambda self, *inputs: calls.append(1) or self.module(*inputs),
+    )
+    with torch.no_grad():
+        wrapped(torch.ones(2, 2))
+    with torch.inference_mode():
+        wrapped(torch.ones(2, 2))
+    assert not calls
+    wrapped(torch.ones(2, 2))
+    assert calls
+
+
+def test_a_model_that_user_code_wrapped_is_kept_from_communicating_in_validation(process_group):
+    wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    assert wrapped.require_forward_param_sync
+
+    def validate():
+        with replica.no_forward_sync([wrapped, torch.nn.Linear(1, 1)]):
+            assert not wrapped.require_forward_param_sync
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        validate()
+    assert wrapped.require_forward_param_sync
+
+
+def test_a_wrapper_is_rebuilt_in_place(process_group):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    wrapped = replica.ReplicatedModel(module, find_unused_parameters=True, bucket_cap_mb=3)
+    wrapped(torch.ones(2, 2)).sum().backward()
+    wrapped.eval()
+    before = copy.deepcopy(module.state_dict())
+    reducer = wrapped.reducer
+    replica.rebuild(wrapped, replica.wrapping_arguments(wrapped))
+    assert wrapped.module is module
+    assert wrapped.reducer is not reducer
+    assert not wrapped.training
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 3 * 2**20
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    module.train()
+    wrapped(torch.ones(2, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"find_unused_parameters": True},
+        {"broadcast_buffers": False},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+def test_the_users_arguments_survive_a_rebuild(process_group, arguments):
+    wrapped = replica.ReplicatedModel(torch.nn.BatchNorm1d(2), **arguments)
+
+    def settings():
+        return {
+            "find": wrapped.find_unused_parameters,
+            "buffers": wrapped.broadcast_buffers,
+            "sync": wrapped.forward_sync_buffers,
+            "views": wrapped.gradient_as_bucket_view,
+            "static": wrapped.static_graph,
+            "cap": wrapped.bucket_bytes_cap,
+        }
+
+    before = settings()
+    replica.rebuild(wrapped, replica.wrapping_arguments(wrapped))
+    assert settings() == before
+
+
+def test_the_minimum_of_one_rank_is_its_own(process_group):
+    assert replica.agree_on_minimum(2**40, CPU) == 2**40
+    assert dist.get_world_size() == 1

@@ -1,0 +1,446 @@
+"""What a worker hosts for torch: settings, state, generations, and what the driver reads."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd.config import BATCH_SIZE
+from raysgd.context import Progress, WorkerContext
+from raysgd.data import Dataset as ItemDataset
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from tests.operators import Classifier
+from tests.unit.recorder import Recorder, Streaming
+
+SMALL = {"num_samples": 40, "batch_size": 8}
+EPOCH = list(range(40))
+
+
+def make_runner(operator_cls=Recorder, config=None, context=None, **options):
+    runner = TorchRunner(
+        TorchRunnerOptions(operator_cls=operator_cls, config={**SMALL, **(config or {})}, **options)
+    )
+    context = context or WorkerContext(in_driver=True)
+    runner.prepare(context)
+    runner.setup(context)
+    return runner
+
+
+def same_parameters(left, right):
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(
+            left.operator.model.state_dict().values(),
+            right.operator.model.state_dict().values(),
+            strict=True,
+        )
+    )
+
+
+# ---- before and after
+
+
+def test_a_runner_without_operator_has_made_no_progress():
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL))
+    assert runner.progress() == Progress()
+    runner.request_stop(True)
+    with pytest.raises(RuntimeError, match="no operator"):
+        runner.train(call=0, until_epoch=1)
+
+
+def test_after_teardown_there_is_no_operator():
+    runner = make_runner()
+    runner.teardown()
+    runner.teardown()
+    assert runner.progress() == Progress()
+    with pytest.raises(RuntimeError, match="no operator"):
+        _ = runner.operator
+
+
+def test_each_worker_gets_its_threads_but_the_driver_keeps_its_own(monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL))
+    runner.prepare(WorkerContext(num_cpus=3))
+    runner.prepare(WorkerContext(num_cpus=0.5))
+    runner.prepare(WorkerContext(num_cpus=3, in_driver=True))
+    assert threads == [3, 1]
+
+
+def test_a_gpu_that_torch_does_not_see_is_explained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    with pytest.raises(RuntimeError, match=r"shall use a GPU.*use_gpu=False"):
+        runner.prepare(WorkerContext(gpu_index=0, in_driver=True))
+
+
+def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
+    chosen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    runner.prepare(WorkerContext(visible_gpus=("2", "5"), gpu_index=1, in_driver=True))
+    import os
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert chosen == [1]
+
+
+# ---- goals
+
+
+def test_goals_are_absolute_so_that_a_call_can_be_made_again():
+    runner = make_runner()
+    assert runner.train(call=0, until_step=3)["num_samples"] == 24
+    assert runner.operator.trained == EPOCH[:24]
+    runner.train(call=0, until_step=3)
+    assert runner.operator.trained == EPOCH[:24]
+    runner.train(call=1, until_epoch=1)
+    runner.train(call=1, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+
+
+def test_a_repeated_call_returns_what_it_measured_before_as_well():
+    runner = make_runner()
+    failing = [True]
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == 2 and failing[0]:
+            raise ConnectionError
+
+    runner.operator.fail = fail
+    with pytest.raises(ConnectionError):
+        runner.train(call=0, until_epoch=1)
+    assert runner.progress().global_step == 2
+    failing[0] = False
+    again = runner.train(call=0, until_epoch=1)
+    assert (again["num_samples"], again["batch_count"]) == (40, 5)
+    other = make_runner().train(call=0, until_epoch=1)
+    assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
+    runner.operator.fail = fail
+    failing[0] = True
+    runner.train(call=1, until_epoch=2)
+    assert runner.train(call=2, until_epoch=3)["num_samples"] == 40
+
+
+def test_a_new_call_forgets_what_a_failed_one_measured():
+    runner = make_runner()
+
+    def fail(batch_info, when):
+        raise ValueError
+
+    runner.train(call=0, until_step=2)
+    runner.operator.fail = fail
+    with pytest.raises(ValueError):  # noqa: PT011
+        runner.train(call=1, until_epoch=1)
+    runner.operator.fail = lambda *arguments: None
+    assert runner.train(call=2, until_epoch=1)["num_samples"] == 24
+
+
+# ---- what the driver reads and sets beside the work
+
+
+def test_progress_tells_how_far_the_call_is():
+    runner, seen = make_runner(), []
+
+    def look(batch_info, when):
+        if when == "after":
+            seen.append(runner.progress())
+
+    runner.operator.fail = look
+    runner.train(call=0, until_step=4)
+    assert [p.num_batches for p in seen] == [0, 1, 2, 3]
+    assert [p.num_samples for p in seen] == [0, 8, 16, 24]
+    assert [p.global_step for p in seen] == [0, 1, 2, 3]
+    assert {p.total_batches for p in seen} == {4}
+    assert seen[0].loss is None
+    assert isinstance(seen[-1].loss, float)
+    done = runner.progress()
+    assert (done.epoch, done.in_epoch, done.global_step, done.num_covered) == (0, True, 4, 32)
+    runner.train(call=1, until_epoch=1)
+    assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
+
+
+def test_a_request_to_stop_ends_the_loop_at_the_next_step():
+    runner = make_runner()
+
+    def stop(batch_info, when):
+        if batch_info["global_step"] == 1:
+            runner.request_stop(True)
+
+    runner.operator.fail = stop
+    with pytest.raises(Exception, match="asked this worker to stop"):
+        runner.train(call=0, until_epoch=1)
+    assert runner.progress().global_step == 2
+    runner.operator.fail = lambda *arguments: None
+    runner.request_stop(True)  # nothing is under way
+    runner.train(call=0, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+
+
+# ---- state
+
+
+class Slow(Recorder):
+    """The same data by a data set that is read sample by sample."""
+
+    class Samples(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            number = torch.tensor([float(index)])
+            return number, number / 40
+
+    def make_loaders(self, config):
+        return {
+            "train_loader": DataLoader(self.Samples(), batch_size=8, shuffle=True),
+            "validation_loader": DataLoader(self.Samples(), batch_size=8),
+        }
+
+
+def full_state(runner):
+    state = runner.state_dict()
+    state["data"]["rng"] = [runner.rng_state()]
+    return state
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 5, 7])
+@pytest.mark.parametrize("operator_cls", [Recorder, Slow])
+def test_a_state_goes_on_exactly_where_it_was_taken(operator_cls, num_steps):
+    """Shuffling, dropout, BatchNorm and Adam's moments: the same parameters to the last bit."""
+    config = {"shuffle": True, "dropout": 0.5, "batch_norm": True}
+    runner = make_runner(operator_cls, config)
+    runner.train(call=0, until_step=num_steps)
+    runner.validate(call=1, num_steps=2)
+    state = copy.deepcopy(full_state(runner))
+    seen = list(runner.operator.trained)
+    runner.train(call=2, until_step=12)
+
+    other = make_runner(operator_cls, {**config, "seed": 99})
+    torch.rand(5)
+    other.load_state_dict(state)
+    assert other.progress().global_step == num_steps
+    other.operator.trained += seen
+    other.train(call=0, until_step=12)
+    assert other.operator.trained == runner.operator.trained
+    assert same_parameters(runner, other)
+    other.validate(call=1, num_steps=1)
+    assert other.operator.validated == EPOCH[16:24]
+
+
+def test_loading_in_the_middle_of_an_iteration_leaves_it():
+    runner = make_runner()
+    state = full_state(runner)
+    runner.train(call=0, until_step=2)
+    runner.load_state_dict(state)
+    runner.train(call=1, until_epoch=1)
+    assert runner.operator.trained == EPOCH[:16] + EPOCH
+
+
+def test_a_state_has_what_the_format_says():
+    runner = make_runner(
+        Recorder,
+        {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        scheduler_step_freq="epoch",
+    )
+    runner.train(call=0, until_step=6)
+    state = runner.state_dict()
+    assert list(state) == [
+        "epoch",
+        "global_step",
+        "operator",
+        "models",
+        "optimizers",
+        "schedulers",
+        "data",
+    ]
+    assert (state["epoch"], state["global_step"]) == (2, 6)
+    assert (state["data"]["epoch"], state["data"]["offset"]) == (1, 8)
+    assert "schedulers" not in make_runner().state_dict()
+
+
+def test_a_state_does_not_change_as_training_goes_on():
+    runner = make_runner()
+    runner.train(call=0, until_step=1)
+    state = runner.state_dict()
+    held = copy.deepcopy(state)
+    runner.train(call=1, until_epoch=2)
+    assert torch.equal(state["models"][0]["0.weight"], held["models"][0]["0.weight"])
+    moments, kept = (s["optimizers"][0]["state"][0]["exp_avg"] for s in (state, held))
+    assert torch.equal(moments, kept)
+
+
+def test_old_states_without_data_and_steps_load():
+    runner = make_runner()
+    runner.train(call=0, until_epoch=2)
+    old = {k: v for k, v in runner.state_dict().items() if k not in ("data", "global_step")}
+    other = make_runner(config={"seed": 5})
+    other.load_state_dict(old)
+    assert same_parameters(runner, other)
+    assert (other.progress().epoch, other.progress().in_epoch) == (2, False)
+    assert other.train(call=0, until_epoch=3)["num_samples"] == 40
+    del old["operator"]
+    other.load_state_dict(old)
+
+
+def test_random_states_of_another_number_of_workers_are_left_out():
+    runner = make_runner()
+    state = runner.state_dict()
+    state["data"]["rng"] = [runner.rng_state()] * 2
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    runner.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Versioned(torch.nn.Linear):
+    """A module that changes what it loads if that is of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *arguments):
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
+
+
+def test_a_module_with_versions_gets_its_own_state_back():
+    class Operator(Recorder):
+        def setup(self, config):
+            model = Versioned(1, 1)
+            self.model, _ = self.register(
+                models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+            )
+
+    runner = make_runner(Operator)
+    weight = runner.operator.model.weight.detach().clone()
+    runner.load_state_dict(runner.state_dict())
+    assert torch.equal(runner.operator.model.weight, weight)
+
+
+def test_the_operators_own_state_comes_along():
+    class WithState(Recorder):
+        best = 0
+
+        def state_dict(self):
+            return {"best": self.best}
+
+        def load_state_dict(self, state):
+            self.best = state["best"]
+
+    runner, other = make_runner(WithState), make_runner(WithState)
+    runner.operator.best = 7
+    other.load_state_dict(runner.state_dict())
+    assert other.operator.best == 7
+
+
+# ---- generations
+
+
+def test_a_worker_of_a_group_sees_its_share():
+    config = {BATCH_SIZE: 16}
+
+    class Sharing(Recorder):
+        def make_loaders(self, config):
+            return super().make_loaders({**config, "batch_size": config[BATCH_SIZE]})
+
+    runner = make_runner(Sharing, config)
+    assert runner.operator.config[BATCH_SIZE] == 16
+    runner.train(call=0, until_step=1)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    assert runner.operator.config[BATCH_SIZE] == 8
+    assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
+    runner.train(call=1, until_epoch=1)
+    assert runner.operator.trained == [*range(16), *range(24, 32), *range(36, 40)]
+    assert config == {BATCH_SIZE: 16}
+
+
+def test_a_new_generation_shares_out_a_given_data_set_too():
+    runner = make_runner()
+    data = ItemDataset(
+        range(16),
+        batch_size=2,
+        transform=lambda i: (torch.full((1, 1), float(i)), torch.ones(1, 1)),
+    )
+    runner.train(call=0, until_step=2, dataset=data)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    runner.train(call=0, until_epoch=1, dataset=data)
+    assert runner.operator.trained == [0, 1, 2, 3, 6, 7, 10, 11, 14, 15]
+
+
+def test_a_new_generation_of_one_keeps_its_own_state():
+    runner = make_runner()
+    runner.train(call=0, until_step=2)
+    weights = runner.operator.model[0].weight.detach().clone()
+    runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
+    assert torch.equal(runner.operator.model[0].weight, weights)
+    runner.train(call=0, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+
+
+def test_a_loader_that_is_left_as_it_is_goes_on_after_a_new_generation():
+    runner = make_runner(Streaming)
+    runner.train(call=0, until_step=2)
+    runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
+    runner.train(call=0, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+
+
+# ---- other calls
+
+
+def test_functions_of_the_user_are_called():
+    runner = make_runner()
+    assert runner.apply(lambda: 7) == 7
+    assert runner.apply_operator(lambda operator: operator.world_size) == 1
+
+
+def test_models_are_copies():
+    runner = make_runner(Classifier)
+    (model,) = runner.models()
+    assert model is not runner.operator.model
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert runner.operator.model[0].weight.abs().sum() > 0
+
+
+def test_metrics_reach_every_scheduler():
+    class Two(Recorder):
+        def setup(self, config):
+            models = [torch.nn.Linear(1, 1) for _ in range(2)]
+            optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+            plateaus = [
+                torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0)
+                for o in optimizers
+            ]
+            self.register(models=models, optimizers=optimizers, schedulers=plateaus)
+
+    runner = make_runner(Two, scheduler_step_freq="manual")
+    for _ in range(2):
+        runner.update_schedulers(metric=1.0)
+    rates = [o.param_groups[0]["lr"] for o in runner.operator._parts.optimizers]
+    assert rates == [0.5, 0.5]
+
+
+def test_setup_that_seeds_decides_the_order():
+    orders = []
+    for seed in (1, 1, 2):
+        runner = make_runner(config={"seed": seed, "shuffle": True})
+        runner.train(call=0, until_epoch=1)
+        orders.append(tuple(runner.operator.trained))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_all_loaders_are_left_as_they_are_where_the_trainer_says_so():
+    context = WorkerContext(world_rank=1, world_size=2)
+    runner = TorchRunner(
+        TorchRunnerOptions(operator_cls=Recorder, config=SMALL, add_dist_sampler=False)
+    )
+    settings = WorkerContext(in_driver=True)
+    runner.setup(settings)
+    runner.rejoin(context, leader=0)
+    assert not runner.operator.train_loader.sharded
+    assert len(runner.operator.train_loader) == 5

@@ -1,0 +1,87 @@
+"""Copies of state: on CPU, apart from what goes on, and of types that load everywhere."""
+
+import collections
+import io
+import random
+
+import numpy as np
+import torch
+
+from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state, to_cpu
+
+
+def draws():
+    return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()
+
+
+def test_random_numbers_go_on_where_they_were():
+    draws()
+    state = rng_state()
+    expected = draws()
+    draws()
+    set_rng_state(state)
+    assert draws() == expected
+
+
+def test_random_states_load_without_code():
+    state = rng_state()
+    expected = draws()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    set_rng_state(torch.load(buffer, weights_only=True))
+    assert draws() == expected
+
+
+def test_a_copy_stays_as_it_was():
+    tensor = torch.ones(2)
+    tree = {"a": [tensor, (tensor, "text")], "n": 1}
+    copied = to_cpu(tree)
+    tensor.zero_()
+    assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1, 1]
+    assert isinstance(copied["a"][1], tuple)
+    assert (copied["a"][1][1], copied["n"]) == ("text", 1)
+
+
+def test_a_copy_has_no_graph():
+    assert not to_cpu(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_a_copy_keeps_the_versions_of_modules():
+    """torch keeps them beside the dict; without them a module takes its state for an old one."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    assert to_cpu(state)._metadata == state._metadata
+
+
+def test_ordered_dicts_keep_their_order():
+    tree = collections.OrderedDict([("b", 1), ("a", 2)])
+    assert list(to_cpu(tree)) == ["b", "a"]
+
+
+def test_a_copied_model_is_the_same_and_apart():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[0].bias.requires_grad_(False)
+    model(torch.ones(3, 2)).sum().backward()
+    model.eval()
+    twin = copied_to_cpu(model)
+    assert not twin.training
+    assert [p.requires_grad for p in twin.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    for (name, mine), its in zip(
+        model.state_dict().items(), twin.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, its), name
+        assert mine.data_ptr() != its.data_ptr()
+    assert torch.equal(twin(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert model[0].weight.abs().sum() > 0
+
+
+def test_shared_parameters_stay_shared_in_the_copy():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    twin = copied_to_cpu(model)
+    assert twin[1].weight is twin[0].weight
+    assert twin[0].weight is not model[0].weight

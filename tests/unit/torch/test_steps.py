@@ -1,0 +1,204 @@
+"""The iterator that a loop draws from: what counts as a step, and what a failed one leaves."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.torch.components import Components, OperatorSettings
+from raysgd.torch.loading import PlainLoader
+from raysgd.torch.steps import StepInterruptedError, Steps
+
+
+def components(num_optimizers=1):
+    parts = Components(OperatorSettings())
+    models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    parts.register(models, optimizers, None, None, None)
+    return parts
+
+
+def make_steps(parts, batches, limit=None, steps_left="all", go_on=None):
+    batches = list(batches)
+    left = len(batches) if steps_left == "all" else steps_left
+    return Steps(parts, PlainLoader(batches), iter(batches), limit, left, go_on)
+
+
+@given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
+def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_after):
+    parts = components()
+    steps = make_steps(parts, range(size), limit, size if length_known else None)
+    drawn = []
+    for batch in steps:
+        drawn.append(batch)
+        assert parts.global_step == len(drawn) - 1  # the step under way is not done
+        if len(drawn) == stop_after:
+            break
+    steps.finish()
+    expected = min(n for n in (size, limit, stop_after or None) if n is not None)
+    assert drawn == list(range(expected))
+    assert parts.global_step == steps.num_batches == parts.offset == expected
+    if length_known:
+        assert steps.epoch_is_over == (expected == size)
+
+
+def test_the_end_of_an_epoch_of_unknown_length_is_known_when_it_was_met():
+    steps = make_steps(components(), range(2), limit=2, steps_left=None)
+    assert list(steps) == [0, 1]
+    assert not steps.epoch_is_over
+    steps = make_steps(components(), range(2), limit=3, steps_left=None)
+    assert list(steps) == [0, 1]
+    assert steps.epoch_is_over
+
+
+def test_the_epoch_is_known_to_be_over_when_the_loop_has_ended():
+    """The default loop asks there whether to step schedulers that step once an epoch."""
+    parts = components()
+    parts.offset = 1
+    steps = make_steps(parts, range(3))
+    for _ in steps:
+        pass
+    assert steps.epoch_is_over
+
+
+def test_an_exhausted_iterator_stays_exhausted():
+    steps = make_steps(components(), range(1))
+    assert next(steps) == 0
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(steps)
+    assert steps.num_batches == 1
+
+
+def test_no_batch_is_fetched_beyond_the_limit():
+    fetched = []
+
+    def batches():
+        for index in range(5):
+            fetched.append(index)
+            yield index
+
+    steps = Steps(components(), PlainLoader([]), batches(), 2, None, None)
+    assert list(steps) == [0, 1]
+    assert fetched == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "total"),
+    [(None, None, None), (3, None, 3), (None, 4, 4), (3, 4, 3), (5, 4, 4)],
+)
+def test_how_many_batches_there_will_be(limit, left, total):
+    assert make_steps(components(), range(4), limit, left).total_batches == total
+
+
+def test_a_step_that_failed_before_the_update_is_not_counted_and_comes_back():
+    parts = components()
+    steps = make_steps(parts, "abc")
+    assert [next(steps), next(steps)] == ["a", "b"]
+    assert steps.fail() == ["b"]
+    assert (parts.global_step, parts.offset, steps.num_batches) == (1, 1, 1)
+
+
+def test_a_step_that_failed_after_the_update_is_counted():
+    parts = components()
+    steps = make_steps(parts, "abc")
+    next(steps)
+    parts.optimizers[0].step()
+    assert steps.fail() == []
+    assert (parts.global_step, parts.offset) == (1, 1)
+
+
+def test_a_step_is_done_only_when_every_optimizer_has_stepped():
+    parts = components(num_optimizers=2)
+    steps = make_steps(parts, "abc")
+    next(steps)
+    parts.optimizers[0].step()
+    parts.optimizers[0].step()
+    assert steps.fail() == ["a"]
+    assert parts.global_step == 0
+    steps = make_steps(parts, "abc")
+    next(steps)
+    for optimizer in parts.optimizers:
+        optimizer.step()
+    assert steps.fail() == []
+
+
+def test_an_update_of_the_step_before_does_not_count_for_this_one():
+    parts = components()
+    steps = make_steps(parts, "abc")
+    next(steps)
+    parts.optimizers[0].step()
+    next(steps)
+    assert steps.fail() == ["b"]
+    assert parts.global_step == 1
+
+
+def test_a_failure_between_two_steps_takes_nothing_back():
+    """The loader itself may raise: then no step is under way."""
+
+    def broken():
+        yield "a"
+        raise OSError("disk")
+
+    parts = components()
+    steps = Steps(parts, PlainLoader([]), broken(), None, None, None)
+    next(steps)
+    with pytest.raises(OSError, match="disk"):
+        next(steps)
+    assert steps.fail() == []
+    assert parts.global_step == 1
+
+
+def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
+    parts = components()
+    model = parts.models[0]
+    steps = make_steps(parts, [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])])
+    model(next(steps)).sum().backward()
+    parts.optimizers[0].step()
+    batch = next(steps)
+    mean = model.running_mean.clone()
+    model(batch).sum().backward()
+    assert not torch.equal(model.running_mean, mean)
+    steps.fail()
+    assert torch.equal(model.running_mean, mean)
+    assert model.num_batches_tracked == 1
+    assert model.weight.grad is None
+
+
+def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
+    parts = components()
+    steps = make_steps(parts, range(5))
+    next(steps)
+    steps.stop_requested = True
+    with pytest.raises(StepInterruptedError):
+        next(steps)
+    assert steps.fail() == []
+    assert parts.global_step == 1
+
+
+def test_all_ranks_end_when_one_has_no_batch_left():
+    answers = iter([True, False])
+    asked = []
+
+    def go_on(has_batch):
+        asked.append(has_batch)
+        return next(answers)
+
+    parts = components()
+    steps = make_steps(parts, range(5), steps_left=None, go_on=go_on)
+    assert list(steps) == [0]
+    assert asked == [True, True]
+    assert steps.epoch_is_over
+    steps = make_steps(parts, [], steps_left=None, go_on=lambda has_batch: has_batch)
+    assert list(steps) == []
+
+
+def test_waiting_for_data_is_timed_only_where_it_was_asked_for():
+    parts = components()
+    parts.timers.enable()
+    list(make_steps(parts, range(3)))
+    assert parts.timers.stats().keys() == {"mean_data_s"}
+    parts.timers.reset()
+    parts.timers.disable()
+    list(make_steps(parts, range(3)))
+    assert parts.timers.stats() == {}

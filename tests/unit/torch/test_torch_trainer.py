@@ -1,0 +1,225 @@
+"""The arguments of TorchTrainer, and the trainer with one worker in this process."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.config import BATCH_SIZE
+from tests.operators import Classifier
+from tests.unit.recorder import Recorder
+
+
+def make(**arguments):
+    given = {"training_operator_cls": Classifier, "use_local": True, "use_gpu": False}
+    return TorchTrainer(**{**given, **arguments})
+
+
+# ---- arguments that are refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"training_operator_cls": Classifier({})}, TypeError, "training_operator_cls"),
+        ({"training_operator_cls": torch.nn.Linear}, TypeError, "training_operator_cls"),
+        ({"training_operator_cls": None}, TypeError, "training_operator_cls"),
+        ({"training_operator_cls": TrainingOperator}, NotImplementedError, "setup"),
+        ({"initialization_hook": 7}, TypeError, "initialization_hook"),
+        ({"config": [1]}, TypeError, "config"),
+        ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "num_workers=2"),
+        ({"config": {BATCH_SIZE: "8"}}, TypeError, "BATCH_SIZE"),
+        ({"num_workers": 0}, ValueError, "num_workers=0"),
+        ({"num_workers": -1}, ValueError, "num_workers=-1"),
+        ({"num_workers": 2.0}, TypeError, "num_workers=2.0"),
+        ({"num_workers": True}, TypeError, "num_workers=True"),
+        ({"min_workers": 0}, ValueError, "min_workers=0, num_workers=1"),
+        ({"min_workers": 2}, ValueError, "between 1 and num_workers"),
+        ({"min_workers": None}, TypeError, "min_workers"),
+        ({"num_cpus_per_worker": 0}, ValueError, "num_cpus_per_worker=0"),
+        ({"num_cpus_per_worker": "1"}, ValueError, "num_cpus_per_worker"),
+        ({"resources_per_worker": 3}, TypeError, "resources_per_worker"),
+        ({"resources_per_worker": {"x": 0}}, ValueError, "'x': 0"),
+        ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),
+        ({"resources_per_worker": {"GPU": 2}}, ValueError, "use_gpu"),
+        ({"use_gpu": "yes"}, ValueError, "use_gpu='yes'"),
+        ({"use_gpu": 1}, ValueError, "use_gpu=1"),
+        ({"backend": "mpi"}, ValueError, "'gloo'.*'nccl'"),
+        ({"backend": "nccl"}, ValueError, "needs GPUs"),
+        ({"scheduler_step_freq": "daily"}, ValueError, "'batch', 'epoch', 'manual'"),
+        ({"timeout_s": 0}, ValueError, "timeout_s=0"),
+        ({"timeout_s": "1"}, ValueError, "timeout_s='1'"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan"),
+        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_before_anything_starts(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def test_arguments_have_names_alone():
+    with pytest.raises(TypeError, match="positional"):
+        TorchTrainer(Classifier)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_creator",
+        "data_creator",
+        "optimizer_creator",
+        "scheduler_creator",
+        "loss_creator",
+        "num_replicas",
+        "batch_size",
+        "apex_args",
+        "data_loader_args",
+    ],
+)
+def test_arguments_of_the_oldest_api_name_their_replacement(name):
+    with pytest.raises(DeprecationWarning, match=rf"{name}=.*Use "):
+        make(**{name: 1})
+
+
+def test_a_script_of_the_oldest_api_is_told_so():
+    """It has no operator class at all, which must not be what it hears about."""
+    with pytest.raises(DeprecationWarning, match=r"model_creator=.*from_creators"):
+        TorchTrainer(model_creator=torch.nn.Linear, num_workers=1)
+
+
+@pytest.mark.parametrize("text", ["0", "soon"])
+def test_a_senseless_start_timeout_is_refused_by_name(monkeypatch, text):
+    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="SGD_PLACEMENT_GROUP_TIMEOUT_S"):
+        make()
+
+
+# ---- one worker in this process
+
+
+def test_the_only_worker_is_this_process_without_process_group(make_trainer):
+    trainer = make_trainer()
+    operator = trainer.get_local_operator()
+    assert isinstance(operator, Classifier)
+    assert (operator.world_rank, operator.world_size) == (0, 1)
+    assert not torch.distributed.is_initialized()
+    assert trainer.num_workers == trainer.max_workers == 1
+
+
+def test_the_hook_runs_before_the_operator_also_with_one_worker(make_trainer):
+    calls = []
+
+    class Noting(Classifier):
+        def setup(self, config):
+            calls.append("setup")
+            super().setup(config)
+
+    make_trainer(Noting, initialization_hook=lambda: calls.append("hook"))
+    assert calls == ["hook", "setup"]
+
+
+@pytest.mark.parametrize("part", ["hook", "setup"])
+def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
+    class BrokenError(Exception):
+        pass
+
+    def fail(*arguments):
+        raise BrokenError("no data here")
+
+    class Broken(Classifier):
+        setup = fail
+
+    arguments = {
+        "hook": {"initialization_hook": fail},
+        "setup": {"training_operator_cls": Broken},
+    }
+    with pytest.raises(BrokenError, match="no data here"):
+        make(**arguments[part])
+
+
+def test_what_cannot_be_pickled_is_fine_in_this_process(make_trainer):
+    trainer = make_trainer(config={"lock": sys.stdout})
+    assert trainer.get_local_operator().config["lock"] is sys.stdout
+
+
+def test_the_config_is_never_changed(make_trainer):
+    class Changing(Classifier):
+        def setup(self, config):
+            super().setup(config)
+            config["mine"] = 1
+
+    config = {BATCH_SIZE: 8, "num_samples": 40}
+    with make(training_operator_cls=Changing, config=config) as trainer:
+        assert config == {BATCH_SIZE: 8, "num_samples": 40}
+        trainer.config["mine"] = 2
+        assert trainer.config == config
+
+
+def test_one_worker_needs_no_rounding(make_trainer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = make_trainer(config={BATCH_SIZE: 21})
+    assert trainer.config[BATCH_SIZE] == 21
+
+
+def test_torch_keeps_its_threads(make_trainer):
+    threads = torch.get_num_threads()
+    make_trainer(num_cpus_per_worker=7)
+    assert torch.get_num_threads() == threads
+
+
+def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or False)
+    trainer = make_trainer(use_gpu="auto")
+    assert asked
+    assert not trainer.get_local_operator().use_gpu
+
+
+def test_settings_reach_the_operator(make_trainer):
+    trainer = make_trainer(scheduler_step_freq="manual", add_dist_sampler=False)
+    operator = trainer.get_local_operator()
+    assert operator.scheduler_step_freq == "manual"
+    assert not operator.train_loader.sharded
+
+
+def test_the_progress_bar_shows_what_was_done(make_trainer, capsys):
+    trainer = make_trainer(use_tqdm=True)
+    trainer.train()
+    text = capsys.readouterr().err
+    assert "5/5" in text
+    assert "loss=" in text
+    trainer.validate(num_steps=2)
+    assert "2/2" in capsys.readouterr().err
+
+
+# ---- models
+
+
+def test_the_model_comes_as_a_copy(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    model = trainer.get_model()
+    mine = trainer.get_local_operator().model
+    assert type(model) is type(mine)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert trainer.get_model(to_cpu=True)[0].weight.abs().sum() > 0
+
+
+def test_several_models_come_as_a_list(make_trainer):
+    class Two(Recorder):
+        def setup(self, config):
+            models = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)]
+            parameters = [p for m in models for p in m.parameters()]
+            self.register(models=models, optimizers=torch.optim.SGD(parameters, lr=0.1))
+
+    models = make_trainer(Two).get_model()
+    assert [m.in_features for m in models] == [1, 2]
