@@ -5,9 +5,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "torch": ["torch>=2.4"],
-    "tune": ["ray[tune]>=2.40,<3"],
-    "data": ["ray[data]>=2.40,<3"],
+    "torch": ["torch>=2.13"],
+    "tune": ["ray[tune]>=2.60,<3"],
+    "data": ["ray[data]>=2.60,<3"],
     "examples": ["scikit-learn"],
     "bench": ["lightning", "accelerate"],
     "test": [
@@ -60,6 +60,6 @@ setup(
     ],
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.40,<3", "numpy", "cloudpickle", "filelock", "psutil", "tqdm"],
+    install_requires=["ray>=2.60,<3", "numpy", "cloudpickle", "filelock", "psutil", "tqdm"],
     extras_require=EXTRAS,
 )

@@ -34,7 +34,7 @@ def env_seconds(name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not 0 < value < float("inf"):
         raise ValueError(f"{name}={text!r}: must be a positive number of seconds.")
     return value
 

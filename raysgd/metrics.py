@@ -31,16 +31,19 @@ BATCH_COUNT = "batch_count"
 
 def is_number(value: Any) -> bool:
     """Whether `value` can be averaged: a number, or a tensor or array of numbers."""
-    return isinstance(value, numbers.Number) or hasattr(value, "__array__")
+    if hasattr(value, "__array__"):
+        # numpy has arrays of texts as well; torch's dtypes have no kind and are all of numbers
+        return getattr(value.dtype, "kind", "f") in "biufc"
+    return isinstance(value, numbers.Number)
 
 
 def _plain(value: Any) -> Any:
-    """Return a one-element tensor or array as a Python number, anything else as it is."""
+    """Return a one-element tensor or array as a Python number, larger ones in float64."""
     if hasattr(value, "detach"):
         value = value.detach()
         return value.item() if value.numel() == 1 else value.cpu().double()
-    if hasattr(value, "__array__") and getattr(value, "size", 0) == 1:
-        return value.item()
+    if hasattr(value, "__array__"):
+        return value.item() if value.size == 1 else value.astype("float64")
     return value
 
 
@@ -79,8 +82,9 @@ class AverageMeter:
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, the mean of `n` samples: a number, or a tensor, read once at the end."""
         self._last = _summable(val)
-        self._total = self._total + self._last * n
-        self.count += n
+        if n:  # the mean of no samples may be NaN, and counts for nothing
+            self._total = self._total + self._last * n
+            self.count += n
 
     @property
     def val(self) -> Any:
@@ -132,6 +136,7 @@ class AverageMeterCollection:
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
         """Add the metrics of one batch of `n` samples; values that are not numbers replace."""
         self.batch_count += 1
+        n = _plain(n)
         self.num_samples += n
         for name, value in metrics.items():
             if name == NUM_SAMPLES:

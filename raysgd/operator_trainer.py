@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from raysgd import checkpoint
 from raysgd.config import rounded_config, warn_of_rounding
+from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CheckpointError
@@ -74,14 +75,16 @@ class OperatorTrainer:
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._check_open()
-        # what is to be reached, in absolute terms, so that the call can be repeated after a loss
-        reached = self._supervisor.recovered_progress(max_losses=max_retries)
-        goal = (
-            {"until_epoch": reached.epoch + 1}
-            if num_steps is None
-            else {"until_step": reached.global_step + num_steps}
+
+        def goal(reached: Progress) -> dict[str, Any]:
+            # in absolute terms, so that the call can be repeated after a loss
+            if num_steps is None:
+                return {"until_epoch": reached.epoch + 1}
+            return {"until_step": reached.global_step + num_steps}
+
+        results = self._run(
+            "train", max_retries, profile, info, dataset=dataset, arguments_from=goal
         )
-        results = self._run("train", max_retries, profile, info, dataset=dataset, **goal)
         return self._finished(results, reduce_results, epoch=self.epoch)
 
     def validate(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import tempfile
-from collections import OrderedDict
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from raysgd.errors import CheckpointError
+from raysgd.trees import map_leaves
 
 __all__ = ["check_writable", "read_file", "write_file"]
 
@@ -53,7 +55,8 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
         CheckpointError: if it cannot be written, or the user's part of it could not be loaded.
     """
     target = check_writable(path)
-    state = _without_numpy_scalars(state)
+    # numpy's numbers do not load without being allowed, and Python's do
+    state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     _check_loadable(state.get("operator"), target)
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -69,7 +72,8 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    # torch.save reports a full disk as RuntimeError, and what cannot be pickled as the others
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(f"Cannot save to {target}: {error}") from error
     return target
 
@@ -86,6 +90,11 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         problem = "it is a folder" if source.is_dir() else "there is no such file"
         raise CheckpointError(f"Cannot load {source}: {problem}.")
     try:
+        if zipfile.is_zipfile(source):
+            # torch does not look at the checksums
+            with zipfile.ZipFile(source) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"{damaged} has another checksum")
         state = torch.load(source, map_location="cpu", weights_only=True)
     except PermissionError as error:
         raise CheckpointError(f"Cannot load {source}: {error}") from error
@@ -115,7 +124,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_loadable(user_state: Any, target: Path) -> None:
     """Check that the user's own state will load again: find out now, not when it is needed."""
-    if not user_state:
+    if user_state is None:
         return
     buffer = io.BytesIO()
     try:
@@ -127,17 +136,6 @@ def _check_loadable(user_state: Any, target: Path) -> None:
             f"Cannot save to {target}: what the operator's state_dict() returned could not be "
             f"loaded again. {_ALLOW}\n{_first_line(error)}"
         ) from error
-
-
-def _without_numpy_scalars(tree: Any) -> Any:
-    """Return `tree` with numpy's numbers as Python's, which load without being allowed."""
-    if isinstance(tree, np.generic):
-        return tree.item()
-    if type(tree) in (list, tuple):
-        return type(tree)(_without_numpy_scalars(item) for item in tree)
-    if type(tree) in (dict, OrderedDict):
-        return type(tree)((key, _without_numpy_scalars(item)) for key, item in tree.items())
-    return tree
 
 
 def _first_line(error: BaseException) -> str:

@@ -118,9 +118,14 @@ class WorkerGroup:
     def shutdown(self, force: bool = False) -> None:
         """End every worker, gently unless `force`, and give their room back."""
         members, self.members = self.members, []
-        if not force and all(member.alive for member in members):
-            pending = [member.control("teardown") for member in members]
-            wait(pending, timeout=_TEARDOWN_S)
+        pending = []
+        for member in members:
+            if not member.remote:  # its process lives on, so that it has to be left clean
+                member.control("interrupt")
+                pending.append(member.work("teardown"))
+            elif not force and member.alive:
+                pending.append(member.work("teardown"))
+        wait(pending, timeout=_TEARDOWN_S)
         for member in members:
             member.kill()
         reservation, self._reservation = self._reservation, None

@@ -141,11 +141,6 @@ class Supervisor:
         """The most workers that the group may have."""
         return self._group.options.num_workers
 
-    def recovered_progress(self, max_losses: int) -> Progress:
-        """Return how far training is, after mending a group that is broken."""
-        self._make_ready([], max_losses)
-        return self.progress
-
     # ---- calls
 
     def call(
@@ -154,6 +149,7 @@ class Supervisor:
         *,
         max_losses: int = 0,
         rank: int | None = None,
+        arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
         on_wait: Callable[[Sequence[Progress]], None] | None = None,
         **arguments: Any,
     ) -> list[Outcome]:
@@ -165,6 +161,7 @@ class Supervisor:
                 make a new generation and the call is made again, so it must say what it wants
                 to reach in absolute terms.
             rank: the only worker to call.
+            arguments_from: returns further arguments from how far training is as the call begins.
             on_wait: called with every worker's progress while the call runs.
             arguments: keyword arguments of the method.
 
@@ -177,15 +174,20 @@ class Supervisor:
         self.losses_in_call = 0
         while True:
             self._make_ready(causes, max_losses)
+            if arguments_from is not None:
+                arguments = {**arguments, **arguments_from(self.progress)}
+                arguments_from = None
             members = self.members if rank is None else [self.members[rank]]
             attempt = self._run(members, method, arguments, on_wait)
             if not attempt.failed:
                 self.state = State.READY
                 self.progress = attempt.outcomes[members[0]].progress
                 return [attempt.outcomes[member] for member in members]
+            if attempt.outcomes:
+                reached = [outcome.progress for outcome in attempt.outcomes.values()]
+                self.progress = reached[choose_leader(reached)]
             if attempt.lost:
                 self._drop(attempt.lost, causes, max_losses)
-                self.losses_in_call = len(causes)
                 continue
             error = attempt.error()
             if attempt.first_error is not None:
@@ -324,6 +326,7 @@ class Supervisor:
             rank, said = self._ranks.get(member, -1), _first_line(error)
             self._record("lost", [member], cause=said)
             causes.append(f"worker {rank} on {member.name}: {said}")
+            self.losses_in_call = len(causes)
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             member.kill()
             self._stragglers.pop(member, None)

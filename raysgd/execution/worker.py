@@ -39,10 +39,11 @@ class Outcome:
     Ray unpickles it does in a thread of its own, and user code shall not run there."""
     progress: Progress
     traceback: str = ""
+    pickled: bool = False
 
     def value(self) -> Any:
         """Return the value or the exception."""
-        return _unpickled(self.payload)
+        return pickle.loads(self.payload) if self.pickled else self.payload
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
@@ -172,9 +173,12 @@ class Worker:
             payload = _pickled(value) if self._remote else value
         except (Exception, SystemExit) as error:
             return self._failure(error)
-        return Outcome("ok", payload, self._safe_progress())
+        return Outcome("ok", payload, self._safe_progress(), pickled=self._remote)
 
     def _failure(self, error: BaseException) -> Outcome:
+        if isinstance(error, SystemExit):
+            # raised as itself it would end the driver's program, and without a word
+            error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
         kind: Literal["user", "communication", "stopped"] = "user"
         if self._interrupted:
             kind = "stopped"
@@ -185,7 +189,7 @@ class Worker:
             return Outcome(kind, error, progress)
         text = "".join(traceback.format_exception(error))
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
-        return Outcome(kind, _pickled_error(error), progress, where)
+        return Outcome(kind, _pickled_error(error), progress, where, pickled=True)
 
     def _safe_progress(self) -> Progress:
         """Return the progress, also where a half-built runner has none."""

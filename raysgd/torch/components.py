@@ -54,7 +54,7 @@ class Components:
         self._sources: dict[str, Source] = {}
         self._trains_on = "train"
         self._wrapping: list[dict[str, Any] | None] = []
-        self._buffers: list[torch.Tensor] = []
+        self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
         self._stepped: set[int] = set()
 
@@ -87,7 +87,13 @@ class Components:
             criterion = criterion.to(self.settings.device)
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(self._on_optimizer_step)
-        self._buffers = [buffer for model in self.models for buffer in model.buffers()]
+        self._buffer_slots = [
+            (module, name)
+            for model in self.models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self.registered = True
         self.commit_buffers()
         given = [_shaped_like(models, self.models), optimizers]
@@ -189,23 +195,35 @@ class Components:
         """Count a step whose update is done, and remember what a failed one must not change."""
         self.global_step += 1
         self._stepped.clear()
-        if self._buffers:
+        if self._buffer_slots:
             self.commit_buffers()
 
     def commit_buffers(self) -> None:
         """Remember the buffers: a forward pass changes them also in a step that then fails."""
-        if not self._committed_buffers:
-            self._committed_buffers = [torch.empty_like(buffer) for buffer in self._buffers]
-        if self._buffers:
-            torch._foreach_copy_(self._committed_buffers, self._buffers)
+        buffers = self._buffers()
+        if [b.shape for b in self._committed_buffers] != [b.shape for b in buffers]:
+            self._committed_buffers = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._committed_buffers, buffers)
 
     def roll_back(self) -> None:
         """Take back what a step that was not committed left behind."""
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._committed_buffers)
+        for (module, name), committed in zip(
+            self._buffer_slots, self._committed_buffers, strict=True
+        ):
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.shape == committed.shape:
+                buffer.detach().copy_(committed)
+            else:
+                module._buffers[name] = committed.clone()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._stepped.clear()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return the buffers; by name, since a forward pass may put another tensor in a place."""
+        found = [module._buffers[name] for module, name in self._buffer_slots]
+        return [buffer.detach() for buffer in found if buffer is not None]
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""

@@ -172,7 +172,7 @@ class ShardedLoader(Source):
     def reseed(self, seed: int) -> None:
         """Let the order follow from `seed`, or from a generator that the user gave the loader."""
         generator = self.loader.generator
-        self._seed = seed if generator is None else generator.initial_seed()
+        self._seed = seed if generator is None else generator.initial_seed() % 2**62
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps follow `offset`."""
@@ -192,7 +192,12 @@ class ShardedLoader(Source):
             list(range(start, stop)) if order is None else order[start:stop].tolist()
             for start, stop in spans
         )
-        return iter(self._loader_for(epoch, indices))
+        loader = self._loader_for(epoch, indices)
+        # each worker's loader draws from seeds of its own, and nothing from the generators that a
+        # resumed run takes over
+        world_size, rank = self._place
+        with _seeded(self._seed + (epoch + 1) * world_size + rank, None):
+            return iter(loader)
 
     def _order_of(self, epoch: int) -> torch.Tensor | None:
         """Return the order of an epoch as indices; None: as the data set has it."""
@@ -201,6 +206,8 @@ class ShardedLoader(Source):
             return None
         key = (self._seed, epoch)
         if self._order is None or self._order[0] != key:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
             with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
                 if _is_plain_shuffle(sampler):
                     order = torch.randperm(len(sampler.data_source))
@@ -299,6 +306,7 @@ def _can_shard(loader: DataLoader[Any]) -> bool:
         not isinstance(loader.dataset, IterableDataset)
         and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
         and not isinstance(loader.sampler, DistributedSampler)
+        and hasattr(loader.sampler, "__len__")
     )
 
 
@@ -313,21 +321,20 @@ def _is_plain_shuffle(sampler: Any) -> bool:
 @contextlib.contextmanager
 def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
     """Let every random number that a sampler may draw follow from `seed`, and restore all after."""
-    held = random.getstate(), np.random.get_state()
-    held_generator = None if generator is None else generator.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    # torch.manual_seed would reseed the GPUs as well
+    generators = [torch.default_generator, *([] if generator is None else [generator])]
+    held = random.getstate(), np.random.get_state(), [g.get_state() for g in generators]
+    try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        if generator is not None:
-            generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(held[0])
-            np.random.set_state(held[1])
-            if generator is not None and held_generator is not None:
-                generator.set_state(held_generator)
+        for each in generators:
+            each.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(held[0])
+        np.random.set_state(held[1])
+        for each, state in zip(generators, held[2], strict=True):
+            each.set_state(state)
 
 
 def dataset_loader(dataset: ItemDataset) -> DataLoader[Any]:

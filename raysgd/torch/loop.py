@@ -16,6 +16,12 @@ from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["Loop"]
 
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+}
+
 
 class Loop:
     """Runs an operator's ``train_epoch`` and ``validate`` and merges what they return.
@@ -32,6 +38,7 @@ class Loop:
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
+        self._shared_out = True
         self.steps: Steps | None = None
         """The stretch under way."""
         self.num_covered: int | None = None
@@ -40,6 +47,11 @@ class Loop:
     def forget_iteration(self) -> None:
         """Let the next stretch iterate over the loader anew, from where the epoch stands."""
         self.steps = self._batches = None
+
+    def keep_iteration(self, moved: bool) -> None:
+        """After a rejoin, go on in a loader that cannot be rewound, unless the place `moved`."""
+        if moved or self._shared_out:
+            self.forget_iteration()
 
     # ---- train
 
@@ -58,6 +70,7 @@ class Loop:
         source, changed = self._parts.training_source(dataset)
         if changed:
             self.forget_iteration()
+        self._shared_out = source.sharded
         while (limit := self._left(until_epoch, until_step)) != 0:
             self._train_stretch(source, limit, info)
         if self._parts.settings.context.distributed:
@@ -100,7 +113,7 @@ class Loop:
         """Keep what a stretch has reached, and what is measured of it, when it has raised."""
         again = steps.fail()
         self._cover(source, start)
-        if source.sharded:
+        if source.sharded or steps.loader_failed:
             self._batches = None  # the offset says where to go on
         else:
             self._batches = itertools.chain(again, self._batches or ())
@@ -223,12 +236,17 @@ class _Counted:
 def _call_train_epoch(
     operator: TrainingOperator, steps: Steps, info: Any, limit: int | None, epoch: int
 ) -> Any:
-    """Call ``train_epoch``; the arguments that came later only where its signature takes them."""
-    later = {"num_steps": limit, "epoch_idx": epoch}
+    """Call ``train_epoch`` with what its signature takes: older ones end after ``info``."""
     accepted = inspect.signature(operator.train_epoch).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        later = {name: value for name, value in later.items() if name in accepted}
-    return operator.train_epoch(steps, info, **later)
+    kinds = [parameter.kind for parameter in accepted.values()]
+    # by position, since older overrides call it what they like
+    named = len(kinds) < 2 or kinds[1] not in _POSITIONAL
+    given: dict[str, Any] = {"num_steps": limit, "epoch_idx": epoch}
+    if named:
+        given["info"] = info
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        given = {name: value for name, value in given.items() if name in accepted}
+    return operator.train_epoch(steps, *([] if named else [info]), **given)
 
 
 def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:

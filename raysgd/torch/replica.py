@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.trees import map_leaves
+
 __all__ = [
     "ReplicatedModel",
     "agree_on_minimum",
@@ -138,27 +140,24 @@ class _Slot:
 
 
 def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree)
-        return _Slot(tree)
-    return _rebuilt(tree, lambda item: _take_tensors(item, tensors))
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(leaf)
+
+    return map_leaves(tree, take)
 
 
 def _make_tensors(tree: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    if isinstance(tree, _Slot):
-        place = torch.device("cpu") if tree.on_cpu else device
-        tensors.append(torch.empty(tree.shape, dtype=tree.dtype, device=place))
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        place = torch.device("cpu") if leaf.on_cpu else device
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=place))
         return tensors[-1]
-    return _rebuilt(tree, lambda item: _make_tensors(item, tensors, device))
 
-
-def _rebuilt(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return `tree` with `convert` applied to what its plain containers hold."""
-    if type(tree) in (list, tuple):
-        return type(tree)(convert(item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: convert(item) for key, item in tree.items()}
-    return tree
+    return map_leaves(tree, make)
 
 
 @contextlib.contextmanager

@@ -80,21 +80,19 @@ class TorchRunner:
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
-        self._running.forget_iteration()
         config = worker_config(self._options.config, context.world_size)
         if BATCH_SIZE in config:
             self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
-        parts = self._parts
+        parts, place = self._parts, self._parts.place()
         parts.enter(context, config.get(BATCH_SIZE))
-        if not context.distributed:
-            return
-        state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
-        if context.world_rank == leader:
-            return
-        if parts.replicated:
-            parts.load_training_state(state["training"])
-            self.operator.load_state_dict(state["operator"])
-        parts.move_to(state["place"], state["global_step"])
+        if context.distributed:
+            state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
+            if context.world_rank != leader:
+                if parts.replicated:
+                    parts.load_training_state(state["training"])
+                    self.operator.load_state_dict(state["operator"])
+                parts.move_to(state["place"], state["global_step"])
+        self._running.keep_iteration(moved=parts.place() != place)
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""

@@ -40,17 +40,16 @@ class Shard:
         """Samples that all workers take at a full step."""
         return self.batch_size * self.world_size
 
-    @property
-    def _end(self) -> int:
-        """Where the samples that are used end."""
+    def _end(self, offset: int) -> int:
+        """Where the samples end that are used from `offset` on."""
         if not self.drop_last:
             return self.total
         unit = self.stride if self.even else self.batch_size
-        return self.total // unit * unit
+        return offset + (self.total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
         """Return how many steps the samples from `offset` on make."""
-        return max(0, -(-(self._end - offset) // self.stride))
+        return max(0, -(-(self._end(offset) - offset) // self.stride))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         """Return where the epoch stands `num_steps` steps after `offset`."""
@@ -65,7 +64,7 @@ class Shard:
 
         With `num_steps`, those of so many steps of the group.
         """
-        stop = self._end
+        stop = self._end(offset)
         if num_steps is not None:
             stop = min(stop, offset + num_steps * self.stride)
         for start in range(offset, stop, self.stride):

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from raysgd.trees import map_leaves
+
 __all__ = ["copied_to_cpu", "rng_state", "set_rng_state", "to_cpu"]
 
 
@@ -30,13 +32,14 @@ def rng_state() -> dict[str, Any]:
 
 def to_cpu(tree: Any) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor on CPU."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().clone() if tree.device.type == "cpu" else tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: to_cpu(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(to_cpu(value) for value in tree)
-    return tree
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
+
+    return map_leaves(tree, copied)
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:

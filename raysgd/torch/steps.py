@@ -53,6 +53,8 @@ class Steps:
         self._timers = parts.timers if parts.timers.enabled else None
         self.stop_requested = False
         self.num_batches = 0
+        self.loader_failed = False
+        """Whether it was the loader that raised; it cannot be asked again then."""
 
     @property
     def total_batches(self) -> int | None:
@@ -102,7 +104,11 @@ class Steps:
         return lost
 
     def _fetch(self) -> Any:
-        return next(self._batches, _NOTHING)
+        try:
+            return next(self._batches, _NOTHING)
+        except BaseException:
+            self.loader_failed = True
+            raise
 
     def _timed_fetch(self) -> Any:
         assert self._timers is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import InlineMember
 from raysgd.execution.supervisor import Supervisor
 from raysgd.operator_trainer import OperatorTrainer
+from raysgd.torch.creator_operator import CreatorOperator
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -26,6 +28,7 @@ _OLD_ARGUMENTS = {
     "loss_creator": "TrainingOperator.from_creators(..., loss_creator=...)",
     "num_replicas": "num_workers",
     "batch_size": "config={raysgd.utils.BATCH_SIZE: ...}",
+    "apex_args": "the arguments of self.register(...) in setup",
     "data_loader_args": "the arguments of the DataLoader that you make in setup",
 }
 _SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
@@ -46,7 +49,7 @@ class TorchTrainer(OperatorTrainer):
         trainer.shutdown()
 
     Args:
-        training_operator_cls: a TrainingOperator subclass.
+        training_operator_cls: a TrainingOperator subclass; required.
         initialization_hook: function of no arguments that every worker runs before anything else.
         config: handed to the operator; may hold the global batch size under ``BATCH_SIZE``.
         num_workers: the most workers. With 1 there is no process group.
@@ -75,7 +78,7 @@ class TorchTrainer(OperatorTrainer):
     def __init__(
         self,
         *,
-        training_operator_cls: type[TrainingOperator],
+        training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], None] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
@@ -93,7 +96,7 @@ class TorchTrainer(OperatorTrainer):
         **old_arguments: Any,
     ) -> None:
         _refuse(old_arguments)
-        _check_operator(training_operator_cls)
+        operator_cls = _checked_operator(training_operator_cls)
         _check_hook(initialization_hook)
         config = _checked_config(config)
         _check_workers(num_workers, min_workers)
@@ -102,7 +105,15 @@ class TorchTrainer(OperatorTrainer):
         _check_choice("use_gpu", use_gpu, (True, False, "auto"))
         _check_choice("backend", backend, ("auto", *backend_names()))
         _check_choice("scheduler_step_freq", scheduler_step_freq, (None, *_SCHEDULER_STEP_FREQS))
-        if not _is_number(timeout_s) or timeout_s <= 0:
+        for name, value in (
+            ("wrap_ddp", wrap_ddp),
+            ("use_tqdm", use_tqdm),
+            ("add_dist_sampler", add_dist_sampler),
+            ("use_local", use_local),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"TorchTrainer({name}={value!r}): must be True or False.")
+        if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
         inline = use_local and num_workers == 1
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
@@ -121,7 +132,7 @@ class TorchTrainer(OperatorTrainer):
         )
         runner = TorchRunner(
             TorchRunnerOptions(
-                operator_cls=training_operator_cls,
+                operator_cls=operator_cls,
                 config=config,
                 use_gpu=gpu,
                 wrap_ddp=wrap_ddp,
@@ -185,7 +196,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"TorchTrainer() got an unexpected keyword argument {name!r}.")
 
 
-def _check_operator(operator_cls: Any) -> None:
+def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
     if not (isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator)):
         raise TypeError(
             "TorchTrainer(training_operator_cls=...) must be a subclass of "
@@ -196,6 +207,12 @@ def _check_operator(operator_cls: Any) -> None:
             f"{operator_cls.__name__} does not override setup(self, config), in which models, "
             "optimizers and loaders are registered."
         )
+    if issubclass(operator_cls, CreatorOperator) and not hasattr(operator_cls, "_model_creator"):
+        raise TypeError(
+            f"{operator_cls.__name__} has no creators yet: pass what "
+            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...) returns."
+        )
+    return operator_cls
 
 
 def _check_hook(hook: Any) -> None:
@@ -225,7 +242,7 @@ def _check_workers(num_workers: Any, min_workers: Any) -> None:
 
 
 def _checked_resources(resources: Any, num_cpus: Any) -> dict[str, float]:
-    if not _is_number(num_cpus) or num_cpus <= 0:
+    if not _is_number(num_cpus) or not num_cpus > 0:
         raise ValueError(f"TorchTrainer(num_cpus_per_worker={num_cpus!r}): must be above 0.")
     if resources is not None and not isinstance(resources, Mapping):
         raise TypeError(
@@ -233,7 +250,7 @@ def _checked_resources(resources: Any, num_cpus: Any) -> dict[str, float]:
         )
     found = dict(resources or {})
     for name, amount in found.items():
-        if not _is_number(amount) or amount <= 0:
+        if not _is_number(amount) or not amount > 0:
             raise ValueError(
                 f"TorchTrainer(resources_per_worker={{{name!r}: {amount!r}}}): must be above 0."
             )

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, is_number
 from raysgd.torch.components import Components, OperatorSettings
-from raysgd.torch.loading import Source
 from raysgd.torch.replica import unwrap
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class TrainingOperator:
 
         Args:
             iterator: this worker's batches. It ends after `num_steps` batches.
-            info: what the caller of ``trainer.train(info=...)`` gave.
+            info: what the caller of ``trainer.train(info=...)`` gave; an empty dict without.
             num_steps: number of batches that were asked for; None for a whole epoch.
             epoch_idx: epochs that were completed before this one.
 
@@ -118,6 +117,7 @@ class TrainingOperator:
             RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing;
                 operators with several models or optimizers need a ``train_batch`` of their own.
         """
+        self._check_single()
         model, criterion = self._default("model"), self._default("criterion")
         optimizer = self._default("optimizer")
         timers = self.timers
@@ -314,23 +314,31 @@ class TrainingOperator:
 
     @property
     def global_step(self) -> int:
-        """Training steps that are done, over all epochs and calls."""
+        """Training steps that are done, over all epochs and calls.
+
+        Steps are counted for you; loops that count them as well do no harm.
+        """
         return self._parts.global_step
+
+    @global_step.setter
+    def global_step(self, value: int) -> None:
+        pass
 
     @property
     def timers(self) -> Any:
         """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
         return self._parts.timers
 
-    @property
-    def train_loader(self) -> Source:
-        """This worker's part of the registered train loader."""
-        return self._parts.source("train")
+    if TYPE_CHECKING:
+        train_loader: Any
+        """This worker's part of the registered train loader, unless you set it yourself."""
+        validation_loader: Any
+        """This worker's part of the registered validation loader, unless you set it yourself."""
 
-    @property
-    def validation_loader(self) -> Source:
-        """This worker's part of the registered validation loader."""
-        return self._parts.source("validation")
+    def __getattr__(self, name: str) -> Any:
+        if name in ("train_loader", "validation_loader"):
+            return self._parts.source(name.removesuffix("_loader"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
@@ -342,6 +350,16 @@ class TrainingOperator:
             "epoch_idx": epoch_idx,
             "info": info,
         }
+
+    def _check_single(self) -> None:
+        """Refuse to train one of several models or optimizers and leave out the others."""
+        for what, held in (("models", self._parts.models), ("optimizers", self._parts.optimizers)):
+            if len(held) > 1:
+                kind = type(self).__name__
+                raise RuntimeError(
+                    f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
+                    f"model with one optimizer. Override train_batch in {kind}."
+                )
 
     def _default(self, name: str) -> Any:
         """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""
@@ -368,7 +386,12 @@ def _checked(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any
             f"{method.__qualname__} returned {type(metrics).__name__}; it must return a dict of "
             "metrics (which may be empty)."
         )
-    return metrics, metrics.get(NUM_SAMPLES, 1)
+    num_samples = metrics.get(NUM_SAMPLES, 1)
+    if not is_number(num_samples):
+        raise TypeError(
+            f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
+        )
+    return metrics, num_samples
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

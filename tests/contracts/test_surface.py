@@ -39,6 +39,7 @@ SURFACE = {
         "AverageMeter",
         "AverageMeterCollection",
         "Summary",
+        "is_number",
         "merge_segments",
         "merge_workers",
     ],

@@ -173,7 +173,8 @@ def test_an_exception_that_cannot_cross_is_told_about(worker, error):
 def test_leaving_by_exit_is_an_error_of_the_user(worker):
     outcome = call(worker, fail_with(SystemExit(3)))
     assert outcome.kind == "user"
-    assert isinstance(outcome.exception(), SystemExit)
+    assert isinstance(outcome.exception(), RemoteError)
+    assert "sys.exit(3)" in str(outcome.exception())
 
 
 def test_an_interrupt_of_the_keyboard_is_not_kept():
