@@ -11,14 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raysgd.elastic.config import ElasticConfig
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
 
 __version__ = "0.1.0"
 
-__all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator", "__version__"]
+__all__ = ["CreatorOperator", "ElasticConfig", "TorchTrainer", "TrainingOperator", "__version__"]
 
 _HOMES = {
     "CreatorOperator": "raysgd.torch",
+    "ElasticConfig": "raysgd.elastic.config",
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",
 }

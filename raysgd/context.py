@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Progress", "Runner", "WorkerContext"]
+__all__ = ["PausedError", "Progress", "Runner", "WorkerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +56,24 @@ class Progress:
     num_covered: int | None = None
     """Samples that all workers together, lost ones included, have trained on in the newest call;
     None where the loader is not shared out by us."""
+    step_s: float = 0.0
+    """Mean seconds of a step in the stretch under way; 0 where that is unknown."""
+    snapshot: int | None = None
+    """Committed steps of the newest snapshot that this worker holds for the driver."""
     loss: float | None = None
     """Newest loss, as last read; None before the first batch or where there is none."""
+
+
+class PausedError(Exception):
+    """Raised by a runner's method that has stopped at the step at which it was asked to."""
 
 
 class Runner(Protocol):
     """What a worker hosts: an operator, a Keras operator or a training function.
 
     ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
-    at a time in the worker's *work* thread. ``progress`` and ``request_stop`` run beside them
-    in a *control* thread, so they only read and set plain attributes.
+    at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at`` and
+    ``snapshot`` run beside them in a *control* thread, so they only read and set attributes.
     """
 
     def prepare(self, context: WorkerContext) -> None:
@@ -82,6 +90,15 @@ class Runner(Protocol):
 
     def request_stop(self, requested: bool) -> None:
         """Ask the work under way to raise at its next step; False takes the request back."""
+
+    def pause_at(self, step: int | None) -> int:
+        """Let the call under way raise PausedError once `step` steps are committed.
+
+        None takes the request back. Returns how many are committed when the request is heard.
+        """
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the newest snapshot, for a restart when all workers are lost."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""

@@ -130,8 +130,11 @@ class OperatorTrainer:
         returned), ``models``, ``optimizers``, ``schedulers`` where there are some, and ``data``:
         the place in the data, and the states of the workers' random number generators.
         """
-        generators = self._call("rng_state", max_losses=3)
-        state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3)[0]
+        self._check_open()
+        if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
+            return dict(snapshot)  # no worker lives; this is what is left
+        generators = self._call("rng_state", max_losses=3, any_size=True)
+        state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3, any_size=True)[0]
         state["data"]["rng"] = generators
         return state
 
@@ -153,7 +156,8 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        self._call("load_state_dict", state=dict(state))
+        self._call("load_state_dict", state=dict(state), max_losses=3)
+        self._supervisor.snapshots.set(dict(state))
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write the state to one file, whole or not at all, and return its absolute path.

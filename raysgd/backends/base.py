@@ -31,7 +31,10 @@ class Backend(ABC):
 
     @abstractmethod
     def setup(self, context: WorkerContext, rendezvous: Any) -> None:
-        """Join the generation. Runs on every worker, returns when all have joined."""
+        """Join the generation. Runs on every worker, returns when all have joined.
+
+        Without a rendezvous, None, the worker is alone: a group of one.
+        """
 
     @abstractmethod
     def interrupt(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.config import env_seconds
@@ -21,6 +21,7 @@ from raysgd.context import WorkerContext
 
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
+_LOOPBACK = "127.0.0.1"
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -52,14 +53,14 @@ class TorchBackend(Backend):
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         """Start the store of a new generation on a free port of the driver."""
-        single_node = len(set(addresses)) == 1 and addresses[0] in {"127.0.0.1", *_interfaces()}
-        host = "127.0.0.1" if single_node else _address_towards(addresses[0])
+        single_node = len(set(addresses)) == 1 and addresses[0] in {_LOOPBACK, *_interfaces()}
+        host = _LOOPBACK if single_node else _address_towards(addresses[0])
         self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
         return TorchRendezvous(host, self._store.port, single_node)
 
-    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous) -> None:
+    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Create the default process group, and note which sockets are its own."""
         if dist.is_initialized():
             raise RuntimeError(
@@ -69,9 +70,13 @@ class TorchBackend(Backend):
             )
         if not self._user_interface:
             os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
-                "127.0.0.1" if rendezvous.single_node else context.node_ip
+                _LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
             )
-        store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout)
+        store: Any = HashStore()
+        if rendezvous is not None:
+            store = TCPStore(
+                rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
+            )
         before = _listeners()
         dist.init_process_group(
             # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it

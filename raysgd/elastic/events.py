@@ -6,16 +6,32 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Event"]
+__all__ = ["Event", "EventKind"]
+
+
+EventKind = Literal[
+    "started",
+    "lost",
+    "hung",
+    "resumed",
+    "grown",
+    "restarted",
+    "newcomer_failed",
+    "waiting",
+    "user_error",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One thing that happened to the group of workers."""
 
-    kind: Literal["started", "lost", "resumed", "user_error"]
-    """``started``: the first generation; ``lost``: a worker died; ``resumed``: a new generation
-    after a loss, an error or an interruption; ``user_error``: user code raised on a worker."""
+    kind: EventKind
+    """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
+    and is killed. ``resumed``: a new generation of the same or fewer workers, after a loss, an
+    error or an interruption. ``grown``: a new generation with newcomers. ``restarted``: all workers
+    anew, from the snapshot. ``newcomer_failed``: a worker died or raised before it joined.
+    ``waiting``: too few workers, and no room for more. ``user_error``: user code raised."""
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raysgd.context import Progress, WorkerContext
+from raysgd.elastic.config import ElasticConfig
 
-__all__ = ["Place", "assign_contexts", "choose_leader", "start_sizes", "workers_that_fit"]
+__all__ = [
+    "Place",
+    "assign_contexts",
+    "backoff_s",
+    "choose_leader",
+    "furthest",
+    "may_resize",
+    "pause_step",
+    "start_sizes",
+    "workers_that_fit",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +28,7 @@ class Place:
 
     node_id: str
     node_ip: str
+    pid: int = 0
     gpu_ids: tuple[str, ...] = ()
     in_driver: bool = False
 
@@ -99,6 +112,48 @@ def choose_leader(progress: Sequence[Progress]) -> int:
     1
     """
     return max(range(len(progress)), key=lambda rank: (progress[rank].global_step, -rank))
+
+
+def furthest(progress: Sequence[Progress]) -> Progress:
+    """Return how far the group is: the leader's progress, with the samples that most know of.
+
+    Newcomers do not know what was trained on in a call before they joined.
+    """
+    leader = progress[choose_leader(progress)]
+    covered = [p.num_covered for p in progress if p.num_covered is not None]
+    return replace(leader, num_covered=max(covered, default=None))
+
+
+def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
+    """Return how long to wait, in seconds, after failed try `attempt` (from 0).
+
+    Exponential, capped, then varied by the jitter; `draw` is a random number in 0..1.
+
+    >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
+    [1.0, 2.0, 4.0, 5.0]
+    """
+    # the exponent is bounded, since a float is
+    wait = min(config.max_s, config.initial_s * config.factor ** min(attempt, 1000 // 30))
+    return max(0.0, wait * (1.0 + config.jitter * (2.0 * draw - 1.0)))
+
+
+def may_resize(now: float, last_resize: float, replaces_lost: bool, config: ElasticConfig) -> bool:
+    """Whether workers that are ready may join now; times in seconds of one clock."""
+    return replaces_lost or now - last_resize >= config.resize_cooldown_s
+
+
+def pause_step(progress: Sequence[Progress], notice_s: float = 0.1) -> int:
+    """Return a step at which all workers can stop together.
+
+    Workers that average gradients are never more than one step apart. The step is so far ahead
+    that all hear of it in time: `notice_s` seconds, and two steps.
+
+    >>> pause_step([Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)])
+    12
+    """
+    first = max(progress, key=lambda p: p.global_step)
+    steps = math.ceil(notice_s / first.step_s) if first.step_s > 0 else 0
+    return first.global_step + 2 + steps
 
 
 def _gpu_key(gpu: str) -> tuple[int, int, str]:

@@ -32,6 +32,8 @@ class Attempt:
         self.outcomes: dict[Member, Outcome] = {}
         self.lost: dict[Member, BaseException] = {}
         self.first_error: tuple[Member, Outcome] | None = None
+        self.interrupted_by_us = False
+        """Whether the workers were stopped though none had failed."""
 
     @property
     def pending(self) -> dict[Member, Future[Outcome]]:
@@ -46,7 +48,14 @@ class Attempt:
     @property
     def failed(self) -> bool:
         """Whether a worker has failed."""
-        return bool(self.lost) or any(o.kind != "ok" for o in self.outcomes.values())
+        return bool(self.lost) or any(
+            o.kind not in ("ok", "paused") for o in self.outcomes.values()
+        )
+
+    @property
+    def paused(self) -> bool:
+        """Whether workers have stopped at the step at which they were asked to."""
+        return any(o.kind == "paused" for o in self.outcomes.values())
 
     def settle(self, timeout_s: float) -> None:
         """Wait until a worker returns, at most `timeout_s`, and note what it returned."""
@@ -83,7 +92,8 @@ class Attempt:
         """Return the exception to raise for a failure that is no loss."""
         if self.first_error is not None:
             return self.first_error[1].exception()
-        reason = next(o for o in self.outcomes.values() if o.kind != "ok").exception()
+        reasons = (o for o in self.outcomes.values() if o.kind in ("communication", "stopped"))
+        reason = next(reasons).exception()
         error = CollectiveError(
             f"Workers could not communicate, though all of them are alive: {reason}"
         )

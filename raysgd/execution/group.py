@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 _LARGE_BYTES = 2**20
+_COME_UP_S = 60.0
+"""How long worker processes may take to come up once they have room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,14 @@ class WorkerGroup:
         self.options = options
         self.members: list[Member] = []
         self._reservation: Any = None
+        self._actor_cls: Any = None
+        self._slots: dict[Member, Any] = {}
 
-    def start(self) -> None:
+    def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.
+
+        Args:
+            timeout_s: how long to wait for room for ``min_workers``.
 
         Raises:
             InsufficientResourcesError: if there is no room for ``min_workers``.
@@ -74,26 +81,62 @@ class WorkerGroup:
             options.bundle,
             num_workers=options.num_workers - num_local,
             min_workers=max(1, options.min_workers - num_local),
-            timeout_s=options.start_timeout_s,
+            timeout_s=timeout_s,
         )
-        actor_cls = self._actor_class()
-        members: list[Member] = [
-            ActorMember(actor_cls.options(scheduling_strategy=strategy).remote())
-            for strategy in self._reservation.strategies()
-        ]
+        self._actor_cls = self._actor_class()
+        # known from here on, so that a start that fails leaves none behind
+        self.members = [self.new_member(slot) for slot in self._reservation.slots]
         places = gather(
-            [member.control("place") for member in members],
-            options.start_timeout_s,
+            [member.control("place") for member in self.members],
+            max(timeout_s, _COME_UP_S),
             "worker processes to come up",
         )
-        for member, place in zip(members, places, strict=True):
+        for member, place in zip(self.members, places, strict=True):
             member.place = place
-        # workers of a node get neighbouring ranks, and so their local ranks in order
-        nodes = list(dict.fromkeys(place.node_id for place in places))
-        members.sort(key=lambda member: nodes.index(member.place.node_id))
+        self.sort_members()
         if options.use_local:
-            members.insert(0, _local_member())
-        self.members = members
+            self.members.insert(0, _local_member())
+
+    def new_member(self, slot: Any) -> Member:
+        """Start a worker in a slot; it is no member of the group yet."""
+        member = ActorMember(self._actor_cls.options(scheduling_strategy=slot.strategy).remote())
+        self._slots[member] = slot
+        return member
+
+    def vacant_slots(self) -> list[Any]:
+        """Return room that no worker is in or on its way to, requesting what is missing."""
+        if self._reservation is None:
+            return []
+        wanted = self.options.num_workers - int(self.options.use_local)
+        while len(self._reservation.slots) < wanted:
+            if self._reservation.request_slot(self.options.bundle) is None:
+                break
+        taken = list(self._slots.values())
+        return [slot for slot in self._reservation.slots if slot not in taken]
+
+    def slot_of(self, member: Member) -> Any:
+        """Return the room that a worker is in."""
+        return self._slots.get(member)
+
+    def room(self) -> str:
+        """Say what a worker needs and what the cluster has, for messages."""
+        if self.options.inline:
+            return "all workers are in the driver's process"
+        from raysgd.execution import placement
+
+        return placement.free_resources(self.options.bundle)
+
+    def discard(self, member: Member) -> None:
+        """End a worker and leave its slot vacant."""
+        member.kill()
+        self._slots.pop(member, None)
+        if member in self.members:
+            self.members.remove(member)
+
+    def sort_members(self) -> None:
+        """Give workers of a node neighbouring ranks; otherwise the order stays."""
+        nodes = list(dict.fromkeys(member.place.node_id for member in self.members))
+        self.members.sort(key=lambda member: nodes.index(member.place.node_id))
 
     def _actor_class(self) -> Any:
         import ray
@@ -118,6 +161,8 @@ class WorkerGroup:
     def shutdown(self, force: bool = False) -> None:
         """End every worker, gently unless `force`, and give their room back."""
         members, self.members = self.members, []
+        newcomers = [member for member in self._slots if member not in members]
+        self._slots.clear()
         pending = []
         for member in members:
             if not member.remote:  # its process lives on, so that it has to be left clean
@@ -126,7 +171,7 @@ class WorkerGroup:
             elif not force and member.alive:
                 pending.append(member.work("teardown"))
         wait(pending, timeout=_TEARDOWN_S)
-        for member in members:
+        for member in [*members, *newcomers]:
             member.kill()
         reservation, self._reservation = self._reservation, None
         if reservation is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,6 +13,10 @@ from raysgd.elastic.policies import Place
 from raysgd.execution.worker import Worker
 
 __all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss"]
+
+
+_SIGNAL_S = 10.0
+"""How long it may take to send a signal on another node."""
 
 
 class Member(ABC):
@@ -33,7 +39,16 @@ class Member(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the worker, whatever it is doing."""
+        """End the worker."""
+
+    def kill_process(self) -> None:
+        """End the worker also where its process is stopped and cannot end itself."""
+        self.kill()
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of its node; empty where it has not said so yet."""
+        return self.place.node_id if hasattr(self, "place") else ""
 
     @property
     def alive(self) -> bool:
@@ -43,6 +58,8 @@ class Member(ABC):
     @property
     def name(self) -> str:
         """Where it runs, for messages."""
+        if not hasattr(self, "place"):
+            return "a node that is not known yet"
         return f"node {self.place.node_id[:8] or 'unknown'} ({self.place.node_ip})"
 
 
@@ -81,6 +98,18 @@ class ActorMember(Member):
         if self.alive:
             with contextlib.suppress(Exception):  # it may be gone already
                 ray.kill(self._actor)
+
+    def kill_process(self) -> None:
+        """Kill the actor's process by a signal, sent on its node."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(self.place.node_id, soft=False)
+        remote: Any = ray.remote
+        send = remote(num_cpus=0, scheduling_strategy=strategy)(os.kill)
+        with contextlib.suppress(Exception):  # it, or its node, may be gone already
+            ray.get(send.remote(self.place.pid, signal.SIGKILL), timeout=_SIGNAL_S)
+        self.kill()
 
 
 class InlineMember(Member):

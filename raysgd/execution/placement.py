@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
 
-__all__ = ["Reservation", "connect", "gpus_in_cluster", "reserve"]
+__all__ = ["Reservation", "Slot", "connect", "free_resources", "gpus_in_cluster", "reserve"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,40 +41,61 @@ def gpus_in_cluster() -> float:
     return float(ray.cluster_resources().get("GPU", 0))
 
 
+class Slot:
+    """Room for one worker; a worker that is lost leaves it to its successor."""
+
+    def __init__(self, group: PlacementGroup, index: int) -> None:
+        self._group = group
+        self._index = index
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """How to schedule a worker there."""
+        return PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._index
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the room is there; it goes with a node that is lost, and comes with another."""
+        state: str = placement_group_table(self._group).get("state", "REMOVED")
+        return state == "CREATED"
+
+
 class Reservation:
-    """Room for a number of workers: a placement group of our own, or the caller's (Tune's)."""
+    """Room for workers: placement groups of our own, or the caller's (Tune's)."""
 
     def __init__(self, group: PlacementGroup, num_workers: int, owned: bool) -> None:
-        self._group = group
-        self._owned = owned
-        self.num_workers = num_workers
+        self._owned = [group] if owned else []
+        self.slots = [Slot(group, index if owned else -1) for index in range(num_workers)]
 
-    def strategies(self) -> list[PlacementGroupSchedulingStrategy]:
-        """Return the scheduling strategy of each worker."""
-        return [
-            PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=index if self._owned else -1
-            )
-            for index in range(self.num_workers)
-        ]
+    def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
+        """Request room for one more worker; None where the room is the caller's."""
+        if not self._owned:
+            return None
+        group = _request(bundle, 1)
+        self._owned.append(group)
+        slot = Slot(group, 0)
+        self.slots.append(slot)
+        return slot
 
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
-        if not self._owned or not ray.is_initialized():
+        if not ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
-            remove_placement_group(self._group)
+            for group in self._owned:
+                remove_placement_group(group)
             deadline = time.monotonic() + timeout_s
-            while time.monotonic() < deadline and not self._is_free():
+            while time.monotonic() < deadline and not all(map(_is_free, self._owned)):
                 time.sleep(0.02)
 
-    def _is_free(self) -> bool:
-        state = placement_group_table(self._group).get("state", "REMOVED")
-        # while a group holds resources, the cluster shows them under names that end in its id
-        held = self._group.id.hex()
-        return state == "REMOVED" and not any(
-            name.endswith(held) for name in ray.available_resources()
-        )
+
+def _is_free(group: PlacementGroup) -> bool:
+    state = placement_group_table(group).get("state", "REMOVED")
+    # while a group holds resources, the cluster shows them under names that end in its id
+    held = group.id.hex()
+    return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
 
 
 def reserve(
@@ -146,6 +167,11 @@ def _demand(bundle: Mapping[str, float], size: int) -> str:
         f"{_described(ray.cluster_resources(), bundle)}, of which "
         f"{_described(ray.available_resources(), bundle)} are free."
     )
+
+
+def free_resources(bundle: Mapping[str, float]) -> str:
+    """Say what a worker needs and what is free, for messages."""
+    return _demand(bundle, 1)
 
 
 def _described(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:

@@ -3,43 +3,53 @@
 States of the group::
 
     NEW ──start──▶ READY ──call──▶ RUNNING ──all done──▶ READY
-                     ▲                │
-                     │             a failure: the other workers are interrupted
-                  rejoin              ▼
-                     └──────────── BROKEN          (any state) ──shutdown──▶ CLOSED
+                    ▲ ▲               │
+                    │ │        a failure: the other workers are interrupted
+               join │ │ rejoin        ▼
+    (newcomers) ────┘ └──────────── BROKEN ──none is left──▶ restart from the snapshot ──▶ READY
+
+    (any state) ──shutdown──▶ CLOSED
 
 BROKEN means that the workers are alive but their process group is not, or that members are
 missing. The next call, or the repetition of the one that lost a worker, first makes a new
 generation: new ranks, a new process group, the state of the worker with most committed steps.
+Newcomers start and set up while the others train (`recruit.py`); when they are ready, the
+training call pauses at a step that all agree on, and the next generation includes them.
+Decisions are pure functions in `raysgd/elastic/`; what one attempt at a call came to is in
+`attempt.py`.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 
 from raysgd.backends import Backend
 from raysgd.context import Progress, Runner, WorkerContext
-from raysgd.elastic.events import Event
-from raysgd.elastic.policies import assign_contexts, choose_leader
-from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.events import Event, EventKind
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, furthest, pause_step
+from raysgd.errors import InsufficientResourcesError, WorkerLostError, WorkerTimeoutError
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.group import WorkerGroup
 from raysgd.execution.members import Member
+from raysgd.execution.recruit import Recruit
+from raysgd.execution.recruiting import Recruiting
+from raysgd.execution.snapshot import SnapshotKeeper
+from raysgd.execution.watch import Watch
 from raysgd.execution.worker import Outcome
 
 __all__ = ["State", "Supervisor"]
 
 logger = logging.getLogger(__name__)
-
-_Kind = Literal["started", "lost", "resumed", "user_error"]
 
 _ANSWER_S = 0.7
 """How long a worker may take to answer a control call."""
@@ -47,8 +57,14 @@ _SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
-_UNEVEN_S = 30.0
-"""After how long to say that workers which are done wait for others."""
+_MENTION_S = 30.0
+"""After how long to say what a start or a rejoin waits for."""
+_PAUSE_S = 5.0
+"""How long workers may take to reach the step at which they pause, before they are interrupted."""
+_TICK_S = 1.0
+"""How often to look at a call when there is nothing to look for but its end."""
+_BUSY_TICK_S = 0.05
+"""How often to look at it while newcomers are on their way."""
 
 
 class State(enum.Enum):
@@ -70,6 +86,7 @@ class Supervisor:
         backend: what the workers communicate through; None with ``num_workers=1``.
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
+        elastic: what to do about losses.
     """
 
     def __init__(
@@ -79,47 +96,58 @@ class Supervisor:
         backend: Backend | None,
         hook: Callable[[], None] | None,
         timeout_s: float,
+        elastic: ElasticConfig | None = None,
     ) -> None:
         self.state = State.NEW
         self._group = group
         self._backend = backend
         self._timeout_s = timeout_s
+        self._elastic = elastic or ElasticConfig()
         self._generation = 0
         self.progress = Progress()
         """How far training is, as of the last call or the last new generation."""
         self.events: list[Event] = []
         """What happened to the group, oldest first."""
         self.losses_in_call = 0
-        """Workers that were lost in the newest call."""
+        """Times that workers were lost in the newest call."""
+        self.snapshots = SnapshotKeeper()
+        self._causes: list[str] = []
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
+        self._paused_at: int | None = None
         # pickled now: what cannot be sent is found before a worker starts
-        self._hook: Any = hook
-        self._runner: Any = runner
-        self._sent_backend: Any = backend
+        self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
-            self._hook = _pickled("initialization_hook", hook)
-            self._runner = _pickled("training_operator_cls and config", runner)
-            self._sent_backend = _pickled("backend", backend)
+            self._created = (
+                _pickled("initialization_hook", hook),
+                _pickled("training_operator_cls and config", runner),
+                _pickled("backend", backend),
+                sys.path,
+            )
+        self._recruiting = Recruiting(
+            group, self._elastic, self._created, random.random, self._note_failed_newcomer
+        )
 
     # ---- life
 
     def start(self) -> None:
         """Start the workers and set them up; if that fails, none is left behind."""
         try:
-            started = time.monotonic()
-            self._group.start()
-            self._number_members()
-            created = (self._hook, self._runner, self._sent_backend, sys.path)
-            self._first_step("create", [created] * len(self.members), "start")
-            contexts = self._contexts()
-            self._first_step("prepare", [(context,) for context in contexts], "get ready")
-            self._raise_failure(self._enter(contexts, leader=None))
-            self.state = State.READY
-            self._record("started", self.members, seconds=time.monotonic() - started)
+            self._start(self._group.options.start_timeout_s)
+            self._record("started", self.members)
         except BaseException:
             self.shutdown(force=True)
             raise
+
+    def _start(self, timeout_s: float) -> None:
+        self._group.start(timeout_s)
+        self._number_members()
+        self._first_step("create", [self._created] * len(self.members), "start")
+        contexts = self._contexts(self.members)
+        self._first_step("prepare", [(context,) for context in contexts], "get ready")
+        self._raise_failure(self._enter(contexts, leader=None))
+        self.state = State.READY
+        self._recruiting.resized()
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
@@ -127,6 +155,7 @@ class Supervisor:
             return
         busy = self.state in (State.RUNNING, State.BROKEN)
         self.state = State.CLOSED
+        self._recruiting.stop()
         self._group.shutdown(force or busy)
         if self._backend is not None:
             self._backend.close()
@@ -148,6 +177,7 @@ class Supervisor:
         method: str,
         *,
         max_losses: int = 0,
+        any_size: bool = False,
         rank: int | None = None,
         arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
         on_wait: Callable[[Sequence[Progress]], None] | None = None,
@@ -157,42 +187,45 @@ class Supervisor:
 
         Args:
             method: name of the method.
-            max_losses: how many workers may be lost in this call. After each loss the survivors
-                make a new generation and the call is made again, so it must say what it wants
-                to reach in absolute terms.
+            max_losses: how often workers may be lost in this call. After each loss the call is
+                made again, so it must say what it wants to reach in absolute terms.
+            any_size: whether fewer workers than ``min_workers`` will do.
             rank: the only worker to call.
             arguments_from: returns further arguments from how far training is as the call begins.
             on_wait: called with every worker's progress while the call runs.
             arguments: keyword arguments of the method.
 
         Raises:
-            WorkerLostError: more workers were lost, or too few are left.
+            WorkerLostError: more losses than `max_losses`, or not enough workers to be had.
             CollectiveError: workers could not communicate though all are alive.
             BaseException: what user code raised first, with the worker's traceback.
         """
-        causes: list[str] = []
-        self.losses_in_call = 0
+        self._causes, self.losses_in_call = [], 0
         while True:
-            self._make_ready(causes, max_losses)
+            self._make_ready(max_losses, 1 if any_size else self._min_workers)
             if arguments_from is not None:
                 arguments = {**arguments, **arguments_from(self.progress)}
                 arguments_from = None
-            members = self.members if rank is None else [self.members[rank]]
+            members = list(self.members if rank is None else [self.members[rank]])
             attempt = self._run(members, method, arguments, on_wait)
-            if not attempt.failed:
-                self.state = State.READY
-                self.progress = attempt.outcomes[members[0]].progress
-                return [attempt.outcomes[member] for member in members]
             if attempt.outcomes:
-                reached = [outcome.progress for outcome in attempt.outcomes.values()]
-                self.progress = reached[choose_leader(reached)]
+                self.progress = furthest([o.progress for o in attempt.outcomes.values()])
             if attempt.lost:
-                self._drop(attempt.lost, causes, max_losses)
-                continue
-            error = attempt.error()
-            if attempt.first_error is not None:
-                self._record("user_error", [attempt.first_error[0]], cause=repr(error))
-            raise error
+                self._lose(attempt.lost, max_losses)
+            elif attempt.failed and not attempt.interrupted_by_us:
+                error = attempt.error()
+                if attempt.first_error is not None:
+                    self._record("user_error", [attempt.first_error[0]], cause=repr(error))
+                raise error
+            elif not attempt.failed:
+                self.state = State.READY
+                if not attempt.paused:
+                    self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
+                    return [attempt.outcomes[member] for member in members]
+
+    @property
+    def _min_workers(self) -> int:
+        return self._group.options.min_workers
 
     def _run(
         self,
@@ -209,12 +242,12 @@ class Supervisor:
         try:
             self.state = State.RUNNING
             attempt = Attempt({member: member.work("call", method, packed) for member in members})
-            mentioned = time.monotonic()
+            watch = Watch(attempt, self._ranks, self._elastic.hang_timeout_s)
             while attempt.under_way:
-                attempt.settle(0.2 if on_wait else 1.0)
-                if on_wait is not None:
-                    on_wait(self._all_progress())
-                mentioned = self._mention_uneven(attempt, mentioned)
+                busy = on_wait is not None or self._recruiting.under_way
+                attempt.settle(_BUSY_TICK_S if busy else _TICK_S)
+                if attempt.under_way:
+                    self._look(attempt, watch, on_wait, pausable=method == "train")
             if attempt.failed:
                 self._end(attempt)
         except BaseException:
@@ -224,6 +257,53 @@ class Supervisor:
             self._interrupt()
             raise
         return attempt
+
+    def _look(
+        self,
+        attempt: Attempt,
+        watch: Watch,
+        on_wait: Callable[[Sequence[Progress]], None] | None,
+        pausable: bool,
+    ) -> None:
+        """Do what there is to do while a call is under way."""
+        progress = self._ask_progress()
+        if on_wait is not None:
+            on_wait(list(progress.values()))
+        if progress:
+            first = next(iter(progress))
+            self.snapshots.follow(first, progress[first])
+        watch.mention_uneven()
+        stuck = watch.stuck(progress)
+        if stuck is not None:
+            self._break_hang(attempt, stuck)
+        self._recruiting.tend(self._generation)
+        if pausable and self._recruiting.ready():
+            self._pause(attempt, progress)
+
+    def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
+        """Let all workers stop at the same step, for newcomers to join there."""
+        if len(progress) < len(self.members) or attempt.outcomes:
+            return  # one is not listening, or the call is ending anyway
+        step = self._paused_at = pause_step(list(progress.values()))
+        heard = [member.control("pause_at", step) for member in self.members]
+        wait(heard, timeout=_ANSWER_S)
+        in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
+        deadline = time.monotonic() + _PAUSE_S
+        while in_time and attempt.under_way and time.monotonic() < deadline:
+            attempt.settle(deadline - time.monotonic())
+        if attempt.under_way:
+            # some went past the step, and now wait for those that did not; give that step up
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+
+    def _break_hang(self, attempt: Attempt, stuck: Sequence[Member]) -> None:
+        for member in stuck:
+            self._record("hung", [member], cause="no batch finished within hang_timeout_s")
+            logger.warning("Killing worker %d, which hangs.", self._ranks[member])
+            member.kill_process()
+        if not stuck:  # they wait for each other: only a new process group helps
+            attempt.interrupted_by_us = True
+            self._end(attempt)
 
     def _end(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
@@ -235,45 +315,57 @@ class Supervisor:
         """Make the calls under way fail, on all members: a connection has two ends."""
         wait([member.control("interrupt") for member in self.members], timeout=_ANSWER_S)
 
-    def _mention_uneven(self, attempt: Attempt, mentioned: float) -> float:
-        """Say, from time to time, which workers are still busy when others have returned."""
-        now = time.monotonic()
-        if not attempt.outcomes or not attempt.pending:
-            return now
-        if now - mentioned < _UNEVEN_S:
-            return mentioned
-        logger.warning(
-            "Workers %s have returned; still waiting for workers %s, which may be waiting for "
-            "them in turn. Every worker needs the same number of collective operations.",
-            self._listed(attempt.outcomes),
-            self._listed(attempt.pending),
-        )
-        return now
-
-    def _all_progress(self) -> list[Progress]:
-        """Return every worker's progress, while they are busy."""
-        futures = [member.control("progress") for member in self.members]
-        wait(futures, timeout=_ANSWER_S)
-        return [f.result() for f in futures if f.done() and f.exception() is None]
+    def _ask_progress(self) -> dict[Member, Progress]:
+        """Return the progress of every worker that answers, while they are busy."""
+        asked = {member: member.control("progress") for member in self.members}
+        wait(asked.values(), timeout=_ANSWER_S)
+        return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
     # ---- generations
 
-    def _make_ready(self, causes: list[str], max_losses: int) -> None:
-        """Make a new generation where the last one is broken."""
+    def _make_ready(self, max_losses: int, min_workers: int) -> None:
+        """Mend a group that is broken, let newcomers in, and wait for enough workers."""
         if self.state is State.CLOSED:
             raise RuntimeError("The workers are shut down.")
         if self.state is State.RUNNING:
             raise RuntimeError(
                 "Another call on these workers is under way, in another thread; wait for its end."
             )
-        started = time.monotonic()
-        while self.state is State.BROKEN:
-            lost = self._await_stragglers() or self._rejoin()
-            if lost:
-                self._drop(lost, causes, max_losses)
+        while True:
+            self._recruiting.tend(self._generation)
+            if not self.members:
+                self._restart(min_workers)
+            elif len(self.members) + len(self._recruiting.ready()) < min_workers:
+                self._await_newcomers(min_workers)
+            elif self.state is State.BROKEN or self._recruiting.ready():
+                self._renew(max_losses)
             else:
-                self.state = State.READY
-                self._record("resumed", self.members, seconds=time.monotonic() - started)
+                break
+        if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
+            self._paused_at = None
+            wait([m.control("pause_at", None) for m in self.members], timeout=_ANSWER_S)
+
+    def _renew(self, max_losses: int) -> None:
+        """Make a new generation of the survivors and the newcomers that are ready."""
+        started = time.monotonic()
+        lost = self._await_stragglers()
+        if lost:
+            self._lose(lost, max_losses)
+            return
+        recruits = self._recruiting.ready()
+        lost = self._rejoin(recruits)
+        if lost:
+            self._lose(lost, max_losses)
+            return
+        self.state = State.READY
+        seconds = time.monotonic() - started
+        if recruits:
+            self._recruiting.joined(recruits)
+            newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
+            self._record("grown", newcomers, seconds=seconds)
+            logger.info("Grown to %d workers in %.2f s.", len(self.members), seconds)
+        else:
+            self._record("resumed", self.members, seconds=seconds)
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
@@ -301,77 +393,175 @@ class Supervisor:
                 )
         return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
 
-    def _rejoin(self) -> dict[Member, BaseException]:
-        """Let all members enter a new generation; returns those that were lost meanwhile."""
+    def _rejoin(self, recruits: Sequence[Recruit]) -> dict[Member, BaseException]:
+        """Let members and newcomers enter a new generation; returns those that were lost."""
         asked = {member: member.control("progress") for member in self.members}
         wait(asked.values(), timeout=_SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         if lost:
             return lost
         reached = [asked[member].result() for member in self.members]
-        leader = choose_leader(reached)
-        self.progress = reached[leader]
-        attempt = self._enter(self._contexts(), leader)
+        leader = self.members[choose_leader(reached)]
+        self.progress = reached[choose_leader(reached)]
+        self.state = State.BROKEN
+        self.members.extend(r.member for r in recruits if r.member is not None)
+        self._group.sort_members()
+        contexts = self._contexts(self.members)
+        attempt = self._enter(contexts, self.members.index(leader))
+        self._paused_at = None
         if attempt.failed and not attempt.lost:
-            raise attempt.error()
+            # the newcomers, which may be the reason, stay out of the next try
+            for recruit in recruits:
+                self._recruiting.fail(recruit, attempt.error())
+            if not recruits:
+                raise attempt.error()
+            return {}
         if not attempt.failed:
             self._number_members()
+            return {}
+        for recruit in recruits:
+            if recruit.member in attempt.lost:
+                self._recruiting.fail(recruit, attempt.lost.pop(recruit.member))
+            elif recruit.member is not None:
+                self.members.remove(recruit.member)  # it joins the next time
         return attempt.lost
 
-    def _drop(self, lost: dict[Member, BaseException], causes: list[str], max_losses: int) -> None:
+    def _lose(self, lost: Mapping[Member, BaseException], max_losses: int) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
         self.state = State.BROKEN
-        options = self._group.options
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _first_line(error)
             self._record("lost", [member], cause=said)
-            causes.append(f"worker {rank} on {member.name}: {said}")
-            self.losses_in_call = len(causes)
+            self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
-            member.kill()
             self._stragglers.pop(member, None)
-        survivors = [member for member in self.members if member not in lost]
-        self._group.members[:] = survivors
-        first, error = next(iter(lost.items()))
-        if len(causes) > max_losses:
-            why = f"{len(causes)} lost in one call, and max_retries={max_losses}"
-        elif len(survivors) < options.min_workers:
-            why = f"{len(survivors)} left, and min_workers={options.min_workers}"
+            self._recruiting.lost(self._group.slot_of(member))
+            self._group.discard(member)
+        if not self._elastic.in_place:
+            for member in list(self.members):
+                self._group.discard(member)
+        self._recruiting.resized()
+        self._recruiting.tend(self._generation)
+        self.losses_in_call += 1
+        if self.losses_in_call > max_losses:
+            member, error = next(iter(lost.items()))
+            raise self._failed(
+                f"{self.losses_in_call} losses in one call, and max_retries={max_losses}",
+                member,
+                error,
+            )
+        logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
+
+    def _failed(
+        self, why: str, member: Member | None = None, cause: BaseException | None = None
+    ) -> WorkerLostError:
+        error = WorkerLostError(
+            "\n".join([f"Training run failed: {why}.", *self._causes]),
+            rank=-1 if member is None else self._ranks.get(member, -1),
+            node_id="" if member is None else member.place.node_id,
+            cause="" if cause is None else _first_line(cause),
+        )
+        error.__cause__ = cause
+        return error
+
+    # ---- too few workers
+
+    def _await_newcomers(self, min_workers: int) -> None:
+        """Wait, longer each time, until survivors and newcomers are enough."""
+        config = self._elastic
+        missing = f"{len(self.members)} left, and min_workers={min_workers}"
+        if not config.grow or self._group.options.inline:
+            raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
+        for number in range(config.max_attempts):
+            wait_s = backoff_s(number, config, random.random())
+            self._mention_wait(missing, number, wait_s)
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline:
+                self._recruiting.tend(self._generation)
+                if len(self.members) + len(self._recruiting.ready()) >= min_workers:
+                    return
+                time.sleep(_BUSY_TICK_S)
+        raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
+
+    def _restart(self, min_workers: int) -> None:
+        """Start all workers anew from the newest snapshot, trying longer each time."""
+        config = self._elastic
+        started = time.monotonic()
+        if config.snapshot_every is None and self.progress.global_step > 0:
+            raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
+        self._recruiting.stop()
+        self._group.shutdown(force=True)
+        self._stragglers.clear()
+        for number in range(config.max_attempts):
+            wait_s = backoff_s(number, config, random.random())
+            try:
+                self._start(max(wait_s, 1.0))
+                self._load_snapshot()
+                break
+            except (InsufficientResourcesError, WorkerLostError, WorkerTimeoutError) as error:
+                self._mention_wait(_first_line(error), number, wait_s)
+                self.state = State.BROKEN
+                self._group.shutdown(force=True)
+                last = error
         else:
-            logger.warning("Going on with %d of %d workers.", len(survivors), options.num_workers)
-            return
-        raise WorkerLostError(
-            f"Training run failed ({why}):\n" + "\n".join(causes),
-            rank=self._ranks.get(first, -1),
-            node_id=first.place.node_id,
-            cause=_first_line(error),
-        ) from error
+            raise self._failed(
+                f"no {min_workers} workers to be had: {self._group.room()}", cause=last
+            )
+        self._record("restarted", self.members, seconds=time.monotonic() - started)
+        logger.warning(
+            "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
+        )
+
+    def _load_snapshot(self) -> None:
+        state = self.snapshots.state()
+        self.progress = Progress()
+        if state is None:
+            return  # none had been taken yet: the workers are as their setup made them
+        packed = self._group.shared(_pickled("the snapshot", {"state": state}))
+        attempt = self._step("call", [("load_state_dict", packed)] * len(self.members), "load")
+        self._raise_failure(attempt)
+        self.progress = next(iter(attempt.outcomes.values())).progress
+
+    def _mention_wait(self, why: str, number: int, wait_s: float) -> None:
+        self._record("waiting", [], cause=why, seconds=wait_s)
+        logger.warning(
+            "Too few workers (%s). Try %d of %d, for %.1f s: %s",
+            why,
+            number + 1,
+            self._elastic.max_attempts,
+            wait_s,
+            self._group.room(),
+        )
+
+    def _note_failed_newcomer(self, member: Member | None, error: BaseException) -> None:
+        said = _first_line(error)
+        self._record("newcomer_failed", [] if member is None else [member], cause=said)
+        logger.warning("A newcomer failed before it joined: %s", said)
 
     # ---- helpers
 
     def _record(
-        self, kind: _Kind, members: Sequence[Member], *, cause: str = "", seconds: float = 0.0
+        self, kind: EventKind, members: Sequence[Member], *, cause: str = "", seconds: float = 0.0
     ) -> None:
         self.events.append(
             Event(
                 kind=kind,
                 generation=self._generation,
                 ranks=tuple(self._ranks.get(member, -1) for member in members),
-                nodes=tuple(member.place.node_id for member in members),
+                nodes=tuple(member.node_id for member in members),
                 step=self.progress.global_step,
                 cause=cause,
                 seconds=seconds,
             )
         )
 
-    def _contexts(self) -> list[WorkerContext]:
+    def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
         self._generation += 1
-        options = self._group.options
         return assign_contexts(
-            [member.place for member in self.members],
+            [member.place for member in members],
             generation=self._generation,
             distributed=self._backend is not None,
-            num_cpus=options.num_cpus,
+            num_cpus=self._group.options.num_cpus,
         )
 
     def _enter(self, contexts: Sequence[WorkerContext], leader: int | None) -> Attempt:
@@ -401,7 +591,7 @@ class Supervisor:
                     f"for {waiting}.",
                     waited_s=self._timeout_s,
                 )
-            if now - mentioned > _UNEVEN_S:
+            if now - mentioned > _MENTION_S:
                 logger.warning(
                     "Still waiting for workers %s to %s.", self._listed(attempt.pending), what
                 )

@@ -12,28 +12,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import cloudpickle
 
 from raysgd.backends import Backend
-from raysgd.context import Progress, Runner, WorkerContext
+from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
 
 __all__ = ["Outcome", "Worker"]
 
 
+OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
+
+
 @dataclass
 class Outcome:
     """What came of one call: a value, or an exception and what kind of failure it is.
 
-    ``user``: user code raised. ``communication``: talking to another worker failed, most likely
-    because that one failed. ``stopped``: it failed after the driver had interrupted it.
+    ``paused``: it stopped at the step at which it was asked to. ``user``: user code raised.
+    ``communication``: talking to another worker failed, most likely because that one failed.
+    ``stopped``: it failed after the driver had interrupted it.
     """
 
-    kind: Literal["ok", "user", "communication", "stopped"]
+    kind: OutcomeKind
     payload: Any
     """The value or the exception; pickled by us where it comes from another process, since what
     Ray unpickles it does in a thread of its own, and user code shall not run there."""
@@ -76,6 +80,7 @@ class Worker:
         return Place(
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
             gpu_ids=gpu_ids,
         )
 
@@ -107,16 +112,23 @@ class Worker:
         self._rank = context.world_rank
         return self._attempt(lambda: self._hosted.prepare(context))
 
-    def enter(self, context: WorkerContext, rendezvous: Any, leader: int | None) -> Outcome:
-        """Enter a generation: make its process group, then set up, or join the leader's state."""
+    def enter(
+        self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
+    ) -> Outcome:
+        """Enter a generation: make its process group, then set up, or join the leader's state.
+
+        A newcomer sets up `alone`, in a group of one, while the others train.
+        """
         self._rank = context.world_rank
+        group = replace(context, world_rank=0, world_size=1) if alone else context
 
         def enter() -> None:
             if self._backend is not None:
                 self._backend.teardown()
-                self._backend.setup(context, rendezvous)
+                self._backend.setup(group, rendezvous)
             self._interrupted = False
             self._hosted.request_stop(False)
+            self._hosted.pause_at(None)
             if leader is None:
                 self._hosted.setup(context)
             else:
@@ -139,6 +151,15 @@ class Worker:
     def progress(self) -> Progress:
         """Say how far the work is."""
         return Progress() if self._runner is None else self._runner.progress()
+
+    def pause_at(self, step: int | None) -> int:
+        """Ask the call under way to stop at a step; returns the step that it is at."""
+        return self._hosted.pause_at(step)
+
+    def snapshot(self) -> bytes | None:
+        """Return the newest snapshot of the runner, pickled."""
+        state = None if self._runner is None else self._runner.snapshot()
+        return None if state is None else _dumps(state)
 
     def stacks(self) -> str:
         """Return the Python stack of every thread, as text."""
@@ -179,7 +200,9 @@ class Worker:
         if isinstance(error, SystemExit):
             # raised as itself it would end the driver's program, and without a word
             error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
-        kind: Literal["user", "communication", "stopped"] = "user"
+        kind: OutcomeKind = "user"
+        if isinstance(error, PausedError):
+            return Outcome("paused", None, self._safe_progress())
         if self._interrupted:
             kind = "stopped"
         elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):

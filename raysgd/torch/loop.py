@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.metrics import Summary, merge_segments
 from raysgd.torch import replica
 from raysgd.torch.loading import Source
+from raysgd.torch.snapshots import Snapshots
 from raysgd.torch.steps import Steps
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -39,6 +42,9 @@ class Loop:
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
         self._shared_out = True
+        self._pause_at: int | None = None
+        self.snapshots = Snapshots(None)
+        """Copies of the state for the driver; none until the runner says how often."""
         self.steps: Steps | None = None
         """The stretch under way."""
         self.num_covered: int | None = None
@@ -52,6 +58,14 @@ class Loop:
         """After a rejoin, go on in a loader that cannot be rewound, unless the place `moved`."""
         if moved or self._shared_out:
             self.forget_iteration()
+
+    def pause_at(self, step: int | None) -> int:
+        """Let the call under way raise PausedError at a step. Called from another thread."""
+        self._pause_at = step
+        steps = self.steps
+        if step is not None and steps is not None:
+            steps.pause_at(step)
+        return self._parts.global_step
 
     # ---- train
 
@@ -72,6 +86,8 @@ class Loop:
             self.forget_iteration()
         self._shared_out = source.sharded
         while (limit := self._left(until_epoch, until_step)) != 0:
+            if self._pause_at is not None and self._parts.global_step >= self._pause_at:
+                raise PausedError
             self._train_stretch(source, limit, info)
         if self._parts.settings.context.distributed:
             self._parts.sync_buffers()
@@ -88,7 +104,10 @@ class Loop:
     def _train_stretch(self, source: Source, limit: int | None, info: Any) -> None:
         parts, operator = self._parts, self.operator
         start = parts.offset
+        self.snapshots.maybe_take(parts, operator)
         steps = self.steps = self._new_steps(source, limit)
+        if self._pause_at is not None:
+            steps.pause_at(self._pause_at)
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         parts.meters = None
@@ -102,8 +121,9 @@ class Loop:
         self._segments.append(_checked_result(operator.train_epoch, metrics))
         if steps.num_batches == 0:
             self._check_empty_stretch(steps, source, start, limit)
+        paused = self._pause_at is not None and parts.global_step >= self._pause_at
         # a loop that stops early of its own will has ended its epoch
-        if steps.epoch_is_over or limit is None:
+        if steps.epoch_is_over or (limit is None and not paused):
             parts.epoch += 1
             parts.offset = 0
             self._batches = None
@@ -156,7 +176,10 @@ class Loop:
                 go_on = self._every_rank
         if self._batches is None:
             self._batches = source.batches(parts.epoch, parts.offset)
-        return Steps(parts, source, self._batches, limit, left, go_on)
+        on_commit = None
+        if self.snapshots.each_step:
+            on_commit = partial(self.snapshots.maybe_take, parts, self.operator)
+        return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
 
     def _every_rank(self, has_batch: bool) -> bool:
         return bool(replica.agree_on_minimum(int(has_batch), self._parts.settings.device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from raysgd.torch import replica
 from raysgd.torch.components import Components, OperatorSettings
 from raysgd.torch.fitting import check_place
 from raysgd.torch.loop import Loop
+from raysgd.torch.snapshots import Snapshots, full_state
 from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state, to_cpu
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -33,6 +34,7 @@ class TorchRunnerOptions:
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_tqdm: bool = False
+    snapshot_every: Literal["epoch"] | int | None = None
 
 
 class TorchRunner:
@@ -72,6 +74,7 @@ class TorchRunner:
             batch_share=config.get(BATCH_SIZE),
         )
         self._loop = Loop(build_operator(options.operator_cls, config, settings))
+        self._loop.snapshots = Snapshots(options.snapshot_every)
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
             self._parts.reseed(
@@ -129,6 +132,8 @@ class TorchRunner:
             total_batches=None if steps is None else steps.total_batches,
             num_covered=self._loop.num_covered,
             num_samples=0 if meters is None else int(meters.num_samples),
+            step_s=0.0 if steps is None else steps.step_s,
+            snapshot=self._loop.snapshots.step,
             loss=None if meters is None else _number(meters.last("train_loss")),
         )
 
@@ -137,6 +142,14 @@ class TorchRunner:
         steps = None if self._loop is None else self._loop.steps
         if steps is not None:
             steps.stop_requested = requested
+
+    def pause_at(self, step: int | None) -> int:
+        """Let the call under way pause at a step; returns the step that it is at."""
+        return 0 if self._loop is None else self._loop.pause_at(step)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the newest snapshot, on CPU."""
+        return None if self._loop is None else self._loop.snapshots.get()
 
     # ---- training
 
@@ -187,17 +200,8 @@ class TorchRunner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""
-        shared = self._shared_state()
-        place = shared["place"]
-        state = {
-            "epoch": place["epoch"] + (place["offset"] > 0),
-            "global_step": shared["global_step"],
-            "operator": shared["operator"],
-            **shared["training"],
-            "data": place,
-        }
-        moved: dict[str, Any] = to_cpu(state)
-        return moved
+        state: dict[str, Any] = to_cpu(full_state(self._parts, self.operator))
+        return state
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""

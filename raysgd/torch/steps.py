@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class Steps:
         limit: the most batches of this stretch; None for the rest of the epoch.
         steps_left: steps from ``parts.offset`` to the end of the epoch; None where unknown.
         go_on: asks all ranks whether each of them has a batch; None where that is certain.
+        on_commit: called after each step.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Steps:
         limit: int | None,
         steps_left: int | None,
         go_on: Callable[[bool], bool] | None,
+        on_commit: Callable[[], None] | None = None,
     ) -> None:
         self._parts = parts
         self._source = source
@@ -47,7 +50,10 @@ class Steps:
         self._steps_left = steps_left
         self._limit = min((n for n in (limit, steps_left) if n is not None), default=None)
         self._go_on = go_on
+        self._on_commit = on_commit
         self._start = parts.offset
+        self._start_step = parts.global_step
+        self._started = time.perf_counter()
         self._in_flight = _NOTHING
         self._exhausted = False
         self._timers = parts.timers if parts.timers.enabled else None
@@ -55,6 +61,18 @@ class Steps:
         self.num_batches = 0
         self.loader_failed = False
         """Whether it was the loader that raised; it cannot be asked again then."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step so far; 0 before the first is done."""
+        if not self.num_batches:
+            return 0.0
+        return (time.perf_counter() - self._started) / self.num_batches
+
+    def pause_at(self, step: int) -> None:
+        """Let the stretch end once `step` steps are committed. Called from another thread."""
+        limit = max(0, step - self._start_step)
+        self._limit = limit if self._limit is None else min(self._limit, limit)
 
     @property
     def total_batches(self) -> int | None:
@@ -89,7 +107,7 @@ class Steps:
         """Commit the last step, when the loop has returned, and note where the epoch stands."""
         if self._in_flight is not _NOTHING:
             self._commit()
-        self._parts.offset = self._source.offset_after(self._start, self.num_batches)
+        self._note_place()
 
     def fail(self) -> list[Any]:
         """Settle the step in flight when the loop has raised; return batches to train again.
@@ -102,6 +120,9 @@ class Steps:
         self.finish()
         self._parts.roll_back()
         return lost
+
+    def _note_place(self) -> None:
+        self._parts.offset = self._source.offset_after(self._start, self.num_batches)
 
     def _fetch(self) -> Any:
         try:
@@ -119,3 +140,6 @@ class Steps:
         self._in_flight = _NOTHING
         self.num_batches += 1
         self._parts.commit()
+        if self._on_commit is not None:
+            self._note_place()
+            self._on_commit()

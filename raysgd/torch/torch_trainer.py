@@ -10,6 +10,7 @@ import torch
 
 from raysgd.backends import backend_names, create_backend
 from raysgd.config import check_batch_size, env_seconds
+from raysgd.elastic.config import ElasticConfig
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import InlineMember
 from raysgd.execution.supervisor import Supervisor
@@ -66,6 +67,7 @@ class TorchTrainer(OperatorTrainer):
         scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
             started nor imported, and torch keeps the threads that this process gave it.
+        elastic: what to do about workers that are lost or come back; the defaults need none.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -93,6 +95,7 @@ class TorchTrainer(OperatorTrainer):
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
+        elastic: ElasticConfig | None = None,
         **old_arguments: Any,
     ) -> None:
         _refuse(old_arguments)
@@ -115,6 +118,7 @@ class TorchTrainer(OperatorTrainer):
                 raise TypeError(f"TorchTrainer({name}={value!r}): must be True or False.")
         if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
+        elastic = _checked_elastic(elastic, num_workers)
         inline = use_local and num_workers == 1
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         gpu = _decide_gpu(use_gpu, inline, resources)
@@ -123,7 +127,7 @@ class TorchTrainer(OperatorTrainer):
         num_gpus = resources.pop("GPU", 1) if gpu else 0
         options = GroupOptions(
             num_workers=num_workers,
-            min_workers=min_workers,
+            min_workers=elastic.min_workers or min_workers,
             num_cpus=num_cpus_per_worker,
             num_gpus=num_gpus,
             resources=resources,
@@ -139,6 +143,7 @@ class TorchTrainer(OperatorTrainer):
                 add_dist_sampler=add_dist_sampler,
                 scheduler_step_freq=scheduler_step_freq,
                 use_tqdm=use_tqdm,
+                snapshot_every=elastic.snapshot_every,
             )
         )
         name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
@@ -150,6 +155,7 @@ class TorchTrainer(OperatorTrainer):
             create_backend(name, timeout_s) if num_workers > 1 else None,
             initialization_hook,
             timeout_s,
+            elastic,
         )
         super().__init__(config, supervisor, use_tqdm)
 
@@ -162,7 +168,7 @@ class TorchTrainer(OperatorTrainer):
             to_cpu: keep it on the CPU; otherwise it is on a GPU where the workers use GPUs and this
                 process has one.
         """
-        models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3)[0]
+        models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3, any_size=True)[0]
         if self._use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
@@ -239,6 +245,19 @@ def _check_workers(num_workers: Any, min_workers: Any) -> None:
             f"TorchTrainer(min_workers={min_workers}, num_workers={num_workers}): min_workers must "
             "be between 1 and num_workers."
         )
+
+
+def _checked_elastic(elastic: Any, num_workers: int) -> ElasticConfig:
+    if elastic is None:
+        return ElasticConfig()
+    if not isinstance(elastic, ElasticConfig):
+        raise TypeError(f"TorchTrainer(elastic=...) takes an ElasticConfig, not {elastic!r}.")
+    if elastic.min_workers is not None and elastic.min_workers > num_workers:
+        raise ValueError(
+            f"ElasticConfig(min_workers={elastic.min_workers}), TorchTrainer(num_workers="
+            f"{num_workers}): min_workers must be between 1 and num_workers."
+        )
+    return elastic
 
 
 def _checked_resources(resources: Any, num_cpus: Any) -> dict[str, float]:

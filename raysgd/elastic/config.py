@@ -1,0 +1,87 @@
+"""How a trainer reacts to workers that are lost or come back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ElasticConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """What to do about losses; the defaults suit most runs.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of its range.
+    """
+
+    min_workers: int | None = None
+    """The fewest workers to train with; None: what the trainer's ``min_workers`` says."""
+    max_attempts: int = 10
+    """How often to try for enough workers before giving up."""
+    initial_s: float = 1.0
+    """Seconds before the second try; each further wait is `factor` times longer."""
+    factor: float = 2.0
+    max_s: float = 60.0
+    """The longest wait, in seconds."""
+    jitter: float = 0.1
+    """Share of a wait by which it varies at random, so that trainers do not try in step."""
+    resize_cooldown_s: float = 10.0
+    """Seconds between two changes of size for room that has appeared. A lost worker is replaced
+    as soon as its successor is ready."""
+    hang_timeout_s: float | None = None
+    """Seconds without a finished batch after which stuck workers are killed; None: never."""
+    in_place: bool = True
+    """Whether survivors go on in their processes; otherwise all restart from the snapshot."""
+    grow: bool = True
+    """Whether lost workers are replaced, and missing ones added when there is room."""
+    snapshot_every: Literal["epoch"] | int | None = "epoch"
+    """How often the driver gets a copy of the state, for the case that all workers are lost: at the
+    start of each epoch, after so many steps, or never."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("min_workers", 1), ("max_attempts", 1)):
+            value = getattr(self, name)
+            if value is None and name == "min_workers":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"ElasticConfig({name}={value!r}): must be an int.")
+            if value < lowest:
+                raise ValueError(f"ElasticConfig({name}={value!r}): must be at least {lowest}.")
+        for name in ("initial_s", "max_s", "resize_cooldown_s", "hang_timeout_s"):
+            self._check_number(name, getattr(self, name), optional=name == "hang_timeout_s")
+        self._check_number("factor", self.factor, lowest=1.0)
+        self._check_number("jitter", self.jitter, highest=1.0)
+        for name in ("in_place", "grow"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"ElasticConfig({name}={getattr(self, name)!r}): must be True or False."
+                )
+        every = self.snapshot_every
+        if every not in ("epoch", None) and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
+            raise ValueError(
+                f'ElasticConfig(snapshot_every={every!r}): must be "epoch", a number of steps, '
+                "or None."
+            )
+
+    @staticmethod
+    def _check_number(
+        name: str,
+        value: object,
+        *,
+        lowest: float = 0.0,
+        highest: float = math.inf,
+        optional: bool = False,
+    ) -> None:
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"ElasticConfig({name}={value!r}): must be a number.")
+        if not lowest <= value <= highest or value == math.inf:
+            limit = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
+            raise ValueError(f"ElasticConfig({name}={value!r}): must be {limit}.")

@@ -1,0 +1,55 @@
+"""The driver's copy of the state, for the case that all workers are lost."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd.context import Progress
+from raysgd.execution.members import Member
+
+__all__ = ["SnapshotKeeper"]
+
+
+class SnapshotKeeper:
+    """Fetches snapshots while training goes on, and keeps the newest that has arrived.
+
+    It has to be here: what a worker keeps, in its memory or in Ray's store, dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._pickled: bytes | None = None
+        self._state: Mapping[str, Any] | None = None
+        self._step = -1
+        self._coming: tuple[int, Future[bytes | None]] | None = None
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Keep a state that the driver has anyway: one that was loaded."""
+        self._state, self._pickled, self._coming = state, None, None
+        self._step = -1
+
+    def follow(self, member: Member, progress: Progress) -> None:
+        """Fetch the snapshot that `member` holds, if it is a newer one; never waits."""
+        self._receive()
+        newer = progress.snapshot is not None and progress.snapshot != self._step
+        if self._coming is None and newer and member.remote:
+            assert progress.snapshot is not None
+            self._coming = (progress.snapshot, member.control("snapshot"))
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Return the newest snapshot; None if there has been none."""
+        self._receive()
+        if self._pickled is not None:
+            state: Mapping[str, Any] = pickle.loads(self._pickled)
+            return state
+        return self._state
+
+    def _receive(self) -> None:
+        if self._coming is None or not self._coming[1].done():
+            return
+        step, future = self._coming
+        self._coming = None
+        if future.exception() is None and (pickled := future.result()) is not None:
+            self._pickled, self._step = pickled, step

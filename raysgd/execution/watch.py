@@ -1,0 +1,95 @@
+"""Watching a call that is under way: its progress, workers that hang, workers that wait."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+
+from raysgd.context import Progress
+from raysgd.execution.attempt import Attempt
+from raysgd.execution.members import Member
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger(__name__)
+
+_UNEVEN_S = 30.0
+"""After how long to say that workers which are done wait for others."""
+_STACKS_S = 2.0
+"""How long a worker may take to show its stack; one that is stopped never does."""
+_IN_COLLECTIVE = ("_engine_run_backward", "distributed_c10d", "_sync_buffers", "all_reduce")
+
+
+class Watch:
+    """Watches one attempt at a call.
+
+    Args:
+        attempt: the attempt.
+        ranks: ranks of the members, for messages.
+        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck.
+    """
+
+    def __init__(
+        self, attempt: Attempt, ranks: Mapping[Member, int], hang_timeout_s: float | None
+    ) -> None:
+        self._attempt = attempt
+        self._ranks = ranks
+        self._hang_timeout_s = hang_timeout_s
+        self._moved_at = self._mentioned_at = time.monotonic()
+        self._seen: dict[Member, tuple[int, int]] = {}
+
+    def mention_uneven(self) -> None:
+        """Say, from time to time, which workers are still busy when others have returned."""
+        now = time.monotonic()
+        if not self._attempt.outcomes or not self._attempt.pending:
+            self._mentioned_at = now
+        elif now - self._mentioned_at >= _UNEVEN_S:
+            self._mentioned_at = now
+            logger.warning(
+                "Workers %s have returned; still waiting for workers %s, which may be waiting for "
+                "them in turn. Every worker needs the same number of collective operations.",
+                self._listed(self._attempt.outcomes),
+                self._listed(self._attempt.pending),
+            )
+
+    def stuck(self, progress: Mapping[Member, Progress]) -> list[Member] | None:
+        """Return None as long as the call moves; else log every stack, and return who is stuck.
+
+        The list is empty where all wait for each other.
+        """
+        if self._hang_timeout_s is None:
+            return None
+        seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
+        now = time.monotonic()
+        if any(seen[member] != self._seen.get(member) for member in seen) or not self._seen:
+            self._seen, self._moved_at = {**self._seen, **seen}, now
+        if now - self._moved_at < self._hang_timeout_s:
+            return None
+        self._moved_at = now
+        return self._find_stuck()
+
+    def _find_stuck(self) -> list[Member]:
+        asked = {member: member.control("stacks") for member in self._attempt.pending}
+        wait(asked.values(), timeout=_STACKS_S)
+        silent, apart = [], []
+        for member, answer in asked.items():
+            answered = answer.done() and answer.exception() is None
+            stacks = answer.result() if answered else "no answer: the process is stopped or gone"
+            logger.warning(
+                "No batch finished for %g s. Worker %d on %s:\n%s",
+                self._hang_timeout_s,
+                self._ranks[member],
+                member.name,
+                stacks,
+            )
+            if not answered:
+                silent.append(member)
+            elif not any(sign in stacks for sign in _IN_COLLECTIVE):
+                apart.append(member)
+        # those that wait in a collective wait for one that is elsewhere
+        return silent or [member for member in apart if member.remote]
+
+    def _listed(self, members: Mapping[Member, object]) -> str:
+        return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))

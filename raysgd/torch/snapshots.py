@@ -1,0 +1,69 @@
+"""Copies of the state that the driver fetches, for the case that all workers are lost."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from raysgd.torch.components import Components
+from raysgd.torch.state import to_cpu
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trees import map_leaves
+
+__all__ = ["Snapshots", "full_state"]
+
+
+class Snapshots:
+    """Holds the newest copy of one worker's state.
+
+    It is copied on the device, at a step boundary and in the thread that trains; bringing it to
+    the CPU and to the driver happens in another thread while training goes on.
+    """
+
+    def __init__(self, every: Literal["epoch"] | int | None) -> None:
+        self._every = every
+        self._held: tuple[int, dict[str, Any]] | None = None
+        self._epoch = -1
+
+    @property
+    def each_step(self) -> bool:
+        """Whether to ask after each step, not only at the start of a stretch."""
+        return isinstance(self._every, int)
+
+    @property
+    def step(self) -> int | None:
+        """Committed steps of the newest copy; None where there is none."""
+        held = self._held
+        return None if held is None else held[0]
+
+    def maybe_take(self, parts: Components, operator: TrainingOperator) -> None:
+        """Take a copy if it is time for one. One rank holds it for all."""
+        if self._every is None or parts.settings.context.world_rank != 0:
+            return
+        if self._held is not None:
+            if self._every == "epoch" and parts.epoch == self._epoch:
+                return
+            if isinstance(self._every, int) and parts.global_step - self._held[0] < self._every:
+                return
+        self._epoch = parts.epoch
+        self._held = (parts.global_step, map_leaves(full_state(parts, operator), _copied))
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the newest copy on CPU. Called from another thread."""
+        held = self._held
+        return None if held is None else to_cpu(held[1])
+
+
+def full_state(parts: Components, operator: TrainingOperator) -> dict[str, Any]:
+    """Return the state in the form that is saved, with tensors as they are on this device."""
+    place = parts.place()
+    return {
+        "epoch": place["epoch"] + (place["offset"] > 0),
+        "global_step": parts.global_step,
+        "operator": operator.state_dict(),
+        **parts.training_state(),
+        "data": place,
+    }
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if hasattr(leaf, "detach") else leaf
