@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +99,9 @@ class TorchBackend(Backend):
         A thread that is blocked in gloo notices nothing else: neither ``abort`` nor
         ``destroy_process_group`` wakes it.
         """
-        for connection in _connections():
-            ends = {tuple(connection.laddr), tuple(connection.raddr)}
-            if connection.status != psutil.CONN_LISTEN and ends & self._listening:
-                _shutdown(connection.fd)
+        for endpoint in _endpoints():
+            if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
+                endpoint.shut_down()
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
@@ -123,22 +122,53 @@ class TorchBackend(Backend):
         self._store = None
 
 
-def _shutdown(descriptor: int) -> None:
-    """Shut a socket down that someone else owns; its descriptor stays theirs."""
-    # it may have been closed since it was listed
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
+@dataclass(frozen=True)
+class _Endpoint:
+    """A TCP socket of this process; `remote` is None where it listens."""
+
+    descriptor: int
+    local: tuple[str, int]
+    remote: tuple[str, int] | None
+
+    def shut_down(self) -> None:
+        """Shut the connection down; the descriptor stays open for its owner."""
+        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
 
 
-def _connections() -> list[Any]:
-    """Return the TCP sockets of this process."""
-    connections: list[Any] = psutil.Process().net_connections("tcp")
-    return connections
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Open a socket object on a descriptor that someone else owns."""
+    copy = os.dup(descriptor)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with sock:
+        yield sock
+
+
+def _endpoints() -> list[_Endpoint]:
+    """Return the TCP sockets of this process.
+
+    From its descriptors: the system's table of connections loses entries while it is read.
+    """
+    found = []
+    for name in os.listdir("/dev/fd"):
+        # not every descriptor is a socket, and other threads close theirs meanwhile
+        with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            remote = None if listens else sock.getpeername()[:2]
+            found.append(_Endpoint(int(name), sock.getsockname()[:2], remote))
+    return found
 
 
 def _listeners() -> set[tuple[str, int]]:
     """Return the addresses on which this process listens."""
-    return {tuple(c.laddr) for c in _connections() if c.status == psutil.CONN_LISTEN}
+    return {endpoint.local for endpoint in _endpoints() if endpoint.remote is None}
 
 
 def _interfaces() -> dict[str, str]:

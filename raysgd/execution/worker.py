@@ -197,6 +197,7 @@ class Worker:
         return Outcome("ok", payload, self._safe_progress(), pickled=self._remote)
 
     def _failure(self, error: BaseException) -> Outcome:
+        text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             # raised as itself it would end the driver's program, and without a word
             error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
@@ -210,7 +211,6 @@ class Worker:
         progress = self._safe_progress()
         if not self._remote:
             return Outcome(kind, error, progress)
-        text = "".join(traceback.format_exception(error))
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
         return Outcome(kind, _pickled_error(error), progress, where, pickled=True)
 

@@ -1,6 +1,7 @@
 """The process group of torch.distributed, in this process alone."""
 
 import datetime
+import os
 import pickle
 import socket
 
@@ -113,6 +114,14 @@ def test_interrupting_shuts_down_connections_of_the_groups_listeners(backend):
             backend.interrupt()
             assert peer.recv(1) == b""
             assert client.recv(1) == b""
+
+
+def test_looking_at_the_sockets_leaves_no_descriptor(backend):
+    backend.interrupt()
+    before = sorted(os.listdir("/dev/fd"))
+    for _ in range(50):
+        backend.interrupt()
+    assert sorted(os.listdir("/dev/fd")) == before
 
 
 def test_errors_of_communication_are_told_from_others(backend):
