@@ -45,6 +45,14 @@ class Member(ABC):
         """End the worker also where its process is stopped and cannot end itself."""
         self.kill()
 
+    def signal(self, number: int) -> bool:
+        """Send a signal to the worker's process, and return whether that is there.
+
+        Raises:
+            RuntimeError: if it is the driver's process.
+        """
+        raise RuntimeError(f"{self.name}: this worker has no process of its own.")
+
     @property
     def node_id(self) -> str:
         """Ray's id of its node; empty where it has not said so yet."""
@@ -101,15 +109,26 @@ class ActorMember(Member):
 
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
+        with contextlib.suppress(Exception):  # its node may be gone already
+            self.signal(signal.SIGKILL)
+        self.kill()
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the actor's process, from its node."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        strategy = NodeAffinitySchedulingStrategy(self.place.node_id, soft=False)
-        remote: Any = ray.remote
-        send = remote(num_cpus=0, scheduling_strategy=strategy)(os.kill)
-        with contextlib.suppress(Exception):  # it, or its node, may be gone already
-            ray.get(send.remote(self.place.pid, signal.SIGKILL), timeout=_SIGNAL_S)
-        self.kill()
+        try:
+            if _is_here(self.place):
+                os.kill(self.place.pid, number)
+            else:
+                strategy = NodeAffinitySchedulingStrategy(self.place.node_id, soft=False)
+                remote: Any = ray.remote
+                send = remote(num_cpus=0, scheduling_strategy=strategy)(os.kill)
+                ray.get(send.remote(self.place.pid, number), timeout=_SIGNAL_S)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 class InlineMember(Member):
@@ -159,6 +178,14 @@ class ThreadMember(InlineMember):
     def kill(self) -> None:
         """Let the thread end when its call has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_here(place: Place) -> bool:
+    """Whether a worker runs on the driver's own node, where no task has to be started for it."""
+    import ray
+
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return place.node_id == node_id
 
 
 def is_loss(error: BaseException) -> bool:

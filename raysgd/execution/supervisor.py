@@ -266,7 +266,7 @@ class Supervisor:
         pausable: bool,
     ) -> None:
         """Do what there is to do while a call is under way."""
-        progress = self._ask_progress()
+        progress = self.ask_progress()
         if on_wait is not None:
             on_wait(list(progress.values()))
         if progress:
@@ -315,7 +315,7 @@ class Supervisor:
         """Make the calls under way fail, on all members: a connection has two ends."""
         wait([member.control("interrupt") for member in self.members], timeout=_ANSWER_S)
 
-    def _ask_progress(self) -> dict[Member, Progress]:
+    def ask_progress(self) -> dict[Member, Progress]:
         """Return the progress of every worker that answers, while they are busy."""
         asked = {member: member.control("progress") for member in self.members}
         wait(asked.values(), timeout=_ANSWER_S)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from tests.conftest import wait_until
 from tests.distributed.test_exactness import Ledger, ledger_of
@@ -65,6 +65,7 @@ def make_trainer(folder, num_workers, **config):
         training_operator_cls=Faulty,
         config={"folder": str(folder), "batch_norm": True, "momentum": 0.9, **config},
         num_workers=num_workers,
+        elastic=ElasticConfig(grow=False),
     )
 
 
@@ -140,7 +141,12 @@ def test_a_killed_worker_loses_no_step(ray_cluster, tmp_path, num_workers, victi
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_the_ledger_is_all_ones_after_two_losses(ray_cluster, loader_workers):
     config = {"num_samples": 2000, "batch_size": 5, "loader_workers": loader_workers}
-    with TorchTrainer(training_operator_cls=Ledger, config=config, num_workers=4) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Ledger,
+        config=config,
+        num_workers=4,
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
         pids = trainer.apply_all_workers(os.getpid)
 
         def kill_two():
@@ -159,7 +165,7 @@ def test_the_ledger_is_all_ones_after_two_losses(ray_cluster, loader_workers):
 
 
 def reached(trainer):
-    return max((p.global_step for p in trainer._supervisor._all_progress()), default=0)
+    return max((p.global_step for p in trainer._supervisor.ask_progress().values()), default=0)
 
 
 def test_a_dead_worker_is_an_error_where_no_loss_is_allowed(ray_cluster, tmp_path):
@@ -183,6 +189,7 @@ def test_losing_more_than_min_workers_allow_is_an_error(ray_cluster, tmp_path):
         config={"folder": str(tmp_path)},
         num_workers=2,
         min_workers=2,
+        elastic=ElasticConfig(grow=False),
     ) as trainer:
         order(tmp_path, "train", 0, 3, "die")
         with pytest.raises(WorkerLostError, match="1 left, and min_workers=2"):
@@ -190,10 +197,15 @@ def test_losing_more_than_min_workers_allow_is_an_error(ray_cluster, tmp_path):
         trainer.save(tmp_path / "rest.pt")
 
 
-def test_losing_the_only_worker_is_an_error(ray_cluster, tmp_path):
-    with make_trainer(tmp_path, 1) as trainer:
+def test_losing_all_without_a_snapshot_is_an_error(ray_cluster, tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Faulty,
+        config={"folder": str(tmp_path)},
+        elastic=ElasticConfig(snapshot_every=None),
+    ) as trainer:
+        trainer.train(num_steps=2)
         order(tmp_path, "train", 0, 3, "die")
-        with pytest.raises(WorkerLostError, match="worker 0"):
+        with pytest.raises(WorkerLostError, match=r"all workers are lost(.|\n)*worker 0"):
             trainer.train()
 
 
@@ -262,7 +274,7 @@ def test_shutdown_frees_the_resources_before_it_returns(ray_cluster, tmp_path):
 
 DRIVER = """
 import os, signal, sys
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
 from tests.operators import Classifier
 
 trainer = TorchTrainer(training_operator_cls=Classifier, num_workers=2)

@@ -96,7 +96,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2, num_gpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.context import Progress
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.supervisor import Supervisor
@@ -110,6 +110,7 @@ class Places:
     def rejoin(self, context, leader): self.context = context
     def progress(self): return Progress()
     def request_stop(self, requested): pass
+    def pause_at(self, step): return 0
     def teardown(self): pass
     def where(self):
         c = self.context
@@ -122,7 +123,10 @@ supervisor.start()
 print(json.dumps({"places": [o.value() for o in supervisor.call("where")]}), flush=True)
 supervisor.shutdown()
 
-with TorchTrainer(training_operator_cls=Classifier, num_workers=2, use_gpu=False) as trainer:
+with TorchTrainer(
+    training_operator_cls=Classifier, num_workers=2, use_gpu=False,
+    elastic=ElasticConfig(grow=False),
+) as trainer:
     spread = len({node for event in trainer.events for node in event.nodes})
     trainer.train(num_steps=3)
     lost_node = trainer.events[0].nodes[1]

@@ -1,4 +1,4 @@
-"""Help for testing operators."""
+"""Operators without a trainer."""
 
 from __future__ import annotations
 

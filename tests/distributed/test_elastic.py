@@ -1,0 +1,336 @@
+"""Losing and gaining workers without losing a step."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.errors import WorkerLostError
+from raysgd.utils import BATCH_SIZE
+from tests.conftest import wait_until
+from tests.distributed.test_exactness import Ledger, ledger_of
+from tests.distributed.test_failures import Faulty, order, reached
+from tests.operators import Classifier, replica_hash
+
+
+class SlowLedger(Ledger):
+    """Trains slowly enough for newcomers to arrive within the epoch, or until a file says so."""
+
+    def setup(self, config):
+        if config.get("setup_fault") and os.path.exists(config["setup_fault"]):
+            os.unlink(config["setup_fault"])
+            os._exit(1)
+        super().setup(config)
+
+    def train_batch(self, batch, batch_info):
+        # waits for the group to be full again before the end of the epoch
+        if self.world_size < self.config.get("until_size", 0):
+            left = self.config["num_samples"] - self.config["hold_at"]
+            if self.global_step >= left // (len(batch) * self.config["until_size"]):
+                time.sleep(0.02)
+        return super().train_batch(batch, batch_info)
+
+
+def ledger_trainer(num_workers, num_samples=3000, elastic=None, **config):
+    config = {"num_samples": num_samples, "loader_workers": 0, **config}
+    if BATCH_SIZE not in config:
+        config.setdefault("batch_size", 4)
+    return TorchTrainer(
+        training_operator_cls=SlowLedger,
+        config={"until_size": num_workers, "hold_at": num_samples, **config},
+        num_workers=num_workers,
+        elastic=elastic,
+    )
+
+
+def check_ledger(trainer, metrics, num_samples=3000):
+    """Each sample was trained on once, but for those that the last step may repeat."""
+    ledger = ledger_of(trainer)
+    repeats = int((ledger == 2).sum())
+    assert int((ledger == 1).sum()) + repeats == num_samples
+    assert repeats < trainer.max_workers
+    assert metrics["num_samples"] == num_samples
+    assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+
+
+def kinds(trainer):
+    return [event.kind for event in trainer.events]
+
+
+class Killer:
+    """Kills workers from a thread while the caller trains."""
+
+    def __init__(self, *plan):
+        self._thread = threading.Thread(target=self._run, args=plan)
+
+    def _run(self, *plan):
+        for condition, act in plan:
+            wait_until(condition, timeout_s=60)
+            act()
+
+    def __enter__(self):
+        self._thread.start()
+
+    def __exit__(self, *error):
+        self._thread.join()
+
+
+def kill(pid):
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "loader_workers", "batch"),
+    [(2, 0, {}), (2, 2, {}), (3, 0, {BATCH_SIZE: 12}), (4, 2, {BATCH_SIZE: 16}), (4, 0, {})],
+)
+def test_a_lost_worker_is_replaced_and_no_step_is_lost(
+    ray_cluster, num_workers, loader_workers, batch
+):
+    with ledger_trainer(num_workers, loader_workers=loader_workers, **batch) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        with Killer((lambda: reached(trainer) > 5, kill(pids[-1]))):
+            metrics = trainer.train()
+        assert trainer.num_workers == num_workers
+        assert set(pids[:-1]) < set(trainer.apply_all_workers(os.getpid))
+        check_ledger(trainer, metrics)
+        assert kinds(trainer) == ["started", "lost", "resumed", "grown"]
+        if BATCH_SIZE in batch:
+            assert trainer.config[BATCH_SIZE] == batch[BATCH_SIZE]
+
+
+def test_two_losses_in_a_row(ray_cluster):
+    with ledger_trainer(4) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        with Killer(
+            (lambda: reached(trainer) > 5, kill(pids[0])),
+            (lambda: "resumed" in kinds(trainer), kill(pids[2])),
+        ):
+            metrics = trainer.train()
+        assert trainer.num_workers == 4
+        check_ledger(trainer, metrics)
+        assert kinds(trainer).count("lost") == 2
+
+
+def test_two_of_four_at_once(ray_cluster):
+    with ledger_trainer(4) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+
+        def kill_both():
+            for pid in pids[1:3]:
+                os.kill(pid, signal.SIGKILL)
+
+        with Killer((lambda: reached(trainer) > 5, kill_both)):
+            metrics = trainer.train()
+        assert trainer.num_workers == 4
+        check_ledger(trainer, metrics)
+
+
+def test_a_loss_while_a_newcomer_joins(ray_cluster):
+    with ledger_trainer(3) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        supervisor = trainer._supervisor
+        with Killer(
+            (lambda: reached(trainer) > 5, kill(pids[2])),
+            # the newcomer has been told to join, or is just about to be
+            (lambda: bool(supervisor._recruiting.ready()), kill(pids[0])),
+        ):
+            metrics = trainer.train()
+        assert trainer.num_workers == 3
+        check_ledger(trainer, metrics)
+
+
+def test_a_newcomer_that_dies_in_setup_is_tried_again(ray_cluster, tmp_path):
+    fault = tmp_path / "fault"
+    elastic = ElasticConfig(initial_s=0.1)
+    with ledger_trainer(2, elastic=elastic, setup_fault=str(fault)) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+
+        def break_and_kill():
+            fault.touch()
+            os.kill(pids[1], signal.SIGKILL)
+
+        with Killer((lambda: reached(trainer) > 5, break_and_kill)):
+            metrics = trainer.train(max_retries=1)
+        assert trainer.num_workers == 2
+        check_ledger(trainer, metrics)
+        assert "newcomer_failed" in kinds(trainer)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_when_all_are_lost_training_restarts_from_the_snapshot(ray_cluster, num_workers):
+    config = {"batch_size": 10, "num_samples": 600}
+    with ledger_trainer(num_workers, elastic=ElasticConfig(), **config) as trainer:
+        trainer.train()
+        before = ledger_of(trainer)
+        assert torch.equal(before.round(), torch.ones(600))
+        trainer.train(num_steps=2)  # the epoch has begun: its snapshot is on the way
+        wait_until(lambda: snapshot_step(trainer) == 600 // (10 * num_workers))
+        pids = trainer.apply_all_workers(os.getpid)
+
+        def kill_all():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        kill_all()
+        metrics = trainer.train()
+        assert "restarted" in kinds(trainer)
+        assert metrics["epoch"] == 2
+        assert torch.equal(ledger_of(trainer), torch.full((600,), 2.0))
+        assert trainer.num_workers == num_workers
+
+
+def snapshot_step(trainer):
+    state = trainer._supervisor.snapshots.state()
+    return None if state is None else state["global_step"]
+
+
+def test_snapshots_every_few_steps_bound_what_is_redone(ray_cluster):
+    elastic = ElasticConfig(snapshot_every=5)
+    with ledger_trainer(2, elastic=elastic, num_samples=400, batch_size=4) as trainer:
+        trainer.train(num_steps=13)
+        wait_until(lambda: snapshot_step(trainer) == 10)
+        for pid in trainer.apply_all_workers(os.getpid):
+            os.kill(pid, signal.SIGKILL)
+        metrics = trainer.train()
+        assert metrics["epoch"] == 1
+        assert torch.equal(ledger_of(trainer), torch.ones(400))
+
+
+def test_without_in_place_all_restart(ray_cluster):
+    elastic = ElasticConfig(in_place=False, snapshot_every=5)
+    with ledger_trainer(2, elastic=elastic, num_samples=400) as trainer:
+        trainer.train(num_steps=13)
+        pids = trainer.apply_all_workers(os.getpid)
+        os.kill(pids[1], signal.SIGKILL)
+        trainer.train()
+        assert not set(pids) & set(trainer.apply_all_workers(os.getpid))
+        assert torch.equal(ledger_of(trainer), torch.ones(400))
+
+
+def test_the_group_grows_into_room_that_appears_and_spends_no_retry(ray_cluster):
+    taken = placement_group([{"CPU": 1}])
+    assert taken.wait(10)
+    elastic = ElasticConfig(resize_cooldown_s=0.0)
+    with ledger_trainer(4, elastic=elastic) as trainer:
+        assert trainer.num_workers == 3
+        with Killer((lambda: reached(trainer) > 5, lambda: remove_placement_group(taken))):
+            metrics = trainer.train(max_retries=0)
+        assert trainer.num_workers == 4
+        check_ledger(trainer, metrics)
+        grown = [event for event in trainer.events if event.kind == "grown"]
+        assert [len(event.ranks) for event in grown] == [1]
+
+
+def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Rich,
+        config={"folder": str(tmp_path)},
+        num_workers=2,
+        scheduler_step_freq="batch",
+    ) as trainer:
+        trainer.train(num_steps=3)
+        os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
+        trainer.train(num_steps=3)
+        wait_until(lambda: trainer.train(num_steps=1) and trainer.num_workers == 2)
+        states = trainer.apply_all_operators(
+            lambda op: (op.scheduler.state_dict(), op.optimizer.state_dict()["state"][0]["step"])
+        )
+        assert states[0] == states[1]
+        assert states[0][0]["last_epoch"] == trainer.global_step
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        # what one operator had counted is on the newcomer as well
+        assert len(set(trainer.apply_all_operators(lambda op: op.seen))) == 1
+
+
+class Rich(Classifier):
+    def setup(self, config):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.seen = 0
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
+        )
+        from torch.utils.data import DataLoader
+
+        from tests.operators import make_data
+
+        self.register_data(train_loader=DataLoader(make_data(), batch_size=8, shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        self.seen += 1
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_a_run_with_a_loss_that_is_refilled_ends_with_the_bits_of_one_without(
+    ray_cluster, tmp_path
+):
+    hashes = []
+    for fail in (False, True):
+        with TorchTrainer(
+            training_operator_cls=Faulty,
+            config={"folder": str(tmp_path), "batch_norm": True, "momentum": 0.9},
+            num_workers=2,
+            min_workers=2,  # so that no step is taken before the place is filled
+        ) as trainer:
+            if fail:
+                order(tmp_path, "train", 1, 7, "die")
+            trainer.train()
+            assert kinds(trainer).count("lost") == int(fail)
+            hashes += trainer.apply_all_operators(replica_hash)
+    assert len(set(hashes)) == 1
+
+
+def test_a_worker_that_hangs_is_named_killed_and_replaced(ray_cluster, caplog):
+    with ledger_trainer(3, elastic=ElasticConfig(hang_timeout_s=1.0)) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        with Killer(
+            (lambda: reached(trainer) > 5, lambda: os.kill(pids[1], signal.SIGSTOP)),
+        ):
+            metrics = trainer.train()
+        check_ledger(trainer, metrics)
+        hung = [event for event in trainer.events if event.kind == "hung"]
+        assert [event.ranks for event in hung] == [(1,)]
+        assert "train_batch" in caplog.text  # the stacks of the others
+        assert "Killing worker 1" in caplog.text
+
+
+def test_backoff_waits_longer_each_time_and_then_gives_up_with_all_it_knows(ray_cluster, caplog):
+    taken = placement_group([{"CPU": 2}])
+    assert taken.wait(10)
+    elastic = ElasticConfig(initial_s=0.2, max_s=0.5, max_attempts=4, jitter=0.0)
+    with TorchTrainer(
+        training_operator_cls=Classifier, num_workers=2, min_workers=2, elastic=elastic
+    ) as trainer:
+        trainer.train(num_steps=2)
+        step = trainer.global_step
+        slots = list(trainer._supervisor._group._slots.values())
+        # another job takes the room as soon as the worker is gone
+        remove_placement_group(slots[1]._group)
+        rest = [placement_group([{"CPU": 1}]) for _ in range(2)]
+        with pytest.raises(WorkerLostError) as caught:
+            trainer.train()
+        waits = [event.seconds for event in trainer.events if event.kind == "waiting"]
+        assert waits == [0.2, 0.4, 0.5, 0.5]
+        assert "Training run failed" in str(caught.value)
+        assert "1 CPU each: the cluster has 4 CPU" in str(caught.value)
+        assert "Try 1 of 4" in caplog.text
+        assert trainer.state_dict()["global_step"] == step
+        for group in [taken, *rest]:
+            remove_placement_group(group)
+        assert trainer.train()["epoch"] == 1
