@@ -120,11 +120,11 @@ class ActorMember(Member):
 
         try:
             if _is_here(self.place):
-                os.kill(self.place.pid, number)
+                _send_signal(self.place.pid, number)
             else:
                 strategy = NodeAffinitySchedulingStrategy(self.place.node_id, soft=False)
                 remote: Any = ray.remote
-                send = remote(num_cpus=0, scheduling_strategy=strategy)(os.kill)
+                send = remote(num_cpus=0, scheduling_strategy=strategy)(_send_signal)
                 ray.get(send.remote(self.place.pid, number), timeout=_SIGNAL_S)
         except ProcessLookupError:
             return False
@@ -178,6 +178,10 @@ class ThreadMember(InlineMember):
     def kill(self) -> None:
         """Let the thread end when its call has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)  # itself not a Python function, which Ray refuses to send
 
 
 def _is_here(place: Place) -> bool:

@@ -456,7 +456,7 @@ class Supervisor:
         self, why: str, member: Member | None = None, cause: BaseException | None = None
     ) -> WorkerLostError:
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why}.", *self._causes]),
+            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self._causes]),
             rank=-1 if member is None else self._ranks.get(member, -1),
             node_id="" if member is None else member.place.node_id,
             cause="" if cause is None else _first_line(cause),

@@ -1,16 +1,21 @@
 """Losing and gaining workers without losing a step."""
 
+import contextlib
+import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.errors import WorkerLostError
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
 from tests.distributed.test_exactness import Ledger, ledger_of
@@ -297,7 +302,7 @@ def test_a_run_with_a_loss_that_is_refilled_ends_with_the_bits_of_one_without(
 
 
 def test_a_worker_that_hangs_is_named_killed_and_replaced(ray_cluster, caplog):
-    with ledger_trainer(3, elastic=ElasticConfig(hang_timeout_s=1.0)) as trainer:
+    with ledger_trainer(3, elastic=ElasticConfig(hang_timeout_s=4.0)) as trainer:
         pids = trainer.apply_all_workers(os.getpid)
         with Killer(
             (lambda: reached(trainer) > 5, lambda: os.kill(pids[1], signal.SIGSTOP)),
@@ -310,27 +315,97 @@ def test_a_worker_that_hangs_is_named_killed_and_replaced(ray_cluster, caplog):
         assert "Killing worker 1" in caplog.text
 
 
-def test_backoff_waits_longer_each_time_and_then_gives_up_with_all_it_knows(ray_cluster, caplog):
-    taken = placement_group([{"CPU": 2}])
-    assert taken.wait(10)
-    elastic = ElasticConfig(initial_s=0.2, max_s=0.5, max_attempts=4, jitter=0.0)
-    with TorchTrainer(
-        training_operator_cls=Classifier, num_workers=2, min_workers=2, elastic=elastic
-    ) as trainer:
-        trainer.train(num_steps=2)
-        step = trainer.global_step
-        slots = list(trainer._supervisor._group._slots.values())
-        # another job takes the room as soon as the worker is gone
-        remove_placement_group(slots[1]._group)
-        rest = [placement_group([{"CPU": 1}]) for _ in range(2)]
-        with pytest.raises(WorkerLostError) as caught:
-            trainer.train()
-        waits = [event.seconds for event in trainer.events if event.kind == "waiting"]
-        assert waits == [0.2, 0.4, 0.5, 0.5]
-        assert "Training run failed" in str(caught.value)
-        assert "1 CPU each: the cluster has 4 CPU" in str(caught.value)
-        assert "Try 1 of 4" in caplog.text
-        assert trainer.state_dict()["global_step"] == step
-        for group in [taken, *rest]:
-            remove_placement_group(group)
-        assert trainer.train()["epoch"] == 1
+def test_a_long_run_with_many_kills(ray_cluster):
+    """Fifty kills of random workers: nothing is lost, repeated or left behind."""
+    rng = random.Random(5)
+    driver = psutil.Process()
+    with ledger_trainer(3, num_samples=40_000, hold_at=40_000) as trainer:
+        stop = threading.Event()
+        kills, memory, sockets = [], [], []
+
+        def kill_at_random():
+            while len(kills) < 50 and not stop.is_set():
+                wait_until(lambda: len(trainer._supervisor.members) >= 2 or stop.is_set(), 60)
+                members = list(trainer._supervisor.members)
+                if len(members) < 2:
+                    continue
+                victim = rng.choice(members)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim.place.pid, signal.SIGKILL)
+                    kills.append(victim.place.pid)
+                memory.append(driver.memory_info().rss)
+                sockets.append(len(driver.net_connections()))
+                wait_until(lambda v=victim: v not in trainer._supervisor.members or stop.is_set())
+
+        killer = threading.Thread(target=kill_at_random)
+        killer.start()
+        try:
+            metrics = trainer.train(max_retries=1000)
+        finally:
+            stop.set()
+            killer.join()
+        assert len(kills) == 50
+        check_ledger(trainer, metrics, 40_000)
+        assert max(memory) - memory[5] < 100 * 2**20
+        assert max(sockets[10:]) <= max(sockets[:10]) + 20
+
+
+NODES = """
+import json, logging, sys, time
+from ray.cluster_utils import Cluster
+import ray
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+ray.init(address=cluster.address, log_to_driver=False)
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.errors import WorkerLostError
+from tests.operators import Classifier, replica_hash
+
+logging.basicConfig(level=logging.WARNING)
+JOINED = ("started", "grown")
+elastic = ElasticConfig(initial_s=0.5, max_s=1.0, max_attempts=4, jitter=0.0)
+with TorchTrainer(
+    training_operator_cls=Classifier, num_workers=2, min_workers=2, elastic=elastic
+) as trainer:
+    trainer.train(num_steps=3)
+    node = trainer.events[0].nodes[1]
+    cluster.remove_node(next(n for n in nodes if n.node_id == node))
+    try:
+        trainer.train()
+    except WorkerLostError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+    waits = [event.seconds for event in trainer.events if event.kind == "waiting"]
+    state = trainer.state_dict()
+    print(json.dumps({"waits": waits, "step": state["global_step"]}), flush=True)
+    cluster.add_node(num_cpus=1)
+    metrics = trainer.train()
+    result = {
+        "samples": metrics["num_samples"],
+        "workers": trainer.num_workers,
+        "equal": len(set(trainer.apply_all_operators(replica_hash))),
+        "nodes": len({n for e in trainer.events for n in e.nodes if e.kind in JOINED}),
+    }
+    print(json.dumps(result), flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used():
+    run = subprocess.run(
+        [sys.executable, "-c", NODES],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 3, run.stderr
+    assert "Training run failed: 1 left, and min_workers=2" in lines[0]["error"]
+    assert "the cluster has 1 CPU, of which 0 CPU are free" in lines[0]["error"]
+    # doubled, capped, and each one logged
+    assert lines[1] == {"waits": [0.5, 1.0, 1.0, 1.0], "step": 3}
+    assert run.stderr.count("Too few workers") >= 4
+    assert lines[2] == {"samples": 1003 - 3 * 64, "workers": 2, "equal": 1, "nodes": 3}
