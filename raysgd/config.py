@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Mapping
@@ -85,7 +86,15 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
 
 def worker_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """Return the config as a worker sees it: its own dict, with its share as ``BATCH_SIZE``."""
-    size = config.get(BATCH_SIZE)
-    if size is None:
-        return dict(config)
-    return {**config, BATCH_SIZE: batch_share(size, world_size)}
+    own = {key: _copied(value) for key, value in config.items()}
+    if own.get(BATCH_SIZE) is not None:
+        own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
+    return own
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy, so that a worker in the driver's process does not change the user's value."""
+    try:
+        return copy.deepcopy(value)
+    except TypeError:  # a lock or the like, which only such a worker can be given
+        return value

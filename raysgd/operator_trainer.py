@@ -132,7 +132,8 @@ class OperatorTrainer:
         """
         self._check_open()
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
-            return dict(snapshot)  # no worker lives; this is what is left
+            # no worker lives; this is what is left
+            return {key: value for key, value in snapshot.items() if key != "call"}
         generators = self._call("rng_state", max_losses=3, any_size=True)
         state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3, any_size=True)[0]
         state["data"]["rng"] = generators

@@ -23,7 +23,7 @@ def cluster():
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 

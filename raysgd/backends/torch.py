@@ -22,6 +22,8 @@ from raysgd.context import WorkerContext
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _LOOPBACK = "127.0.0.1"
+_CONNECT = datetime.timedelta(seconds=10)
+"""How long connecting to workers that are all there may take, for it cannot be interrupted."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -49,7 +51,8 @@ class TorchBackend(Backend):
         )
         self._store: TCPStore | None = None
         self._listening: set[tuple[str, int]] = set()
-        self._user_interface = "GLOO_SOCKET_IFNAME" in os.environ
+        self._made = False
+        self._set_interface = False
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         """Start the store of a new generation on a free port of the driver."""
@@ -65,32 +68,43 @@ class TorchBackend(Backend):
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is initialized already in this process, and raysgd makes a "
-                "process group of its own. Call torch.distributed.destroy_process_group() "
-                "first, or leave out use_local=True."
+                "process group of its own. Call torch.distributed.destroy_process_group() (or "
+                "shut the other trainer with use_local=True down) first."
             )
-        if not self._user_interface:
+        alone = rendezvous is None
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
                 _LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
             )
+            self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
             store = TCPStore(
                 rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
             )
+            # All are here before any connects: who waits here is woken when the driver closes the
+            # store, and who waits for a connection by nothing but a time limit.
+            everyone = [f"here/{rank}" for rank in range(context.world_size)]
+            store.set(everyone[context.world_rank], "")
+            store.wait(everyone, self._timeout)
         before = _listeners()
+        self._made = True
         dist.init_process_group(
             # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
             "gloo" if self._name == "gloo" else "cpu:gloo,cuda:nccl",
             store=store,
             rank=context.world_rank,
             world_size=context.world_size,
-            timeout=self._timeout,
+            timeout=min(self._timeout, _CONNECT),
         )
+        dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
-        rank = context.world_rank
-        store.set(f"listening/{rank}", json.dumps(sorted(_listeners() - before)))
-        texts = store.multi_get([f"listening/{rank}" for rank in range(context.world_size)])
+        own = sorted(_listeners() - before)
+        texts = [json.dumps(own)]
+        if not alone:
+            store.set(f"listening/{context.world_rank}", texts[0])
+            texts = store.multi_get([f"listening/{r}" for r in range(context.world_size)])
         self._listening = {tuple(address) for text in texts for address in json.loads(text)}
 
     def interrupt(self) -> None:
@@ -108,8 +122,13 @@ class TorchBackend(Backend):
     def teardown(self) -> None:
         """Destroy the process group."""
         self._listening = set()
-        if dist.is_initialized():
+        if self._set_interface:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            self._set_interface = False
+        # a group that user code made is not ours to destroy
+        if self._made and dist.is_initialized():
             dist.destroy_process_group()
+        self._made = False
 
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether gloo, NCCL or the store raised `error`."""

@@ -32,10 +32,12 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: if its folder is missing or not writable, or it is a folder itself.
     """
-    target = Path(path).expanduser().absolute()
+    target = Path(path).expanduser().resolve()  # a link stays one, and its target is replaced
     folder = target.parent
     if target.is_dir():
         problem = "it is a folder; give the name of a file in it"
+    elif target.exists() and not target.is_file():
+        problem = "it is no regular file"
     elif not folder.is_dir():
         problem = f"the folder {folder} does not exist; create it first"
     elif not os.access(folder, os.W_OK | os.X_OK):
@@ -59,7 +61,7 @@ def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     _check_loadable(state.get("operator"), target)
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        descriptor, name = tempfile.mkstemp(prefix=".saving-", dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -104,9 +106,11 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"Cannot load {source}: it holds objects of a type that is not allowed, and "
                 f"loading never runs code from a file. {_ALLOW}\n{_first_line(error)}"
             ) from error
+        # torch's own words advise to load without protection
+        said = "" if "weights_only" in str(error) else f": {_first_line(error)}"
         raise CheckpointError(
             f"Cannot load {source}: the file is damaged or is not a checkpoint "
-            f"({type(error).__name__}: {_first_line(error)})."
+            f"({type(error).__name__}{said})."
         ) from error
     missing = [
         key

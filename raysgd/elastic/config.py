@@ -53,6 +53,8 @@ class ElasticConfig:
                 raise ValueError(f"ElasticConfig({name}={value!r}): must be at least {lowest}.")
         for name in ("initial_s", "max_s", "resize_cooldown_s", "hang_timeout_s"):
             self._check_number(name, getattr(self, name), optional=name == "hang_timeout_s")
+        if self.hang_timeout_s == 0:
+            raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
         self._check_number("factor", self.factor, lowest=1.0)
         self._check_number("jitter", self.jitter, highest=1.0)
         for name in ("in_place", "grow"):

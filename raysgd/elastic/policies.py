@@ -132,8 +132,10 @@ def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
     >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
     """
-    # the exponent is bounded, since a float is
-    wait = min(config.max_s, config.initial_s * config.factor ** min(attempt, 1000 // 30))
+    try:
+        wait = min(config.max_s, config.initial_s * config.factor**attempt)
+    except OverflowError:
+        wait = config.max_s if config.initial_s else 0.0
     return max(0.0, wait * (1.0 + config.jitter * (2.0 * draw - 1.0)))
 
 

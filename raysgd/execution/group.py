@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.elastic.policies import Place
-from raysgd.errors import WorkerTimeoutError
-from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.execution.worker import Worker
 
 __all__ = ["GroupOptions", "WorkerGroup", "gather"]
@@ -86,14 +86,19 @@ class WorkerGroup:
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
         self.members = [self.new_member(slot) for slot in self._reservation.slots]
-        places = gather(
-            [member.control("place") for member in self.members],
-            max(timeout_s, _COME_UP_S),
-            "worker processes to come up",
-        )
+        try:
+            places = gather(
+                [member.control("place") for member in self.members],
+                max(timeout_s, _COME_UP_S),
+                "worker processes to come up",
+            )
+        except Exception as error:
+            if is_loss(error):
+                raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
+            raise
         for member, place in zip(self.members, places, strict=True):
             member.place = place
-        self.sort_members()
+        self.members = self.in_order(self.members)
         if options.use_local:
             self.members.insert(0, _local_member())
 
@@ -128,15 +133,18 @@ class WorkerGroup:
 
     def discard(self, member: Member) -> None:
         """End a worker and leave its slot vacant."""
+        if not member.remote:
+            member.control("interrupt")
+            wait([member.work("teardown")], timeout=_TEARDOWN_S)
         member.kill()
         self._slots.pop(member, None)
         if member in self.members:
             self.members.remove(member)
 
-    def sort_members(self) -> None:
-        """Give workers of a node neighbouring ranks; otherwise the order stays."""
-        nodes = list(dict.fromkeys(member.place.node_id for member in self.members))
-        self.members.sort(key=lambda member: nodes.index(member.place.node_id))
+    def in_order(self, members: Sequence[Member]) -> list[Member]:
+        """Return workers of a node next to each other; otherwise the order stays."""
+        nodes = list(dict.fromkeys(member.place.node_id for member in members))
+        return sorted(members, key=lambda member: nodes.index(member.place.node_id))
 
     def _actor_class(self) -> Any:
         import ray
@@ -160,22 +168,24 @@ class WorkerGroup:
 
     def shutdown(self, force: bool = False) -> None:
         """End every worker, gently unless `force`, and give their room back."""
-        members, self.members = self.members, []
-        newcomers = [member for member in self._slots if member not in members]
-        self._slots.clear()
-        pending = []
-        for member in members:
-            if not member.remote:  # its process lives on, so that it has to be left clean
-                member.control("interrupt")
-                pending.append(member.work("teardown"))
-            elif not force and member.alive:
-                pending.append(member.work("teardown"))
-        wait(pending, timeout=_TEARDOWN_S)
-        for member in [*members, *newcomers]:
-            member.kill()
-        reservation, self._reservation = self._reservation, None
-        if reservation is not None:
-            reservation.release()
+        everyone = list(dict.fromkeys([*self.members, *self._slots]))
+        try:
+            pending = []
+            for member in self.members:
+                if not member.remote:  # its process lives on, so that it has to be left clean
+                    member.control("interrupt")
+                    pending.append(member.work("teardown"))
+                elif not force and member.alive:
+                    pending.append(member.work("teardown"))
+            wait(pending, timeout=_TEARDOWN_S)
+        finally:  # also when Ctrl-C ends the wait
+            self.members = []
+            self._slots.clear()
+            for member in everyone:
+                member.kill()
+            reservation, self._reservation = self._reservation, None
+            if reservation is not None:
+                reservation.release()
 
 
 def _local_member() -> Member:

@@ -88,6 +88,10 @@ class ActorMember(Member):
         return self._submit("control", method, arguments)
 
     def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        if not self.alive:
+            raise RuntimeError(
+                "Ray was shut down after this trainer was created; create a new trainer."
+            )
         bound = getattr(self._actor, method).options(concurrency_group=group)
         future: Future[Any] = bound.remote(*arguments).future()
         return future

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 1.0
 """How long a group that should fit may take: what Ray knows to be free lags behind."""
 _LOG_EVERY_S = 10.0
+_POLL_S = 0.02
 
 
 def connect() -> None:
@@ -58,8 +59,7 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether the room is there; it goes with a node that is lost, and comes with another."""
-        state: str = placement_group_table(self._group).get("state", "REMOVED")
-        return state == "CREATED"
+        return _is_created(self._group)
 
 
 class Reservation:
@@ -120,8 +120,7 @@ def reserve(
         free=workers_that_fit(ray.available_resources(), bundle),
     )
     for size in sizes:
-        group = _request(bundle, size)
-        if _wait(group, min(_SETTLE_S, timeout_s)):
+        if (group := _granted(bundle, size, min(_SETTLE_S, timeout_s))) is not None:
             if size < num_workers:
                 logger.warning(
                     "Starting with %d of %d workers: the cluster has no room for more now (%s).",
@@ -130,18 +129,10 @@ def reserve(
                     _described(bundle),
                 )
             return Reservation(group, size, owned=True)
-        remove_placement_group(group)
     # a request that stays is what an autoscaler adds nodes for
-    group = _request(bundle, min_workers)
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            if _wait(group, min(left, _LOG_EVERY_S)):
-                return Reservation(group, min_workers, owned=True)
-            logger.warning("Waiting up to %.0f s for %s", left, _demand(bundle, min_workers))
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    remove_placement_group(group)
+    group = _granted(bundle, min_workers, deadline - time.monotonic(), log=True)
+    if group is not None:
+        return Reservation(group, min_workers, owned=True)
     raise InsufficientResourcesError(
         f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
         "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S).",
@@ -156,9 +147,33 @@ def _request(bundle: Mapping[str, float], size: int) -> PlacementGroup:
     return group
 
 
-def _wait(group: PlacementGroup, timeout_s: float) -> bool:
-    ready: bool = group.wait(timeout_seconds=timeout_s)
-    return ready
+def _granted(
+    bundle: Mapping[str, float], size: int, timeout_s: float, log: bool = False
+) -> PlacementGroup | None:
+    """Request room and return it if it comes in time; else the request is taken back."""
+    group = _request(bundle, size)
+    started = mentioned = time.monotonic()
+    try:
+        # its own wait() knows whole seconds alone
+        while not _is_created(group):
+            now = time.monotonic()
+            if now - started >= timeout_s:
+                remove_placement_group(group)
+                return None
+            if log and (mentioned == started or now - mentioned >= _LOG_EVERY_S):
+                mentioned = now
+                left = timeout_s - (now - started)
+                logger.warning("Waiting up to %.0f s for %s", left, _demand(bundle, size))
+            time.sleep(_POLL_S)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _is_created(group: PlacementGroup) -> bool:
+    state: str = placement_group_table(group).get("state", "REMOVED")
+    return state == "CREATED"
 
 
 def _demand(bundle: Mapping[str, float], size: int) -> str:

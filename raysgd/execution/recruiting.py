@@ -57,6 +57,7 @@ class Recruiting:
     def lost(self, slot: Any) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join."""
         self._lost_slots.append(slot)
+        self._failures, self._retry_at = 0, 0.0
 
     def resized(self) -> None:
         """Note that the group has changed its size now."""
@@ -104,6 +105,13 @@ class Recruiting:
             logger.warning("Giving up on newcomers after %d failures.", self._failures)
             self._retry_at = float("inf")
 
+    def fail_member(self, member: Member, error: BaseException) -> bool:
+        """Give the newcomer up that `member` is, if it is one."""
+        for recruit in [r for r in self._recruits if r.member is member]:
+            self.fail(recruit, error)
+            return True
+        return False
+
     def ready(self) -> list[Recruit]:
         """Return the newcomers that may join now."""
         now = time.monotonic()
@@ -120,7 +128,7 @@ class Recruiting:
             self._recruits.remove(recruit)
             if recruit.slot in self._lost_slots:
                 self._lost_slots.remove(recruit.slot)
-        self._failures = 0
+        self._failures, self._retry_at = 0, 0.0
         self.resized()
 
     def stop(self) -> None:

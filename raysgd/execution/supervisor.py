@@ -37,10 +37,15 @@ from raysgd.context import Progress, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event, EventKind
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, furthest, pause_step
-from raysgd.errors import InsufficientResourcesError, WorkerLostError, WorkerTimeoutError
+from raysgd.errors import (
+    CollectiveError,
+    InsufficientResourcesError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.group import WorkerGroup
-from raysgd.execution.members import Member
+from raysgd.execution.members import Member, is_loss
 from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
@@ -112,8 +117,10 @@ class Supervisor:
         """Times that workers were lost in the newest call."""
         self.snapshots = SnapshotKeeper()
         self._causes: list[str] = []
+        self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
+        self._entering: list[Member] = []
         self._paused_at: int | None = None
         # pickled now: what cannot be sent is found before a worker starts
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
@@ -145,13 +152,13 @@ class Supervisor:
         self._first_step("create", [self._created] * len(self.members), "start")
         contexts = self._contexts(self.members)
         self._first_step("prepare", [(context,) for context in contexts], "get ready")
-        self._raise_failure(self._enter(contexts, leader=None))
+        self._raise_failure(self._enter(self.members, contexts, leader=None))
         self.state = State.READY
         self._recruiting.resized()
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
-        if self.state is State.CLOSED:
+        if self.state is State.CLOSED and not self.members:
             return
         busy = self.state in (State.RUNNING, State.BROKEN)
         self.state = State.CLOSED
@@ -200,7 +207,7 @@ class Supervisor:
             CollectiveError: workers could not communicate though all are alive.
             BaseException: what user code raised first, with the worker's traceback.
         """
-        self._causes, self.losses_in_call = [], 0
+        self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
         while True:
             self._make_ready(max_losses, 1 if any_size else self._min_workers)
             if arguments_from is not None:
@@ -212,7 +219,7 @@ class Supervisor:
                 self.progress = furthest([o.progress for o in attempt.outcomes.values()])
             if attempt.lost:
                 self._lose(attempt.lost, max_losses)
-            elif attempt.failed and not attempt.interrupted_by_us:
+            elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
                 error = attempt.error()
                 if attempt.first_error is not None:
                     self._record("user_error", [attempt.first_error[0]], cause=repr(error))
@@ -242,7 +249,9 @@ class Supervisor:
         try:
             self.state = State.RUNNING
             attempt = Attempt({member: member.work("call", method, packed) for member in members})
-            watch = Watch(attempt, self._ranks, self._elastic.hang_timeout_s)
+            has_batches = method in ("train", "validate")
+            hang_timeout_s = self._elastic.hang_timeout_s if has_batches else None
+            watch = Watch(attempt, self._ranks, hang_timeout_s)
             while attempt.under_way:
                 busy = on_wait is not None or self._recruiting.under_way
                 attempt.settle(_BUSY_TICK_S if busy else _TICK_S)
@@ -255,6 +264,8 @@ class Supervisor:
             self.state = State.BROKEN
             self._stragglers = attempt.pending
             self._interrupt()
+            if reached := list(self.ask_progress().values()):
+                self.progress = furthest(reached)
             raise
         return attempt
 
@@ -288,7 +299,9 @@ class Supervisor:
         heard = [member.control("pause_at", step) for member in self.members]
         wait(heard, timeout=_ANSWER_S)
         in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
-        deadline = time.monotonic() + _PAUSE_S
+        first = max(progress.values(), key=lambda p: p.global_step)
+        expected_s = (step - first.global_step + 1) * first.step_s
+        deadline = time.monotonic() + max(_PAUSE_S, 2 * expected_s)
         while in_time and attempt.under_way and time.monotonic() < deadline:
             attempt.settle(deadline - time.monotonic())
         if attempt.under_way:
@@ -301,9 +314,15 @@ class Supervisor:
             self._record("hung", [member], cause="no batch finished within hang_timeout_s")
             logger.warning("Killing worker %d, which hangs.", self._ranks[member])
             member.kill_process()
-        if not stuck:  # they wait for each other: only a new process group helps
+        if not stuck:  # they wait for each other: only a new process group can help
             attempt.interrupted_by_us = True
             self._end(attempt)
+            self._hangs_in_call += 1
+            if self._hangs_in_call > self._elastic.max_attempts:
+                raise CollectiveError(
+                    f"No batch finished for {self._elastic.hang_timeout_s:g} s, and no worker "
+                    "is stuck by itself: all wait for each other. The log has their stacks."
+                )
 
     def _end(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
@@ -313,7 +332,8 @@ class Supervisor:
 
     def _interrupt(self) -> None:
         """Make the calls under way fail, on all members: a connection has two ends."""
-        wait([member.control("interrupt") for member in self.members], timeout=_ANSWER_S)
+        concerned = dict.fromkeys([*self.members, *self._entering])
+        wait([member.control("interrupt") for member in concerned], timeout=_ANSWER_S)
 
     def ask_progress(self) -> dict[Member, Progress]:
         """Return the progress of every worker that answers, while they are busy."""
@@ -356,8 +376,8 @@ class Supervisor:
         lost = self._rejoin(recruits)
         if lost:
             self._lose(lost, max_losses)
+        if self.state is not State.READY:
             return
-        self.state = State.READY
         seconds = time.monotonic() - started
         if recruits:
             self._recruiting.joined(recruits)
@@ -394,7 +414,10 @@ class Supervisor:
         return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
 
     def _rejoin(self, recruits: Sequence[Recruit]) -> dict[Member, BaseException]:
-        """Let members and newcomers enter a new generation; returns those that were lost."""
+        """Let members and newcomers enter a new generation; returns members that were lost.
+
+        The group is READY and includes the newcomers if all went well; else it is BROKEN.
+        """
         asked = {member: member.control("progress") for member in self.members}
         wait(asked.values(), timeout=_SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
@@ -404,37 +427,39 @@ class Supervisor:
         leader = self.members[choose_leader(reached)]
         self.progress = reached[choose_leader(reached)]
         self.state = State.BROKEN
-        self.members.extend(r.member for r in recruits if r.member is not None)
-        self._group.sort_members()
-        contexts = self._contexts(self.members)
-        attempt = self._enter(contexts, self.members.index(leader))
-        self._paused_at = None
-        if attempt.failed and not attempt.lost:
-            # the newcomers, which may be the reason, stay out of the next try
-            for recruit in recruits:
-                self._recruiting.fail(recruit, attempt.error())
-            if not recruits:
-                raise attempt.error()
-            return {}
+        newcomers = {r.member: r for r in recruits if r.member is not None}
+        entering = self._group.in_order([*self.members, *newcomers])
+        attempt = self._enter(entering, self._contexts(entering), leader)
         if not attempt.failed:
+            self._group.members[:] = entering
             self._number_members()
+            self._paused_at = None
+            self.state = State.READY
             return {}
-        for recruit in recruits:
-            if recruit.member in attempt.lost:
-                self._recruiting.fail(recruit, attempt.lost.pop(recruit.member))
-            elif recruit.member is not None:
-                self.members.remove(recruit.member)  # it joins the next time
+        # a newcomer that was lost is given up; the others join the next time, unless one of them
+        # may be the reason of a failure that is no loss
+        reason = None if attempt.lost else attempt.error()
+        for member, recruit in newcomers.items():
+            if (error := attempt.lost.pop(member, reason)) is not None:
+                self._recruiting.fail(recruit, error)
+        if reason is not None and not newcomers:
+            raise reason
         return attempt.lost
 
     def _lose(self, lost: Mapping[Member, BaseException], max_losses: int) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
         self.state = State.BROKEN
+        for member in lost:
+            self._stragglers.pop(member, None)
+        # newcomers that were joining cost no retry
+        lost = {m: e for m, e in lost.items() if not self._recruiting.fail_member(m, e)}
+        if not lost:
+            return
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _first_line(error)
             self._record("lost", [member], cause=said)
             self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
-            self._stragglers.pop(member, None)
             self._recruiting.lost(self._group.slot_of(member))
             self._group.discard(member)
         if not self._elastic.in_place:
@@ -494,15 +519,21 @@ class Supervisor:
         self._stragglers.clear()
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
+            deadline = time.monotonic() + wait_s
             try:
                 self._start(max(wait_s, 1.0))
                 self._load_snapshot()
                 break
-            except (InsufficientResourcesError, WorkerLostError, WorkerTimeoutError) as error:
-                self._mention_wait(_first_line(error), number, wait_s)
+            except BaseException as error:
                 self.state = State.BROKEN
                 self._group.shutdown(force=True)
+                expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
+                if not (isinstance(error, expected) or is_loss(error)):
+                    raise
+                self._mention_wait(_first_line(error), number, wait_s)
                 last = error
+            while time.monotonic() < deadline:
+                time.sleep(_BUSY_TICK_S)
         else:
             raise self._failed(
                 f"no {min_workers} workers to be had: {self._group.room()}", cause=last
@@ -564,19 +595,33 @@ class Supervisor:
             num_cpus=self._group.options.num_cpus,
         )
 
-    def _enter(self, contexts: Sequence[WorkerContext], leader: int | None) -> Attempt:
-        """Let all members enter a generation."""
-        rendezvous = None
+    def _enter(
+        self,
+        entering: Sequence[Member],
+        contexts: Sequence[WorkerContext],
+        leader: Member | None,
+    ) -> Attempt:
+        """Let workers enter a generation, with the state of `leader` or by their setup."""
+        rendezvous, leader_rank = None, None
         if self._backend is not None:
-            rendezvous = self._backend.prepare([m.place.node_ip for m in self.members])
-        arguments = [(context, rendezvous, leader) for context in contexts]
+            rendezvous = self._backend.prepare([m.place.node_ip for m in entering])
+        if leader is not None:
+            leader_rank = list(entering).index(leader)
+        arguments = [(context, rendezvous, leader_rank) for context in contexts]
         what = "set up" if leader is None else "join a new generation"
-        return self._step("enter", arguments, what)
+        return self._step("enter", arguments, what, entering)
 
-    def _step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> Attempt:
-        """Let every member take one step of a start or a rejoin, within the bound for those."""
+    def _step(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        what: str,
+        members: Sequence[Member] | None = None,
+    ) -> Attempt:
+        """Let workers take one step of a start or a rejoin, within the bound for those."""
+        self._entering = list(members or self.members)
         attempt = Attempt(
-            {m: m.work(method, *a) for m, a in zip(self.members, arguments, strict=True)}
+            {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)}
         )
         deadline = time.monotonic() + self._timeout_s
         mentioned = time.monotonic()
@@ -600,6 +645,7 @@ class Supervisor:
             if self._backend is not None:
                 self._backend.close()  # wakes those that still look for each other
             self._end(attempt)
+        self._entering = []
         return attempt
 
     def _first_step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> None:
@@ -623,7 +669,8 @@ class Supervisor:
         self._ranks = {member: rank for rank, member in enumerate(self.members)}
 
     def _listed(self, members: Iterable[Member]) -> str:
-        return ", ".join(str(rank) for rank in sorted(self._ranks[member] for member in members))
+        names = [str(self._ranks.get(member, "(new)")) for member in members]
+        return ", ".join(sorted(names))
 
 
 def _pickled(what: str, value: Any) -> bytes:

@@ -63,7 +63,7 @@ class Watch:
             return None
         seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
         now = time.monotonic()
-        if any(seen[member] != self._seen.get(member) for member in seen) or not self._seen:
+        if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
         if now - self._moved_at < self._hang_timeout_s:
             return None

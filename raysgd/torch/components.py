@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
@@ -81,6 +82,7 @@ class Components:
                     "register(schedulers=...) needs to know when to step them: pass "
                     'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
                 )
+            _check_plateau(self.schedulers, self.settings.scheduler_step_freq)
         if self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
         if isinstance(criterion, torch.nn.Module):
@@ -266,23 +268,28 @@ class Components:
             state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         return state
 
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take over models, optimizers and schedulers.
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that models, optimizers and schedulers fit what is registered.
 
         Raises:
-            CheckpointError: if they do not fit; then nothing is changed.
+            CheckpointError: if they do not.
         """
-        parts: list[tuple[str, list[Any]]] = [
+        for name, objects in self._stateful():
+            check_fits(name, objects, state.get(name, []))
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over models, optimizers and schedulers."""
+        for name, objects in self._stateful():
+            for held, saved in zip(objects, state.get(name, []), strict=True):
+                held.load_state_dict(saved)
+        self.commit_buffers()
+
+    def _stateful(self) -> list[tuple[str, list[Any]]]:
+        return [
             ("models", [replica.unwrap(model) for model in self.models]),
             ("optimizers", self.optimizers),
             ("schedulers", self.schedulers),
         ]
-        for name, objects in parts:
-            check_fits(name, objects, state.get(name, []))
-        for name, objects in parts:
-            for held, saved in zip(objects, state.get(name, []), strict=True):
-                held.load_state_dict(saved)
-        self.commit_buffers()
 
     def place(self) -> dict[str, Any]:
         """Return where training stands in the data."""
@@ -300,11 +307,29 @@ class Components:
         self.global_step = global_step
         self.reseed(place.get("seed", self.seed))
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the loaders that are shared out must have in common on all workers."""
+        return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+
+    def release(self) -> None:
+        """Let go of the loaders' worker processes."""
+        for source in self._sources.values():
+            source.renew()
+
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""
         self.seed = seed
         for source in self._sources.values():
             source.reseed(seed)
+
+
+def _check_plateau(schedulers: list[Any], frequency: str) -> None:
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau) and frequency != "manual":
+            raise ValueError(
+                f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
+                'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
+            )
 
 
 def _checked(name: str, given: Any, kind: type | None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -70,6 +73,13 @@ class Source:
 
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""
+
+    def renew(self) -> None:
+        """Let go of the loader's worker processes; the next iteration starts others."""
+
+    def fingerprint(self) -> str:
+        """Return what has to be the same on all workers, as text."""
+        return ""
 
 
 class PlainLoader(Source):
@@ -131,7 +141,6 @@ class ShardedLoader(Source):
         self._rows = rows_of(loader)
         self._place = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
-        self._worker_loader_epoch = -1
         self._order: tuple[tuple[int, int], torch.Tensor | None] | None = None
 
     @property
@@ -192,7 +201,7 @@ class ShardedLoader(Source):
             list(range(start, stop)) if order is None else order[start:stop].tolist()
             for start, stop in spans
         )
-        loader = self._loader_for(epoch, indices)
+        loader = self._loader_for(indices, begins=offset == 0)
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
         world_size, rank = self._place
@@ -216,16 +225,24 @@ class ShardedLoader(Source):
             self._order = (key, order)
         return self._order[1]
 
-    def _loader_for(self, epoch: int, indices: Iterable[list[int]]) -> DataLoader[Any]:
+    def renew(self) -> None:
+        """Let go of the loader's worker processes; the next iteration starts others."""
+        self._worker_loader = None
+
+    def fingerprint(self) -> str:
+        """Return what has to be the same on all workers: the sizes, and which samples these are."""
+        shard = self.shard
+        sizes = f"{shard.total} samples, batch size {shard.batch_size}, drop_last {shard.drop_last}"
+        return f"{sizes}, {_content_of(self.loader.dataset)}".rstrip(", ")
+
+    def _loader_for(self, indices: Iterable[list[int]], begins: bool) -> DataLoader[Any]:
         """Return a DataLoader with the user's settings that fetches `indices`.
 
         Its worker processes are kept within an epoch, also where a new iteration begins in the
         middle of one, and from epoch to epoch only where the user asked for that.
         """
         kept = self._worker_loader
-        if kept is not None and (
-            self.loader.persistent_workers or epoch == self._worker_loader_epoch
-        ):
+        if kept is not None and (self.loader.persistent_workers or not begins):
             _indices_of(kept).source = indices
             return kept
         loader, in_workers = self.loader, self.loader.num_workers > 0
@@ -249,7 +266,7 @@ class ShardedLoader(Source):
         else:
             settings.update(batch_size=None, sampler=sampler)
         made: DataLoader[Any] = DataLoader(loader.dataset, **settings)
-        self._worker_loader, self._worker_loader_epoch = made, epoch
+        self._worker_loader = made
         return made
 
 
@@ -299,6 +316,22 @@ def wrap_loader(
             batch_share=batch_share,
         )
     return PlainLoader(loader)
+
+
+def _content_of(dataset: Any) -> str:
+    """Return a short text that is the same for the same samples, where that is cheap to tell."""
+    if isinstance(dataset, Subset):
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        return f"subset {_digest(indices)} of {_content_of(dataset.dataset)}"
+    if type(dataset) is TensorDataset:
+        ends = [tensor[[0, -1]] for tensor in dataset.tensors if len(tensor)]
+        return "tensors " + " ".join(_digest(rows) for rows in ends)
+    return ""
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def _can_shard(loader: DataLoader[Any]) -> bool:

@@ -41,6 +41,8 @@ class Loop:
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
+        self._validated: _Counted | None = None
+        self._start: int | None = None
         self._shared_out = True
         self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
@@ -59,13 +61,39 @@ class Loop:
         if moved or self._shared_out:
             self.forget_iteration()
 
+    @property
+    def num_batches(self) -> int:
+        """Batches finished in the stretch, or the pass over the validation data, under way."""
+        steps, validated = self.steps, self._validated
+        if steps is not None:
+            return steps.num_batches
+        return 0 if validated is None else validated.count
+
     def pause_at(self, step: int | None) -> int:
         """Let the call under way raise PausedError at a step. Called from another thread."""
         self._pause_at = step
         steps = self.steps
-        if step is not None and steps is not None:
+        if steps is not None:
             steps.pause_at(step)
         return self._parts.global_step
+
+    def call_state(self) -> dict[str, Any]:
+        """Return what the call under way has reached, for workers that join it."""
+        covered = self.num_covered
+        if covered is not None and self._start is not None:
+            covered += self._parts.offset - self._start
+        return {
+            "call": self._call,
+            "num_covered": covered,
+            "more_epochs": self._more_epochs,
+        }
+
+    def join_call(self, state: Mapping[str, Any]) -> None:
+        """Take part in a call that others began; of what was measured there nothing is here."""
+        if self._call != state["call"]:
+            self._segments = []
+        self._call, self.num_covered = state["call"], state["num_covered"]
+        self._more_epochs = state["more_epochs"]
 
     # ---- train
 
@@ -80,7 +108,8 @@ class Loop:
     ) -> Mapping[str, Any]:
         """Train until so many epochs are completed, or so many steps are done, in all."""
         if self._call != call:
-            self._begin(call, profile)
+            self._begin(call)
+        self._profile(profile)
         source, changed = self._parts.training_source(dataset)
         if changed:
             self.forget_iteration()
@@ -103,11 +132,10 @@ class Loop:
 
     def _train_stretch(self, source: Source, limit: int | None, info: Any) -> None:
         parts, operator = self._parts, self.operator
-        start = parts.offset
-        self.snapshots.maybe_take(parts, operator)
+        start = self._start = parts.offset
+        self.snapshots.maybe_take(parts, operator, self.call_state)
         steps = self.steps = self._new_steps(source, limit)
-        if self._pause_at is not None:
-            steps.pause_at(self._pause_at)
+        steps.pause_at(self._pause_at)
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         parts.meters = None
@@ -119,9 +147,11 @@ class Loop:
         steps.finish()
         self._cover(source, start)
         self._segments.append(_checked_result(operator.train_epoch, metrics))
-        if steps.num_batches == 0:
-            self._check_empty_stretch(steps, source, start, limit)
         paused = self._pause_at is not None and parts.global_step >= self._pause_at
+        if steps.num_batches == 0:
+            del self._segments[-1]
+            if not paused:
+                self._check_empty_stretch(steps, source, start, limit)
         # a loop that stops early of its own will has ended its epoch
         if steps.epoch_is_over or (limit is None and not paused):
             parts.epoch += 1
@@ -133,6 +163,8 @@ class Loop:
         """Keep what a stretch has reached, and what is measured of it, when it has raised."""
         again = steps.fail()
         self._cover(source, start)
+        if steps.loader_failed:
+            source.renew()  # its processes may be gone
         if source.sharded or steps.loader_failed:
             self._batches = None  # the offset says where to go on
         else:
@@ -145,12 +177,12 @@ class Loop:
         self, steps: Steps, source: Source, start: int, limit: int | None
     ) -> None:
         """See why a stretch had no batch: the loader is empty, was at its end, or was not asked."""
-        del self._segments[-1]
         if steps.epoch_is_over and start == 0:
             raise _empty("train", source)
         if steps.epoch_is_over:
-            # an iterable of unknown length had ended exactly where the last call stopped
-            self._more_epochs += 1
+            if source.steps_left(start) is None and not self._segments:
+                # an iterable of unknown length had ended exactly where the last call stopped
+                self._more_epochs += 1
         elif limit is not None:
             raise RuntimeError(
                 f"{type(self.operator).__name__}.train_epoch took no batch from its iterator, so "
@@ -159,6 +191,7 @@ class Loop:
 
     def _cover(self, source: Source, start: int) -> None:
         """Count the samples from `start` on, which the whole group has trained on."""
+        self._start = None
         if not source.sharded or self.num_covered is None:
             self.num_covered = None
         else:
@@ -178,7 +211,7 @@ class Loop:
             self._batches = source.batches(parts.epoch, parts.offset)
         on_commit = None
         if self.snapshots.each_step:
-            on_commit = partial(self.snapshots.maybe_take, parts, self.operator)
+            on_commit = partial(self.snapshots.maybe_take, parts, self.operator, self.call_state)
         return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
 
     def _every_rank(self, has_batch: bool) -> bool:
@@ -190,7 +223,8 @@ class Loop:
         self, call: int, num_steps: int | None, info: dict[str, Any] | None, profile: bool
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps, round and round."""
-        self._begin(call, profile)
+        self._begin(call)
+        self._profile(profile)
         self.num_covered = None
         parts, operator = self._parts, self.operator
         source = parts.source("validation")
@@ -200,8 +234,12 @@ class Loop:
             while left is None or left > 0:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
-                batches = _Counted(source.batches(0, offset, limit))
-                metrics = operator.validate(batches, info)
+                batches = self._validated = _Counted(source.batches(0, offset, limit))
+                try:
+                    metrics = operator.validate(batches, info)
+                except BaseException:
+                    source.renew()
+                    raise
                 self._segments.append(_checked_result(operator.validate, metrics))
                 # of a loader with a length the group takes so many steps, whatever this rank's part
                 taken = batches.count if ahead is None or limit is None else limit
@@ -213,15 +251,18 @@ class Loop:
                     break
                 left -= taken
         parts.validation_offset = offset
+        self._validated = None
         return self._result()
 
     # ---- results
 
-    def _begin(self, call: int, profile: bool) -> None:
+    def _begin(self, call: int) -> None:
         self._call, self._segments, self.num_covered = call, [], 0
         self._more_epochs = 0
+        self._parts.timers.reset()
+
+    def _profile(self, profile: bool) -> None:
         timers = self._parts.timers
-        timers.reset()
         if profile:
             timers.enable()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,9 +78,11 @@ class TorchRunner:
         self._loop.snapshots = Snapshots(options.snapshot_every)
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
-            self._parts.reseed(
-                replica.broadcast_state(lambda: self._parts.seed, 0, settings.device)
+            seed, data = replica.broadcast_state(
+                lambda: (self._parts.seed, self._parts.fingerprint()), 0, settings.device
             )
+            self._parts.reseed(seed)
+            self._check_data(data)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
@@ -91,15 +94,33 @@ class TorchRunner:
         if context.distributed:
             state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
             if context.world_rank != leader:
+                self._check_data(state["data"])
                 if parts.replicated:
                     parts.load_training_state(state["training"])
                     self.operator.load_state_dict(state["operator"])
                 parts.move_to(state["place"], state["global_step"])
+                self._running.join_call(state["call"])
         self._running.keep_iteration(moved=parts.place() != place)
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
+        if self._loop is not None:
+            self._loop.forget_iteration()
+            self._parts.release()
         self._loop = None
+
+    def _check_data(self, expected: dict[str, str]) -> None:
+        """Check that this worker shares out the same data as the others."""
+        own = self._parts.fingerprint()
+        for name in expected.keys() & own.keys():
+            if own[name] != expected[name]:
+                raise ValueError(
+                    f"The workers registered different data as {name}_loader: {own[name]} on "
+                    f"worker {self.operator.world_rank}, and {expected[name]} on another. A loader "
+                    "that is shared out needs the same data set on every worker: seed what is "
+                    "random in setup (random_split takes a generator). Where each worker reads a "
+                    "part of its own, pass add_dist_sampler=False to the trainer."
+                )
 
     @property
     def operator(self) -> TrainingOperator:
@@ -128,7 +149,7 @@ class TorchRunner:
             epoch=parts.epoch,
             in_epoch=parts.offset > 0,
             global_step=parts.global_step,
-            num_batches=0 if steps is None else steps.num_batches,
+            num_batches=self._loop.num_batches,
             total_batches=None if steps is None else steps.total_batches,
             num_covered=self._loop.num_covered,
             num_samples=0 if meters is None else int(meters.num_samples),
@@ -210,11 +231,18 @@ class TorchRunner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; the place in the data and the random numbers where it has them."""
         parts = self._parts
+        if parts.settings.context.in_driver:
+            # not pickled on its way here, and torch would train on with the caller's tensors
+            state = copy.deepcopy(state)
         check_place(state)
+        parts.check_training_state(state)
+        if "operator" in state:  # first: user code may refuse it, and nothing is changed then
+            self.operator.load_state_dict(state["operator"])
         parts.load_training_state(state)
         self._running.forget_iteration()
-        if "operator" in state:
-            self.operator.load_state_dict(state["operator"])
+        if "call" in state:  # a snapshot, not a saved state: the call goes on
+            self._running.join_call(state["call"])
+        self._running.snapshots.clear()
         place = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         parts.move_to(place, state.get("global_step", 0))
         generators = place.get("rng", ())
@@ -229,6 +257,8 @@ class TorchRunner:
             "operator": self.operator.state_dict(),
             "place": parts.place(),
             "global_step": parts.global_step,
+            "call": self._running.call_state(),
+            "data": parts.fingerprint(),
         }
 
 

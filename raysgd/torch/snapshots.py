@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from raysgd.torch.components import Components
@@ -35,7 +36,12 @@ class Snapshots:
         held = self._held
         return None if held is None else held[0]
 
-    def maybe_take(self, parts: Components, operator: TrainingOperator) -> None:
+    def maybe_take(
+        self,
+        parts: Components,
+        operator: TrainingOperator,
+        call_state: Callable[[], dict[str, Any]],
+    ) -> None:
         """Take a copy if it is time for one. One rank holds it for all."""
         if self._every is None or parts.settings.context.world_rank != 0:
             return
@@ -45,7 +51,12 @@ class Snapshots:
             if isinstance(self._every, int) and parts.global_step - self._held[0] < self._every:
                 return
         self._epoch = parts.epoch
-        self._held = (parts.global_step, map_leaves(full_state(parts, operator), _copied))
+        state = {**full_state(parts, operator), "call": call_state()}
+        self._held = (parts.global_step, map_leaves(state, _copied))
+
+    def clear(self) -> None:
+        """Forget the copy: training has gone to another state."""
+        self._held = None
 
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy on CPU. Called from another thread."""

@@ -54,6 +54,7 @@ class Steps:
         self._start = parts.offset
         self._start_step = parts.global_step
         self._started = time.perf_counter()
+        self._pause: int | None = None
         self._in_flight = _NOTHING
         self._exhausted = False
         self._timers = parts.timers if parts.timers.enabled else None
@@ -69,10 +70,13 @@ class Steps:
             return 0.0
         return (time.perf_counter() - self._started) / self.num_batches
 
-    def pause_at(self, step: int) -> None:
-        """Let the stretch end once `step` steps are committed. Called from another thread."""
-        limit = max(0, step - self._start_step)
-        self._limit = limit if self._limit is None else min(self._limit, limit)
+    def pause_at(self, step: int | None) -> None:
+        """Let the stretch end once `step` steps are committed. Called from another thread.
+
+        None takes the request back.
+        """
+        held, asked = self._pause, None if step is None else step - self._start_step
+        self._pause = asked if asked is None or held is None else min(asked, held)
 
     @property
     def total_batches(self) -> int | None:
@@ -93,6 +97,8 @@ class Steps:
         if self.stop_requested:
             raise StepInterruptedError("The driver asked this worker to stop.")
         if self._exhausted or self.num_batches == self._limit:
+            raise StopIteration
+        if self._pause is not None and self.num_batches >= self._pause:
             raise StopIteration
         batch = self._fetch() if self._timers is None else self._timed_fetch()
         if self._go_on is not None and not self._go_on(batch is not _NOTHING):

@@ -9,7 +9,13 @@ import pytest
 import raysgd
 
 SURFACE = {
-    "raysgd": ["CreatorOperator", "TorchTrainer", "TrainingOperator", "__version__"],
+    "raysgd": [
+        "CreatorOperator",
+        "ElasticConfig",
+        "TorchTrainer",
+        "TrainingOperator",
+        "__version__",
+    ],
     "raysgd.backends": ["Backend", "backend_names", "create_backend", "register_backend"],
     "raysgd.checkpoint": ["check_writable", "read_file", "write_file"],
     "raysgd.config": [
@@ -21,8 +27,10 @@ SURFACE = {
         "warn_of_rounding",
         "worker_config",
     ],
-    "raysgd.context": ["Progress", "Runner", "WorkerContext"],
+    "raysgd.context": ["PausedError", "Progress", "Runner", "WorkerContext"],
     "raysgd.data": ["Dataset"],
+    "raysgd.elastic.config": ["ElasticConfig"],
+    "raysgd.elastic.events": ["Event", "EventKind"],
     "raysgd.errors": [
         "CheckpointError",
         "CollectiveError",
@@ -44,6 +52,15 @@ SURFACE = {
         "merge_workers",
     ],
     "raysgd.testing": ["run_operator"],
+    "raysgd.testing.chaos": [
+        "Chaos",
+        "Fault",
+        "Injection",
+        "hang",
+        "kill",
+        "resume",
+        "schedule",
+    ],
     "raysgd.timers": ["TimerCollection", "TimerStat"],
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
     "raysgd.torch.torch_trainer": ["TorchTrainer"],
@@ -75,6 +92,21 @@ TRAINER_ARGUMENTS = {
     "add_dist_sampler": True,
     "scheduler_step_freq": None,
     "use_local": False,
+    "elastic": None,
+}
+
+ELASTIC_FIELDS = {
+    "min_workers": None,
+    "max_attempts": 10,
+    "initial_s": 1.0,
+    "factor": 2.0,
+    "max_s": 60.0,
+    "jitter": 0.1,
+    "resize_cooldown_s": 10.0,
+    "hang_timeout_s": None,
+    "in_place": True,
+    "grow": True,
+    "snapshot_every": "epoch",
 }
 
 
@@ -107,6 +139,8 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
     assert set(SURFACE["raysgd"]) <= set(dir(raysgd))
     for name in ("CreatorOperator", "TorchTrainer", "TrainingOperator"):
         assert getattr(raysgd, name) is getattr(importlib.import_module("raysgd.torch"), name)
+    home = importlib.import_module("raysgd.elastic.config")
+    assert raysgd.ElasticConfig is home.ElasticConfig
 
 
 def test_the_trainer_takes_these_arguments_with_these_defaults():
@@ -116,6 +150,13 @@ def test_the_trainer_takes_these_arguments_with_these_defaults():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         if name != "training_operator_cls":
             assert parameters[name].default == default, name
+
+
+def test_the_elastic_config_takes_these_values_with_these_defaults():
+    parameters = inspect.signature(raysgd.ElasticConfig).parameters
+    for name, default in ELASTIC_FIELDS.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == default, name
 
 
 @pytest.mark.parametrize(

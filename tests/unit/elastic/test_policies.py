@@ -1,14 +1,20 @@
-"""How many workers start, who is who, and whose state counts."""
+"""How many workers start, who is who, whose state counts, and how long to wait."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.context import Progress
+from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.elastic.policies import (
     Place,
     assign_contexts,
+    backoff_s,
     choose_leader,
+    furthest,
+    may_resize,
+    pause_step,
     start_sizes,
     workers_that_fit,
 )
@@ -94,3 +100,124 @@ def test_an_event_knows_when_it_happened():
     first = Event(kind="started", generation=1, ranks=(0,))
     second = Event(kind="lost", generation=1, ranks=(0,))
     assert 0 < first.time <= second.time
+
+
+# ---- whose state counts
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 99)), min_size=1))
+def test_the_group_is_as_far_as_its_leader_with_the_samples_that_most_know_of(workers):
+    progress = [
+        Progress(global_step=step, num_covered=covered, loss=float(rank))
+        for rank, (step, covered) in enumerate(workers)
+    ]
+    group = furthest(progress)
+    leader = choose_leader(progress)
+    assert (group.global_step, group.loss) == (max(s for s, _ in workers), float(leader))
+    known = [covered for _, covered in workers if covered is not None]
+    assert group.num_covered == (max(known) if known else None)
+
+
+def test_a_newcomer_that_leads_does_not_hide_what_the_others_trained_on():
+    newcomer, old = Progress(global_step=9, num_covered=8), Progress(global_step=8, num_covered=64)
+    assert furthest([newcomer, old]).num_covered == 64
+    assert furthest([newcomer, old]).global_step == 9
+
+
+# ---- waiting
+
+attempts = st.integers(0, 10**6)
+draws = st.floats(0.0, 1.0)
+configs = st.builds(
+    ElasticConfig,
+    initial_s=st.floats(0.0, 100.0),
+    factor=st.floats(1.0, 10.0),
+    max_s=st.floats(0.0, 1000.0),
+    jitter=st.floats(0.0, 1.0),
+)
+
+
+def without_jitter(attempt, config):
+    return backoff_s(attempt, config, draw=0.5)
+
+
+@given(attempts, configs, draws)
+def test_a_wait_is_never_negative_and_never_beyond_its_cap_but_for_the_jitter(n, config, draw):
+    wait = backoff_s(n, config, draw)
+    assert 0.0 <= wait <= config.max_s * (1.0 + config.jitter) + 1e-9
+
+
+@given(attempts, configs, draws)
+def test_the_jitter_varies_a_wait_by_its_share(n, config, draw):
+    middle, wait = without_jitter(n, config), backoff_s(n, config, draw)
+    assert wait == pytest.approx(middle * (1 + config.jitter * (2 * draw - 1)), abs=1e-9)
+    assert backoff_s(n, config, 0.0) == pytest.approx(middle * (1 - config.jitter), abs=1e-9)
+    assert backoff_s(n, config, 1.0) == pytest.approx(middle * (1 + config.jitter), abs=1e-9)
+
+
+@given(st.integers(0, 20), configs)
+def test_each_wait_is_the_factor_longer_up_to_the_cap(n, config):
+    expected = min(config.max_s, config.initial_s * config.factor**n)
+    assert without_jitter(n, config) == pytest.approx(expected)
+
+
+@given(attempts, attempts, configs)
+def test_waits_do_not_become_shorter(one, other, config):
+    first, second = sorted((one, other))
+    assert without_jitter(first, config) <= without_jitter(second, config)
+
+
+def test_waits_double_by_default_and_end_at_a_minute():
+    config = ElasticConfig(jitter=0.0)
+    waits = [backoff_s(n, config, 0.9) for n in range(9)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+@pytest.mark.parametrize("factor", [1.1, 4.0, 1e10, 1e200])
+def test_waits_end_at_the_cap_whatever_the_factor(factor):
+    config = ElasticConfig(factor=factor, jitter=0.0)
+    assert [backoff_s(n, config, 0.5) for n in (50, 10**6)] == [60.0] * 2
+
+
+# ---- changes of size
+
+times = st.floats(0.0, 1e6)
+
+
+@given(times, times, st.floats(0.0, 100.0))
+def test_a_successor_joins_at_once_and_others_after_the_cooldown(last, since, cooldown):
+    config = ElasticConfig(resize_cooldown_s=cooldown)
+    now = last + since
+    assert may_resize(now, last, True, config)
+    assert may_resize(now, last, False, config) == (now - last >= cooldown)
+
+
+# ---- pauses
+
+step_times = st.just(0.0) | st.floats(1e-5, 100.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), step_times), min_size=1, max_size=8),
+    st.integers(0, 10**6),
+    st.floats(0.0, 2.0),
+)
+def test_a_pause_is_ahead_of_every_worker_by_two_steps_and_the_time_to_hear_of_it(
+    workers, reached, notice_s
+):
+    progress = [Progress(global_step=reached + more, step_s=step_s) for more, step_s in workers]
+    first = max(progress, key=lambda p: p.global_step)
+    step = pause_step(progress, notice_s)
+    assert all(step >= p.global_step + 2 for p in progress)
+    ahead = step - 2 - first.global_step
+    # not much farther than that: training stands still later, not sooner
+    if first.step_s:
+        assert (ahead - 1) * first.step_s <= notice_s <= ahead * first.step_s * (1 + 1e-9)
+    else:
+        assert ahead == 0
+
+
+def test_a_pause_gives_a_tenth_of_a_second_to_hear_of_it():
+    assert pause_step([Progress(global_step=10, step_s=0.01)]) == 22
+    assert pause_step([Progress(global_step=10, step_s=0.02), Progress(global_step=9)]) == 17
+    assert pause_step([Progress(global_step=10, step_s=5.0)]) == 13

@@ -4,7 +4,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from raysgd.elastic.policies import Place
 from raysgd.errors import WorkerTimeoutError
+from raysgd.execution import group as group_module
+from raysgd.execution import placement
 from raysgd.execution.group import GroupOptions, WorkerGroup, gather
 
 
@@ -47,9 +50,148 @@ def test_only_a_local_worker_that_is_alone_is_inline(num_workers, use_local, inl
 
 def test_an_inline_group_starts_and_ends_without_anything():
     group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
-    group.start()
+    group.start(timeout_s=5)
     assert len(group.members) == 1
+    assert group.vacant_slots() == []
+    assert group.slot_of(group.members[0]) is None
+    assert "driver's process" in group.room()
     large = bytes(2**21)
     assert group.shared(large) is large
     group.shutdown()
     assert group.members == []
+
+
+# ---- workers and their room
+
+
+class FakeSlot:
+    def __init__(self, name):
+        self.strategy = name
+
+
+class FakeReservation:
+    """Room of our own, or of the caller, of which no more can be had."""
+
+    def __init__(self, size, owned=True):
+        self.slots = [FakeSlot(index) for index in range(size)]
+        self.owned = owned
+        self.released = False
+
+    def request_slot(self, bundle):
+        if not self.owned:
+            return None
+        self.slots.append(FakeSlot(len(self.slots)))
+        return self.slots[-1]
+
+    def release(self):
+        self.released = True
+
+
+class FakeMember:
+    remote = True
+    alive = True
+
+    def __init__(self, actor):
+        self.number = actor
+        self.killed = 0
+        self.torn_down = 0
+        self.node = "ab"[actor % 2]
+
+    def control(self, method):
+        assert method == "place"
+        return done(Place(node_id=self.node, node_ip=self.node))
+
+    def work(self, method):
+        assert method == "teardown"
+        assert not self.killed
+        self.torn_down += 1
+        return done(None)
+
+    def kill(self):
+        self.killed += 1
+
+
+class Actors:
+    """Stands in for the class of actors: each is a number."""
+
+    def __init__(self):
+        self.number = -1
+        self.strategies = []
+
+    def options(self, scheduling_strategy):
+        self.strategies.append(scheduling_strategy)
+        return self
+
+    def remote(self):
+        self.number += 1
+        return self.number
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """A function that returns a started group with room for so many workers."""
+    monkeypatch.setattr(group_module, "ActorMember", FakeMember)
+    monkeypatch.setattr(placement, "connect", lambda: None)
+
+    def start(num_workers, room, owned=True):
+        reservation = FakeReservation(room, owned)
+        monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: reservation)
+        group = WorkerGroup(GroupOptions(num_workers=num_workers))
+        monkeypatch.setattr(group, "_actor_class", Actors)
+        group.start(timeout_s=5)
+        group.reservation_of_test = reservation
+        return group
+
+    return start
+
+
+def test_workers_of_a_node_are_next_to_each_other(start):
+    group = start(num_workers=4, room=4)
+    assert [member.place.node_id for member in group.members] == ["a", "a", "b", "b"]
+    assert [member.number for member in group.members] == [0, 2, 1, 3]
+
+
+def test_a_full_group_has_no_vacant_slot(start):
+    assert start(num_workers=3, room=3).vacant_slots() == []
+
+
+def test_room_that_is_missing_is_requested_once(start):
+    group = start(num_workers=4, room=2)
+    vacant = group.vacant_slots()
+    assert [slot.strategy for slot in vacant] == [2, 3]
+    assert group.vacant_slots() == vacant
+    assert len(group.reservation_of_test.slots) == 4
+
+
+def test_no_more_room_is_requested_where_it_is_the_callers(start):
+    assert start(num_workers=4, room=2, owned=False).vacant_slots() == []
+
+
+def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
+    group = start(num_workers=3, room=3)
+    member = group.members[1]
+    slot = group.slot_of(member)
+    group.discard(member)
+    assert member.killed == 1
+    assert member not in group.members
+    assert group.slot_of(member) is None
+    assert group.vacant_slots() == [slot]
+    successor = group.new_member(slot)
+    assert group.vacant_slots() == []
+    assert group.slot_of(successor) is slot
+    assert successor not in group.members  # before it has joined
+    group.discard(successor)
+    assert group.vacant_slots() == [slot]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_end_of_a_group_is_that_of_newcomers_and_room_too(start, force):
+    group = start(num_workers=3, room=2)
+    members = list(group.members)
+    newcomer = group.new_member(group.vacant_slots()[0])
+    group.shutdown(force)
+    assert [m.killed for m in [*members, newcomer]] == [1, 1, 1]
+    assert [m.torn_down for m in members] == [0 if force else 1] * 2
+    assert group.members == []
+    assert group.vacant_slots() == []
+    assert group.reservation_of_test.released

@@ -7,10 +7,11 @@ import pytest
 
 from raysgd.backends import Backend
 from raysgd.context import Progress
+from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Place
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
-from raysgd.execution import attempt
-from raysgd.execution.group import GroupOptions
+from raysgd.execution import attempt, group, supervisor
+from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import Member
 from raysgd.execution.supervisor import State, Supervisor
 from raysgd.execution.worker import Worker
@@ -56,8 +57,18 @@ class FakeRunner:
         else:
             self.stop.clear()
 
+    def pause_at(self, step):
+        self.pause = step
+        return 0
+
+    def snapshot(self):
+        return None
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
     def teardown(self):
-        pass
+        self.torn_down = True
 
     def work(self, goal=0):
         self.calls += 1
@@ -135,6 +146,8 @@ class FakeMember(Member):
         return future
 
     def die(self, cause="OOM"):
+        if self._dead:
+            return
         self._dead = LostError(f"The actor died: {cause}")
         for future in self._pending:
             if not future.done():
@@ -142,35 +155,38 @@ class FakeMember(Member):
 
     def kill(self):
         self.killed = True
+        self.die("killed by the driver")
         if self.worker.runner is not None:
             self.worker.runner.request_stop(True)  # no thread outlives its test
         self._thread.shutdown(wait=False)
 
 
-class FakeGroup:
-    def __init__(self, num_workers, min_workers=1):
-        self.options = GroupOptions(num_workers=num_workers, min_workers=min_workers)
-        self.members = []
-        self.shutdowns = []
+class FakeGroup(WorkerGroup):
+    """The real group, whose workers are threads and need no room."""
 
-    def start(self):
+    def __init__(self, num_workers, min_workers=1):
+        super().__init__(GroupOptions(num_workers=num_workers, min_workers=min_workers))
+        self.shutdowns = []
+        self.starts = []
+
+    def start(self, timeout_s):
+        self.starts.append(timeout_s)
         self.members = [FakeMember(index) for index in range(self.options.num_workers)]
         self.all = list(self.members)
 
-    def shared(self, data):
-        return data
+    def room(self):
+        return "no room"
 
     def shutdown(self, force=False):
         self.shutdowns.append(force)
-        for member in self.members:
-            member.kill()
-        self.members = []
+        super().shutdown(force)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Nothing here takes time, so that no grace period has to be waited for."""
-    monkeypatch.setattr(attempt, "is_loss", lambda error: isinstance(error, LostError))
+    for module in (attempt, group, supervisor):
+        monkeypatch.setattr(module, "is_loss", lambda error: isinstance(error, LostError))
     monkeypatch.setattr(attempt, "_NODE_LOSS_S", 0.05)
 
 
@@ -179,9 +195,11 @@ def start():
     """A function that returns a started supervisor of so many workers."""
     made = []
 
-    def start(num_workers=3, min_workers=1, hook=None, backend=None):
+    def start(num_workers=3, min_workers=1, hook=None, backend=None, **elastic):
         group = FakeGroup(num_workers, min_workers)
-        supervisor = Supervisor(group, FakeRunner(), backend or FakeBackend(), hook, PATIENCE_S)
+        config = ElasticConfig(**{"grow": False, **elastic})
+        backend = backend or FakeBackend()
+        supervisor = Supervisor(group, FakeRunner(), backend, hook, PATIENCE_S, config)
         made.append(supervisor)
         supervisor.start()
         return supervisor
@@ -302,7 +320,8 @@ def test_after_an_error_the_next_call_makes_a_new_generation_from_the_furthest_w
     script(supervisor, **{f"r{rank}": lambda r: r.step for rank in range(3)})
     supervisor.call("work")
     for rank, runner in enumerate(runners(supervisor)):
-        assert (runner.contexts[-1].generation, runner.contexts[-1].world_rank) == (2, rank)
+        first, second = runner.contexts
+        assert (second.generation, second.world_rank) == (first.generation + 1, rank)
         assert runner.leaders == [2]
     assert kinds(supervisor) == ["started", "user_error", "resumed"]
     assert supervisor._backend.num_prepared == 2
@@ -353,14 +372,16 @@ def test_survivors_go_on_after_a_loss(start):
     outcomes = supervisor.call("work", max_losses=1)
     contexts = [outcome.value() for outcome in outcomes]
     assert supervisor.members == survivors
-    assert [(c.world_rank, c.world_size, c.generation) for c in contexts] == [(0, 2, 2), (1, 2, 2)]
+    assert [(c.world_rank, c.world_size) for c in contexts] == [(0, 2), (1, 2)]
+    before = supervisor.events[0].generation
+    assert [c.generation for c in contexts] == [before + 1] * 2
     assert [c.local_rank for c in contexts] == [0, 0]
     assert supervisor.losses_in_call == 1
     assert lost.killed
     assert not any(member.killed for member in survivors)
     assert kinds(supervisor) == ["started", "lost", "resumed"]
     event = supervisor.events[1]
-    assert (event.ranks, event.generation) == ((1,), 1)
+    assert (event.ranks, event.generation) == ((1,), before)
     assert "OOM" in event.cause
     supervisor.call("work")
     assert supervisor.losses_in_call == 0
@@ -407,8 +428,12 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
 def test_fewer_survivors_than_min_workers_end_the_call(start):
     supervisor = start(2, min_workers=2)
     script(supervisor, r0=FakeRunner.wait_for_peers, r1=dying(supervisor, 1))
-    with pytest.raises(WorkerLostError, match="1 left, and min_workers=2"):
+    with pytest.raises(WorkerLostError, match=r"1 left, and min_workers=2.*grow=False") as caught:
         supervisor.call("work", max_losses=3)
+    assert "OOM" in str(caught.value)
+    script(supervisor, r0=lambda runner: "done")
+    # what reads the state is allowed with fewer
+    assert [o.value() for o in supervisor.call("work", any_size=True)] == ["done"]
 
 
 def test_losses_of_one_call_add_up(start):
@@ -481,13 +506,26 @@ def test_a_generation_that_could_not_be_joined_is_not_used(start):
     assert all(len(runner.contexts) == 2 for runner in runners(supervisor))
 
 
+def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start):
+    """Its process lives on: a process group that stays there is in the way of the next one."""
+    supervisor = start(2, in_place=False)
+    local = supervisor.members[0]
+    local.remote = False
+    runner = local.worker.runner
+    script(supervisor, r0=FakeRunner.wait_for_peers, r1=dying(supervisor, 1))
+    supervisor.call("work", max_losses=1)
+    assert local not in supervisor.members
+    assert kinds(supervisor) == ["started", "lost", "restarted"]
+    assert getattr(runner, "torn_down", False)
+
+
 def test_a_worker_that_is_lost_at_the_start_is_named():
     group = FakeGroup(2)
     supervisor = Supervisor(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
     begin = group.start
 
-    def start_and_die():
-        begin()
+    def start_and_die(timeout_s):
+        begin(timeout_s)
         group.members[1].die("no memory")
 
     group.start = start_and_die

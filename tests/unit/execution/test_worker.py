@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 
 from raysgd.backends import Backend
-from raysgd.context import Progress, WorkerContext
+from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.members import InlineMember, ThreadMember
 from raysgd.execution.worker import Outcome, Worker
@@ -36,6 +36,13 @@ class FakeRunner:
     def request_stop(self, requested):
         self.calls.append(("stop", requested))
 
+    def pause_at(self, step):
+        self.calls.append(("pause", step))
+        return self.step
+
+    def snapshot(self):
+        return {"step": self.step} if self.step else None
+
     def teardown(self):
         self.calls.append(("teardown",))
 
@@ -52,6 +59,7 @@ class FakeBackend(Backend):
 
     def setup(self, context, rendezvous):
         self.calls.append(("setup", rendezvous))
+        self.context = context
 
     def interrupt(self):
         self.calls.append("interrupt")
@@ -236,6 +244,30 @@ def test_a_half_built_runner_is_no_obstacle_to_the_report(worker):
     assert isinstance(outcome.exception(), ValueError)
 
 
+# ---- pauses and snapshots
+
+
+def test_a_pause_is_neither_a_result_nor_a_failure(worker):
+    worker.runner.step = 4
+    outcome = call(worker, fail_with(PausedError()))
+    assert (outcome.kind, outcome.payload, outcome.progress.global_step) == ("paused", None, 4)
+    worker.interrupt()
+    assert call(worker, fail_with(PausedError())).kind == "paused"
+
+
+def test_a_pause_is_asked_of_the_runner_which_says_where_it_is(worker):
+    worker.runner.step = 4
+    assert worker.pause_at(9) == 4
+    assert worker.runner.calls[-1] == ("pause", 9)
+
+
+def test_a_snapshot_comes_pickled_where_there_is_one(worker):
+    assert worker.snapshot() is None
+    worker.runner.step = 4
+    assert pickle.loads(worker.snapshot()) == {"step": 4}
+    assert Worker().snapshot() is None
+
+
 # ---- life
 
 
@@ -288,6 +320,27 @@ def test_entering_makes_the_group_before_the_operator(worker):
     worker.enter(WorkerContext(generation=1), "here", None)
     worker.enter(WorkerContext(generation=2), "there", 1)
     assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
+
+
+def test_a_new_generation_takes_requests_back(worker):
+    worker.interrupt()
+    worker.pause_at(7)
+    worker.enter(WorkerContext(generation=2), None, 0)
+    requests = [call for call in worker.runner.calls if call[0] in ("stop", "pause")]
+    assert requests == [("stop", True), ("pause", 7), ("stop", False), ("pause", None)]
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
+def test_a_newcomer_sets_up_in_a_group_of_one_but_knows_its_place_to_be(worker):
+    context = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True)
+    seen = []
+    worker.runner.setup = seen.append
+    assert worker.enter(context, None, None, True).kind == "ok"
+    alone = worker._backend.context
+    assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
+    assert seen == [context]
+    worker.enter(context, "there", 0)
+    assert worker._backend.context == context
 
 
 def test_a_failing_entry_is_reported(worker):

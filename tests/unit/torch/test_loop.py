@@ -3,6 +3,7 @@
 One worker, in this process. An epoch is five batches of eight samples.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from tests.unit.recorder import Recorder, Streaming, Unsized
@@ -530,3 +532,216 @@ def test_an_empty_data_set_is_an_error(start):
     trainer, _ = start()
     with pytest.raises(RuntimeError, match="no batch"):
         trainer.train(dataset=items(0))
+
+
+# ---- pauses
+
+
+class OwnLoop(Recorder):
+    """A loop that a user wrote, with the oldest signature."""
+
+    def train_epoch(self, iterator, info):
+        seen = total = 0
+        for batch in iterator:
+            self.train_batch(batch, {"global_step": self.global_step, "info": info})
+            seen += len(batch[0])
+            total += batch[0].sum().item()
+        return {"mean": total / max(1, seen), "num_samples": seen}
+
+
+class CarefulLoop(Recorder):
+    """A loop that cleans up when its batches have ended."""
+
+    def train_epoch(self, iterator, info, num_steps=None, epoch_idx=0):
+        try:
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        finally:
+            self.ended = getattr(self, "ended", 0) + 1
+
+
+LOOPS = pytest.mark.parametrize(
+    ("operator_cls", "config"),
+    [
+        (Recorder, {}),
+        (Recorder, {"shuffle": True}),
+        (Streaming, {}),
+        (Streaming, {"wrap": list}),
+        (OwnLoop, {}),
+        (CarefulLoop, {}),
+    ],
+    ids=["sharded", "shuffled", "unsized", "list", "own", "careful"],
+)
+
+
+@pytest.fixture
+def loop_of(start):
+    """A function that returns the loop of a new operator, the operator and its progress."""
+
+    def loop_of(operator_cls=Recorder, config=None):
+        trainer, operator = start(operator_cls, config)
+        runner = trainer._supervisor.members[0].worker.runner
+        return runner._loop, operator
+
+    return loop_of
+
+
+def train(loop, call=0, until_epoch=None, until_step=None):
+    return loop.train(call, until_epoch, until_step, {}, False, None)
+
+
+def pausing(loop, pause, at):
+    """A hook by which the loop is told to pause in the step after `at` steps."""
+
+    def ask(batch_info, when):
+        if when == "before" and loop.operator.global_step == at:
+            loop.pause_at(pause)
+
+    return ask
+
+
+@LOOPS
+@given(data=st.data())
+def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
+    loop_of, operator_cls, config, data
+):
+    whole, its_operator = loop_of(operator_cls, config)
+    expected = train(whole, until_epoch=2)
+    loop, operator = loop_of(operator_cls, config)
+    operator._parts.reseed(its_operator._parts.seed)
+    at = data.draw(st.integers(0, 8))
+    pause = data.draw(st.integers(at + 1, 9))
+    operator.fail = pausing(loop, pause, at)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator.global_step == pause
+    assert len(operator.trained) == 8 * pause
+    if operator_cls is not Streaming or config:  # how long an epoch is is known
+        assert operator._parts.epoch == pause // 5
+    operator.fail = lambda *arguments: None
+    # while nobody takes it back, there is nothing to go on with
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator.global_step == pause
+    loop.pause_at(None)
+    result = train(loop, until_epoch=2)
+    assert operator.trained == its_operator.trained
+    assert operator.global_step == 10
+    assert operator._parts.epoch == 2
+    assert {"num_samples", "batch_count"} & set(result)
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
+def test_a_pause_beyond_the_goal_changes_nothing(loop_of, goal):
+    loop, operator = loop_of()
+    loop.pause_at(50)
+    train(loop, **goal)
+    assert operator.global_step == goal.get("until_step", 10)
+
+
+def test_a_pause_at_the_goal_is_the_goal(loop_of):
+    loop, operator = loop_of()
+    operator.fail = pausing(loop, 7, at=2)
+    assert train(loop, until_step=7)["num_samples"] == 56
+    assert operator.global_step == 7
+
+
+def test_a_pause_at_the_end_of_an_epoch_ends_the_epoch(loop_of):
+    loop, operator = loop_of()
+    operator.fail = pausing(loop, 5, at=2)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert (operator._parts.epoch, operator._parts.offset) == (1, 0)
+    loop.pause_at(None)
+    train(loop, until_epoch=2)
+    assert operator.trained == EPOCH * 2
+
+
+@pytest.mark.parametrize("pause", [0, 2, 3])
+def test_a_call_that_begins_at_or_after_its_pause_does_no_step(loop_of, pause):
+    loop, operator = loop_of()
+    train(loop, until_step=3)
+    assert loop.pause_at(pause) == 3
+    with pytest.raises(PausedError):
+        train(loop, call=1, until_step=6)
+    assert operator.global_step == 3
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])
+@pytest.mark.parametrize("pause", [1, 2])
+def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pause):
+    """The driver is told that the step has passed; until it acts, the goal must hold."""
+    loop, operator = loop_of()
+    told = []
+
+    def late(batch_info, when):
+        if when == "before" and operator.global_step == 3:
+            told.append(loop.pause_at(pause))
+
+    operator.fail = late
+    with contextlib.suppress(PausedError):
+        train(loop, **goal)
+    assert told == [3]
+    assert operator.global_step <= goal.get("until_step", 5)
+    loop.pause_at(None)
+    train(loop, **goal)
+    assert operator.trained == EPOCH[: len(operator.trained)]
+    assert operator.global_step == goal.get("until_step", 5)
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+@pytest.mark.parametrize("operator_cls", [Recorder, OwnLoop])
+def test_none_takes_a_pause_back(loop_of, goal, operator_cls):
+    """Also in the stretch under way, whose epoch is not over where it would have paused."""
+    loop, operator = loop_of(operator_cls)
+
+    def ask_and_take_back(batch_info, when):
+        if when == "before" and operator.global_step == 1:
+            loop.pause_at(3)
+        if when == "before" and operator.global_step == 2:
+            loop.pause_at(None)
+
+    operator.fail = ask_and_take_back
+    train(loop, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.global_step == steps
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+@pytest.mark.parametrize("done", [0, 3, 5])
+def test_a_pause_that_is_asked_for_as_a_stretch_begins_is_no_empty_loader(loop_of, goal, done):
+    """Another thread may ask at any moment, also while the first snapshot is copied."""
+    loop, operator = loop_of()
+    if done:
+        train(loop, until_step=done)
+    take = loop.snapshots.maybe_take
+
+    def ask(*arguments):
+        loop.pause_at(done)
+        return take(*arguments)
+
+    loop.snapshots.maybe_take = ask
+    with pytest.raises(PausedError):
+        train(loop, call=1, **goal)
+    assert operator.global_step == done
+    loop.snapshots.maybe_take = take
+    loop.pause_at(None)
+    train(loop, call=1, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+def test_a_pause_does_not_step_schedulers_of_epochs(start):
+    trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="epoch")
+    loop = trainer._supervisor.members[0].worker.runner._loop
+    operator.fail = pausing(loop, 3, at=1)
+    before = rate(operator)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=1)
+    assert rate(operator) == before
+    operator.fail = lambda *arguments: None
+    loop.pause_at(None)
+    train(loop, until_epoch=1)
+    assert rate(operator) == before / 2

@@ -45,6 +45,8 @@ def test_a_runner_without_operator_has_made_no_progress():
     runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL))
     assert runner.progress() == Progress()
     runner.request_stop(True)
+    assert runner.pause_at(3) == 0
+    assert runner.snapshot() is None
     with pytest.raises(RuntimeError, match="no operator"):
         runner.train(call=0, until_epoch=1)
 
@@ -178,6 +180,38 @@ def test_a_request_to_stop_ends_the_loop_at_the_next_step():
     runner.request_stop(True)  # nothing is under way
     runner.train(call=0, until_epoch=1)
     assert runner.operator.trained == EPOCH
+
+
+def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
+    """Every sample has had its turn; the repeated call has nothing left to do."""
+    runner = make_runner()
+
+    def stop(batch_info, when):
+        if batch_info["global_step"] == 4:
+            runner.request_stop(True)
+
+    runner.operator.fail = stop
+    with pytest.raises(Exception, match="asked this worker to stop"):
+        runner.train(call=0, until_epoch=1)
+    assert runner.progress().global_step == 5
+    result = runner.train(call=0, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+    assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
+    assert (result["num_samples"], result["batch_count"]) == (40, 5)
+
+
+def test_validation_can_be_seen_to_move():
+    """Otherwise the driver would take a long one for a hang, and kill the workers."""
+    runner, seen = make_runner(), []
+
+    def look(batch_info, when):
+        progress = runner.progress()
+        seen.append((progress.global_step, progress.num_batches))
+
+    runner.operator.fail = look
+    runner.validate(call=0)
+    assert len(seen) == 5
+    assert len(set(seen)) > 1
 
 
 # ---- state

@@ -202,3 +202,133 @@ def test_waiting_for_data_is_timed_only_where_it_was_asked_for():
     parts.timers.disable()
     list(make_steps(parts, range(3)))
     assert parts.timers.stats() == {}
+
+
+# ---- pauses
+
+
+def drawn(steps, pause=None, after=None):
+    """What a loop draws that is told to pause `after` so many batches."""
+    batches = []
+    if after == 0:
+        steps.pause_at(pause)
+    for batch in steps:
+        batches.append(batch)
+        if len(batches) == after:
+            steps.pause_at(pause)
+    steps.finish()
+    return batches
+
+
+@given(
+    before=st.integers(0, 20),
+    size=st.integers(1, 12),
+    limit=st.none() | st.integers(1, 12),
+    length_known=st.booleans(),
+    data=st.data(),
+)
+def test_a_stretch_ends_exactly_where_it_shall_pause(before, size, limit, length_known, data):
+    parts = components()
+    parts.global_step = before
+    steps = make_steps(parts, range(size), limit, size if length_known else None)
+    whole = min(size, limit or size)
+    after = data.draw(st.integers(0, whole))
+    # a batch that was drawn will be done: the earliest step to stop at is the one after it
+    pause = before + data.draw(st.integers(max(1, after), 15))
+    expected = min(whole, pause - before)
+    assert drawn(steps, pause, after) == list(range(expected))
+    assert parts.global_step == before + expected
+    assert parts.offset == steps.num_batches == expected
+    if length_known:
+        assert steps.epoch_is_over == (expected == size)
+
+
+def test_the_pause_is_no_end_of_the_epoch():
+    parts = components()
+    steps = make_steps(parts, range(5))
+    assert drawn(steps, pause=3, after=1) == [0, 1, 2]
+    assert not steps.epoch_is_over
+    assert (parts.global_step, parts.offset) == (3, 3)
+
+
+def test_the_batches_that_follow_a_pause_are_not_fetched():
+    fetched = []
+
+    def batches():
+        for index in range(5):
+            fetched.append(index)
+            yield index
+
+    steps = Steps(components(), PlainLoader([]), batches(), None, None, None)
+    assert drawn(steps, pause=2, after=1) == [0, 1]
+    assert fetched == [0, 1]
+
+
+def test_at_a_pause_the_ranks_are_not_asked_for_batches():
+    """All of them stop there; one that asked would wait for the others for ever."""
+    asked = []
+
+    def go_on(has_batch):
+        asked.append(has_batch)
+        return has_batch
+
+    steps = make_steps(components(), range(5), steps_left=None, go_on=go_on)
+    assert drawn(steps, pause=2, after=1) == [0, 1]
+    assert asked == [True, True]
+
+
+def test_the_newest_request_to_pause_counts():
+    steps = make_steps(components(), range(9))
+    steps.pause_at(6)
+    steps.pause_at(3)
+    assert list(steps) == [0, 1, 2]
+    steps = make_steps(components(), range(9), limit=7)
+    steps.pause_at(6)
+    steps.pause_at(None)
+    assert list(steps) == list(range(7))
+
+
+@pytest.mark.parametrize("passed", [0, 1, 2])
+@pytest.mark.parametrize("length_known", [True, False])
+def test_a_pause_at_a_step_that_has_passed_lifts_no_limit(passed, length_known):
+    """Whoever asked is told that it was too late; more steps than were wanted are never done."""
+    parts = components()
+    steps = make_steps(parts, range(9), limit=5, steps_left=9 if length_known else None)
+    batches = drawn(steps, pause=passed, after=4)
+    assert 4 <= len(batches) <= 5
+    assert parts.global_step <= 5
+
+
+def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("raysgd.torch.steps.time.perf_counter", lambda: now[0])
+    steps = make_steps(components(), range(5))
+    assert steps.step_s == 0.0
+    next(steps)
+    now[0] += 2.0
+    assert steps.step_s == 0.0
+    next(steps)
+    assert steps.step_s == 2.0
+    now[0] += 4.0
+    next(steps)
+    assert steps.step_s == 3.0
+
+
+def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
+    parts, told = components(), []
+    steps = Steps(
+        parts,
+        PlainLoader([1, 2, 3]),
+        iter([1, 2, 3]),
+        None,
+        3,
+        None,
+        on_commit=lambda: told.append((parts.global_step, parts.offset)),
+    )
+    next(steps)
+    assert told == []
+    next(steps)
+    assert told == [(1, 1)]
+    list(steps)
+    steps.finish()
+    assert told == [(1, 1), (2, 2), (3, 3)]

@@ -1,0 +1,304 @@
+"""Time what a lost worker costs, and what it costs to grow, to the millisecond.
+
+    python examples/benchmarks/recovery.py
+    python examples/benchmarks/recovery.py --num-workers 3 --runs 9 --json recovery.json
+
+Each worker appends a line to a file of its own when the update of a step is done: the time, the
+step and the number of workers. All figures follow from these lines and from the moment of the
+SIGKILL, by the one monotonic clock of the machine; nothing is taken from what raysgd says of
+itself. The model is a ledger, with one parameter a sample: at the end it has to show that each
+sample was trained on exactly once an epoch.
+
+- *next step*: from the SIGKILL to the first step that the survivors finish as a smaller group.
+- *full size*: from the SIGKILL, or from the moment at which room appears, to the first step that
+  all workers finish together again.
+- *growth pause*: from the last step of the smaller group to the first one of the larger group.
+- *redone*: steps that any worker had finished and that were trained again.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from torch.utils.data import DataLoader, Dataset
+
+import raysgd
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.testing import chaos
+from raysgd.utils import BATCH_SIZE
+
+GLOBAL_BATCH = 48  # 2, 3 and 4 workers can share it
+NUM_STEPS = 500  # of an epoch
+GIVE_UP_S = 120.0
+
+
+class Ids(Dataset):
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return index
+
+
+class Counts(torch.nn.Module):
+    def __init__(self, num_samples):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(num_samples))
+
+    def forward(self, ids):
+        return self.counts[ids]
+
+
+class Recorder(TrainingOperator):
+    """Trains a ledger, and writes down when each of its steps is done."""
+
+    def setup(self, config):
+        model = Counts(config["num_samples"])
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        data = Ids(config["num_samples"])
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=config[BATCH_SIZE], shuffle=True)
+        )
+        self.log = open(Path(config["folder"]) / f"{os.getpid()}.txt", "a", buffering=1)  # noqa: SIM115
+
+    def train_batch(self, batch, batch_info):
+        time.sleep(self.config["step_s"])
+        loss = -self.model(batch).sum() * self.world_size
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.log.write(f"{time.monotonic()} {self.global_step + 1} {self.world_size}\n")
+        return {"num_samples": len(batch)}
+
+
+class Records:
+    """What the workers have written down so far; reads each line once."""
+
+    def __init__(self, folder):
+        self._folder = Path(folder)
+        self._read = {}
+        self._steps = []
+
+    def steps(self):
+        """Return all steps of all workers, as (time, step, number of workers), in order of time."""
+        for path in self._folder.iterdir():
+            with path.open() as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            # what follows the last line break is a line that is being written
+            whole = text[: text.rfind("\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                moment, step, world_size = line.split()
+                self._steps.append((float(moment), int(step), int(world_size)))
+        self._steps.sort()
+        return list(self._steps)
+
+
+def change(steps, begin, before, after):
+    """Return the last step of `before` workers since `begin`, and the first one of `after`.
+
+    Either is None where there is none.
+    """
+    first = next((s for s in steps if s[0] >= begin and s[2] == after), None)
+    until = math.inf if first is None else first[0]
+    last = [s for s in steps if begin <= s[0] < until and s[2] == before]
+    return (last[-1] if last else None), first
+
+
+def redone(steps, first):
+    """Return how many steps had been done already when a generation began with step `first`."""
+    return max([0, *(s[1] for s in steps if s[0] < first[0])]) + 1 - first[1]
+
+
+class Job:
+    """A trainer, its records, and a thread that trains until it is told to stop."""
+
+    def __init__(self, num_workers, step_s):
+        self._folder = tempfile.TemporaryDirectory()
+        self._records = Records(self._folder.name)
+        self.num_workers = num_workers
+        self.trainer = TorchTrainer(
+            training_operator_cls=Recorder,
+            config={
+                "num_samples": NUM_STEPS * GLOBAL_BATCH,
+                "step_s": step_s,
+                "folder": self._folder.name,
+                BATCH_SIZE: GLOBAL_BATCH,
+            },
+            num_workers=num_workers,
+            use_gpu=False,
+            elastic=ElasticConfig(resize_cooldown_s=0.0),
+        )
+        self.error = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def _train(self):
+        try:
+            while not self._over.is_set():
+                self.trainer.train()
+        except BaseException as error:
+            self.error = error
+
+    def await_steps(self, world_size, num_steps, begin=0.0):
+        """Wait until a group of that size has done so many steps since `begin`; return all."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while True:
+            steps = self._records.steps()
+            if len({s[1] for s in steps if s[0] >= begin and s[2] == world_size}) >= num_steps:
+                return steps
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no {num_steps} steps with {world_size} workers in time")
+            time.sleep(0.1)  # the workers need the processor
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._over.set()
+        self._thread.join()
+        if error[0] is None and self.error is None:
+            self._check()
+        self.trainer.shutdown()
+        self._folder.cleanup()
+
+    def _check(self):
+        ledger = self.trainer.get_model().counts.detach()
+        if self.trainer.global_step * GLOBAL_BATCH != int(ledger.sum()) or not bool(
+            (ledger == self.trainer.epoch).all()
+        ):
+            raise SystemExit("the ledger shows samples that were lost or repeated")
+
+
+def time_losses(num_workers, runs, step_s):
+    """Kill one worker after the other, and return the figures of each loss."""
+    figures = []
+    with Job(num_workers, step_s) as job:
+        for run in range(runs):
+            job.await_steps(num_workers, 50, time.monotonic())
+            rank = (num_workers - 1, 0)[run % 2]  # the last one, and the one that leads
+            killed = time.monotonic()
+            chaos.kill(job.trainer, rank)
+            smaller = num_workers - 1
+            steps = job.await_steps(smaller, 1, killed)
+            _, first = change(steps, killed, num_workers, smaller)
+            steps = job.await_steps(num_workers, 5, first[0])
+            last, full = change(steps, first[0], smaller, num_workers)
+            figures.append(
+                {
+                    "next_step_s": first[0] - killed,
+                    "full_size_s": full[0] - killed,
+                    "join_pause_s": full[0] - last[0],
+                    "redone": redone(steps, first) + redone(steps, full),
+                }
+            )
+    return figures
+
+
+def time_growths(num_workers, runs, step_s):
+    """Start with one worker less, give the missing CPU back, and return the figures of each."""
+    figures = []
+    for _ in range(runs):
+        taken = placement_group([{"CPU": ray.cluster_resources()["CPU"] - num_workers + 1}])
+        ray.get(taken.ready())
+        with Job(num_workers, step_s) as job:
+            job.await_steps(num_workers - 1, 50)
+            freed = time.monotonic()
+            remove_placement_group(taken)
+            steps = job.await_steps(num_workers, 5)
+            last, full = change(steps, 0.0, num_workers - 1, num_workers)
+            figures.append(
+                {
+                    "full_size_s": full[0] - freed,
+                    "growth_pause_s": full[0] - last[0],
+                    "redone": redone(steps, full),
+                }
+            )
+    return figures
+
+
+def summary(figures):
+    return {
+        name: {
+            "median": statistics.median(run[name] for run in figures),
+            "min": min(run[name] for run in figures),
+            "max": max(run[name] for run in figures),
+        }
+        for name in figures[0]
+    }
+
+
+def shown(figure):
+    return f"{figure['median']:6.3f} ({figure['min']:.3f} to {figure['max']:.3f})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, nargs="+", choices=(2, 3, 4), default=(2, 3, 4))
+    parser.add_argument("--runs", type=int, default=5, help="losses, and growths, of each size")
+    parser.add_argument("--step-s", type=float, default=0.01, help="work of one step, in seconds")
+    parser.add_argument("--smoke-test", action="store_true", help="two workers, one run")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    args = parser.parse_args()
+    sizes, runs = ((2,), 1) if args.smoke_test else (args.num_workers, args.runs)
+
+    # more CPUs than there are, perhaps: the workers mostly sleep
+    ray.init("local", num_cpus=max(4, os.cpu_count()), include_dashboard=False, log_to_driver=False)
+    result = {
+        "machine": {
+            "cpus": os.cpu_count(),
+            "load_before": os.getloadavg(),
+            "python": sys.version.split()[0],
+        },
+        "versions": {
+            "torch": torch.__version__,
+            "ray": ray.__version__,
+            "raysgd": raysgd.__version__,
+        },
+        "runs": runs,
+        "loss": {},
+        "growth": {},
+    }
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {runs} runs a row")
+    print("seconds: median (min to max); each includes the time of one step\n")
+    print(f"{'a loss':10}{'next step':>24}{'full size':>24}{'join pause':>24}{'redone':>9}")
+    for size in sizes:
+        row = result["loss"][size] = summary(time_losses(size, runs, args.step_s))
+        print(
+            f"{size} workers {shown(row['next_step_s']):>24}{shown(row['full_size_s']):>24}"
+            f"{shown(row['join_pause_s']):>24}{row['redone']['max']:9}"
+        )
+    print(f"\n{'a growth':10}{'full size':>24}{'growth pause':>24}{'redone':>9}")
+    for size in sizes:
+        row = result["growth"][size] = summary(time_growths(size, runs, args.step_s))
+        print(
+            f"{size - 1} to {size}    {shown(row['full_size_s']):>24}"
+            f"{shown(row['growth_pause_s']):>24}{row['redone']['max']:9}"
+        )
+    result["machine"]["load_after"] = os.getloadavg()
+    print(f"\nload {os.getloadavg()[0]:.1f} at the end")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

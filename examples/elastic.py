@@ -1,0 +1,181 @@
+"""Train with workers that are killed on the way, and show that not one sample is lost or repeated.
+
+    python examples/elastic.py
+    python examples/elastic.py --num-workers 4 --num-epochs 4 --num-kills 6 --seed 2
+
+The model is a ledger. It has one parameter for each sample, which starts at 0 and to which
+training on that sample adds 1; so after three epochs every parameter has to be 3, whatever
+happened on the way. What happens is that workers are killed (SIGKILL), at random steps: the
+others go on, and a newcomer takes the place of the one that was lost.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import threading
+import time
+
+import ray
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.testing.chaos import Chaos, schedule
+from raysgd.utils import BATCH_SIZE
+
+TELLS = {
+    "started": "{workers} started",
+    "lost": "lost {workers}",
+    "hung": "{workers} hung, and will be killed",
+    "resumed": "{workers} go on, {seconds:.2f} s after the loss was seen",
+    "grown": "{workers} joined; training stood still for {seconds:.2f} s",
+    "restarted": "{workers} started anew from the snapshot, in {seconds:.1f} s",
+    "newcomer_failed": "a newcomer failed before it joined: {cause}",
+    "waiting": "too few workers ({cause}); waiting for {seconds:.1f} s",
+    "user_error": "the code of {workers} raised {cause}",
+}
+
+
+class Ids(Dataset):
+    """Samples that are nothing but their own number."""
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return index
+
+
+class Counts(torch.nn.Module):
+    """One parameter a sample."""
+
+    def __init__(self, num_samples):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(num_samples))
+
+    def forward(self, ids):
+        return self.counts[ids]
+
+
+class Ledger(TrainingOperator):
+    """Adds 1 to the parameter of each sample that it is trained on."""
+
+    def setup(self, config):
+        model = Counts(config["num_samples"])
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        data = Ids(config["num_samples"])
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=config[BATCH_SIZE], shuffle=True)
+        )
+
+    def train_batch(self, batch, batch_info):
+        time.sleep(self.config["step_s"])  # stands for the work of a larger model
+        # gradients are averaged over the workers, and each worker has samples of its own
+        loss = -self.model(batch).sum() * self.world_size
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"num_samples": len(batch)}
+
+
+def fingerprint(operator):
+    """Return a hash of every bit of the model, as one worker holds it."""
+    digest = hashlib.sha256()
+    for tensor in operator.model.state_dict().values():
+        digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Teller(threading.Thread):
+    """Prints the events of a trainer as they come."""
+
+    def __init__(self, trainer, started):
+        super().__init__(daemon=True)
+        self.trainer, self.started = trainer, started
+        self.over = threading.Event()
+
+    def run(self):
+        num_told, over = 0, False
+        while not over:
+            over = self.over.wait(0.05)  # once more after the end: the last ones are told too
+            for event in self.trainer.events[num_told:]:
+                num_told += 1
+                cause = event.cause if len(event.cause) <= 60 else event.cause[:57] + "..."
+                text = TELLS[event.kind].format(
+                    workers=named(event.ranks), cause=cause, seconds=event.seconds
+                )
+                print(f"{event.time - self.started:6.2f} s   step {event.step:4d}   {text}")
+
+    def __enter__(self):
+        self.start()
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.join()
+
+
+def named(ranks):
+    return f"worker{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=3)
+    parser.add_argument("--num-epochs", type=int, default=3)
+    parser.add_argument("--num-kills", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--smoke-test", action="store_true", help="two short epochs, two kills")
+    args = parser.parse_args()
+    num_epochs, num_kills = (2, 2) if args.smoke_test else (args.num_epochs, args.num_kills)
+    num_steps = 250 if args.smoke_test else 500
+
+    # a batch that any number of the workers can share, so that the epoch has no uneven end
+    batch_size = 8 * math.lcm(*range(1, args.num_workers + 1))
+    num_samples = num_steps * batch_size
+    if "RAY_ADDRESS" not in os.environ:
+        # workers that mostly sleep need no core each
+        ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
+    kills = schedule(args.seed, num_kills, args.num_workers, num_steps=num_epochs * num_steps)
+    print("to be killed:", ", ".join(f"worker {k.rank} at step {k.step}" for k in kills))
+
+    started = time.time()
+    with TorchTrainer(
+        training_operator_cls=Ledger,
+        config={"num_samples": num_samples, "step_s": 0.01, BATCH_SIZE: batch_size},
+        num_workers=args.num_workers,
+    ) as trainer:
+        with Teller(trainer, started), Chaos(trainer, kills) as chaos:
+            for _ in range(num_epochs):
+                metrics = trainer.train(max_retries=num_kills)
+                print(
+                    f"{time.time() - started:6.2f} s   step {trainer.global_step:4d}   "
+                    f"epoch {metrics['epoch']} is over: {metrics['num_samples']:,} samples"
+                )
+        num_killed, num_left = len(chaos.injected), len(chaos.pending)
+        ledger = trainer.get_model().counts.detach()
+        prints = trainer.apply_all_operators(fingerprint)
+
+    once = bool((ledger == num_epochs).all())
+    print(f"\n{num_killed} workers were killed; {num_left} kills found none of that rank in time")
+    print(
+        f"ledger: {int((ledger == num_epochs).sum()):,} of {num_samples:,} samples were trained on "
+        f"{num_epochs} times in {num_epochs} epochs"
+        + (": each one exactly once an epoch" if once else "")
+    )
+    same = len(set(prints)) == 1
+    print(
+        f"replicas: the {len(prints)} workers hold {'' if same else 'DIFFERENT models, not '}"
+        f"bit-identical models ({prints[0][:12]})"
+    )
+    if not (once and same):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

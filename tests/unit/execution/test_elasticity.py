@@ -1,0 +1,712 @@
+"""Losses, newcomers, restarts and hangs, on a simulated cluster with a clock of its own."""
+
+import itertools
+import logging
+
+import pytest
+
+from raysgd.errors import InsufficientResourcesError, WorkerLostError, WorkerTimeoutError
+from raysgd.execution import supervisor as supervisor_module
+from raysgd.execution.supervisor import State
+from tests.unit.execution.simulation import (
+    TICK_S,
+    BadBatchError,
+    LostError,
+    World,
+    install,
+    kinds,
+    run_until,
+)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Room for three workers."""
+    world = World(room=3)
+    install(world, monkeypatch)
+    return world
+
+
+def steps_of(outcomes):
+    return [outcome.progress.global_step for outcome in outcomes]
+
+
+def every_new(world, **values):
+    """Let all workers that start from now on have these attributes."""
+
+    def change(member):
+        for name, value in values.items():
+            setattr(member, name, value)
+
+    world.on_new_worker.append(change)
+
+
+# ---- lost workers are replaced
+
+
+def test_a_lost_worker_is_replaced_while_the_others_train(world):
+    supervisor = world.make(3)
+    survivors = [supervisor.members[0], supervisor.members[2]]
+    world.at_step(20, lambda: world.lose(1))
+    outcomes = run_until(supervisor, 100, max_losses=1)
+    assert steps_of(outcomes) == [100] * 3
+    assert kinds(supervisor) == ["started", "lost", "resumed", "grown"]
+    assert set(survivors) < set(supervisor.members)
+    assert [member.num_joins for member in supervisor.members if member not in survivors] == [1]
+    assert world.trained == list(range(1, 101))
+    assert supervisor.losses_in_call == 1
+    lost, resumed, grown = supervisor.events[1:]
+    assert (lost.ranks, resumed.ranks, lost.cause) == ((1,), (0, 1), "The actor died: OOM")
+    first = supervisor.events[0].generation
+    assert [e.generation - first for e in (lost, resumed, grown)] == [0, 1, 2]
+    # the newcomer takes the place by its node: rank 1, on the node of the one that was lost
+    assert grown.nodes == ("node0",)
+    assert grown.ranks == (1,)
+
+
+def test_survivors_train_on_before_the_newcomer_is_ready(world):
+    supervisor = world.make(3)
+    every_new(world, setup_s=5.0)
+    sizes = {}
+
+    def look():
+        sizes.setdefault(len(supervisor.members), world.furthest)
+        world.plan(0.0, look)
+
+    look()
+    world.at_step(20, lambda: world.lose(1))
+    run_until(supervisor, 300, max_losses=1)
+    assert sizes[2] == 20
+    # five seconds are a hundred steps
+    newcomer_joined = max(
+        event.step for event in supervisor.events if event.kind in ("grown", "resumed")
+    )
+    assert 110 <= newcomer_joined <= 200
+
+
+def test_all_are_in_one_generation_with_dense_ranks_after_growing(world):
+    supervisor = world.make(3)
+    world.at_step(20, lambda: world.lose(0))
+    run_until(supervisor, 100, max_losses=1)
+    contexts = [member.context for member in supervisor.members]
+    assert [c.world_rank for c in contexts] == [0, 1, 2]
+    assert {c.world_size for c in contexts} == {3}
+    assert {c.generation for c in contexts} == {supervisor.events[-1].generation}
+
+
+def test_growing_costs_no_retry_and_redoes_no_step(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=1.0)
+    first_two = list(supervisor.members)
+    world.at_step(20, lambda: setattr(world, "room", 3))
+    assert steps_of(run_until(supervisor, 200, max_losses=0)) == [200] * 3
+    assert kinds(supervisor) == ["started", "grown"]
+    assert supervisor.losses_in_call == 0
+    assert world.trained == list(range(1, 201))
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+def test_the_group_never_becomes_larger_than_asked_for(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.at_step(5, lambda: setattr(world, "room", 50))
+    run_until(supervisor, 200)
+    assert len(supervisor.members) == 3
+    assert len(world.workers) == 3
+
+
+def test_a_newcomer_that_does_not_replace_a_lost_one_waits_for_the_cooldown(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=5.0)
+    world.room = 3
+    run_until(supervisor, 400)
+    (grown,) = [event for event in supervisor.events if event.kind == "grown"]
+    assert 5.0 / TICK_S <= grown.step <= 8.0 / TICK_S
+
+
+def test_a_newcomer_that_is_ready_between_two_calls_joins_at_the_next(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    run_until(supervisor, 3)
+    assert len(supervisor.members) == 2
+    world.room = 3
+    run_until(supervisor, 6)
+    for _ in range(5):
+        supervisor.call("validate")
+        world.sleep(1.0)
+    assert len(supervisor.members) == 3
+    assert steps_of(run_until(supervisor, 9)) == [9] * 3
+
+
+def test_other_calls_than_training_are_not_paused(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.room = 3
+    for _ in range(20):
+        supervisor.call("validate")
+        world.sleep(0.2)
+    assert all(member.interruptions == 0 for member in world.workers)
+    assert len(supervisor.members) == 3
+
+
+def test_with_grow_off_nobody_is_added(world):
+    supervisor = world.make(3, grow=False)
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(supervisor, 200, max_losses=1)) == [200] * 2
+    assert len(world.workers) == 3
+
+
+def test_two_of_three_are_lost_at_once_and_both_replaced(world):
+    supervisor = world.make(3)
+
+    def lose_two():
+        world.lose(2)
+        world.lose(1)
+
+    world.at_step(20, lose_two)
+    assert steps_of(run_until(supervisor, 200, max_losses=1)) == [200] * 3
+    assert kinds(supervisor).count("lost") == 2
+    assert supervisor.losses_in_call == 1
+
+
+def test_the_step_that_a_survivor_had_committed_is_kept(world):
+    supervisor = world.make(3, grow=False)
+    world.at_step(20, lambda: world.lose(1, ahead=[2]))
+    run_until(supervisor, 40, max_losses=1)
+    resumed = next(event for event in supervisor.events if event.kind == "resumed")
+    assert resumed.step == 21
+    assert world.trained == list(range(1, 41))
+
+
+def test_a_straggler_that_does_not_come_back_is_lost_too(world):
+    supervisor = world.make(3)
+    supervisor.members[2].deaf = True
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(supervisor, 100, max_losses=2)) == [100] * 3
+    causes = [event.cause for event in supervisor.events if event.kind == "lost"]
+    assert len(causes) == 2
+    assert "still busy 60 s after" in causes[1]
+
+
+def test_a_pause_ends_with_the_call(world):
+    """A newcomer may become ready when the call is nearly over."""
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    run_until(supervisor, 5)
+    world.room = 3
+    for goal in range(6, 60):
+        assert set(steps_of(run_until(supervisor, goal))) == {goal}
+    assert len(supervisor.members) == 3
+    assert world.trained == list(range(1, 60))
+
+
+def test_slow_steps_are_given_the_time_that_they_take(world):
+    """Growing redoes no step, however long a step is."""
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.step_s = 4.0
+    first_two = list(supervisor.members)
+    world.at_step(2, lambda: setattr(world, "room", 3))
+    run_until(supervisor, 12)
+    assert len(supervisor.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+# ---- newcomers that fail
+
+
+def test_a_newcomer_whose_setup_fails_is_tried_again_after_a_while(world):
+    supervisor = world.make(3, initial_s=2.0)
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    world.plan(4.0, world.on_new_worker.clear)
+    assert steps_of(run_until(supervisor, 400, max_losses=1)) == [400] * 3
+    failed = [event for event in supervisor.events if event.kind == "newcomer_failed"]
+    assert failed
+    assert all(event.cause == "no such file" for event in failed)
+    assert supervisor.losses_in_call == 1
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_newcomer_that_never_starts_stops_nobody_and_is_given_up(world):
+    supervisor = world.make(3, initial_s=0.5, max_attempts=4)
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(supervisor, 2000, max_losses=1)) == [2000] * 2
+    assert kinds(supervisor).count("newcomer_failed") == 4
+    assert len(world.workers) == 3 + 4
+    assert all(member.dead for member in world.workers[3:])
+
+
+def test_a_newcomer_that_dies_while_it_sets_up_is_no_loss(world):
+    supervisor = world.make(3)
+    every_new(world, setup_s=2.0)
+    world.at_step(20, lambda: world.lose(1))
+    world.at_step(40, lambda: world.workers[3].die("OOM in setup"))
+    assert steps_of(run_until(supervisor, 400, max_losses=1)) == [400] * 3
+    assert supervisor.losses_in_call == 1
+    assert kinds(supervisor).count("newcomer_failed") == 1
+
+
+def test_a_newcomer_that_dies_when_it_is_ready_is_no_loss(world):
+    """It waits to join; that it is gone is found as it does."""
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=4.0)
+    world.room = 3
+    world.at_step(60, lambda: world.workers[2].die("OOM while waiting"))
+    assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
+    assert kinds(supervisor).count("newcomer_failed") == 1
+    assert supervisor.losses_in_call == 0
+
+
+def test_a_newcomer_that_dies_as_it_joins_is_no_loss(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.room = 3
+    world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
+    assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
+    assert kinds(supervisor).count("newcomer_failed") == 1
+    assert supervisor.losses_in_call == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_newcomer_that_raises_as_it_joins_stays_out_and_the_others_go_on(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    every_new(world, join_error=ValueError("cannot load"))
+    world.room = 3
+    world.plan(2.0, world.on_new_worker.clear)
+    assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
+    failed = [event for event in supervisor.events if event.kind == "newcomer_failed"]
+    assert failed
+    assert failed[0].cause == "cannot load"
+    assert supervisor.losses_in_call == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_member_that_is_lost_while_newcomers_join_is_one_loss_and_they_join_next_time(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.room = 3
+    doomed = supervisor.members[1]
+    world.on_meeting.append(lambda: doomed.die("OOM"))
+    assert steps_of(run_until(supervisor, 400, max_losses=1)) == [400] * 3
+    assert doomed not in supervisor.members
+    assert supervisor.losses_in_call == 1
+    assert "newcomer_failed" not in kinds(supervisor)
+
+
+def test_a_newcomer_that_is_slow_to_join_can_be_told_of(world, caplog):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+
+    def stop_the_newcomer():
+        newcomer = world.workers[2]
+        newcomer.silent = True
+        world.plan(40.0, lambda: (setattr(newcomer, "silent", False), newcomer.go_on()))
+
+    every_new(world, setup_s=0.5)
+    world.plan(0.0, lambda: setattr(world, "room", 3))
+    world.at_step(2, lambda: hold_when_ready(world, stop_the_newcomer))
+    with caplog.at_level(logging.WARNING, "raysgd.execution.supervisor"):
+        assert steps_of(run_until(supervisor, 400)) == [400] * 3
+    assert "Still waiting for workers" in caplog.text
+    assert "to join a new generation" in caplog.text
+
+
+def hold_when_ready(world, action):
+    """Do something as soon as the newcomer has set up."""
+
+    def look():
+        if len(world.workers) > 2 and world.workers[2].is_set_up:
+            action()
+        else:
+            world.plan(0.0, look)
+
+    look()
+
+
+def test_a_newcomer_that_never_joins_does_not_take_the_others_along(world):
+    """Those that came to the rendezvous are waiting for it; the bound of a join ends that."""
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0, timeout_s=20.0)
+    first_two = list(supervisor.members)
+    world.plan(0.0, lambda: setattr(world, "room", 3))
+    world.at_step(
+        2, lambda: hold_when_ready(world, lambda: setattr(world.workers[2], "silent", True))
+    )
+    goal = 400
+    try:
+        run_until(supervisor, goal)
+    except WorkerTimeoutError as error:
+        assert "join a new generation" in str(error)  # noqa: PT017
+    assert len(set(supervisor.members)) == len(supervisor.members)
+    assert set(first_two) <= set(supervisor.members)
+    # the next call goes on, and counts nobody as lost
+    outcomes = run_until(supervisor, goal, max_losses=0)
+    assert set(steps_of(outcomes)) == {goal}
+    assert "lost" not in kinds(supervisor)
+
+
+def test_ctrl_c_while_newcomers_join_leaves_a_group_that_can_be_used(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    world.room = 3
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    world.on_meeting.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(supervisor, 400)
+    world.plan(0.0, lambda: [m.end("stopped") for m in world.workers if m.is_at("enter")])
+    assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
+    assert len(world.workers) == 3
+
+
+# ---- errors of the user
+
+
+def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
+    supervisor = world.make(3)
+    members = list(supervisor.members)
+    world.at_step(20, lambda: setattr(members[1], "error", BadBatchError("bad")))
+    with pytest.raises(BadBatchError, match="bad"):
+        run_until(supervisor, 100, max_losses=3)
+    assert supervisor.members == members
+    assert kinds(supervisor) == ["started", "user_error"]
+    assert supervisor.progress.global_step == 20
+    assert steps_of(run_until(supervisor, 100, max_losses=0)) == [100] * 3
+    assert world.trained == list(range(1, 101))
+
+
+def test_an_error_of_the_user_reaches_the_caller_within_two_seconds(world):
+    supervisor = world.make(3)
+    since = []
+
+    def fail():
+        supervisor.members[1].error = BadBatchError("bad")
+        since.append(world.now)
+
+    world.at_step(20, fail)
+    with pytest.raises(BadBatchError):
+        run_until(supervisor, 100)
+    assert world.now - since[0] <= 2.0
+
+
+def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world, monkeypatch):
+    """The pause was heard too late, and as the step is given up a worker raises in it."""
+    monkeypatch.setattr(supervisor_module, "pause_step", lambda progress: 0)
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    first = supervisor.members[0]
+    world.at_step(2, lambda: setattr(world, "room", 3))
+
+    def fail_in_time():
+        if first.pause is not None:
+            first.error = BadBatchError("bad")
+        else:
+            world.plan(0.0, fail_in_time)
+
+    fail_in_time()
+    with pytest.raises(BadBatchError):
+        run_until(supervisor, 400)
+
+
+# ---- all are lost
+
+
+def lose_all(world):
+    for rank in reversed(range(len(world.supervisor.members))):
+        world.lose(rank)
+
+
+def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
+    supervisor = world.make(3)
+    world.at_step(25, lambda: lose_all(world))
+    outcomes = run_until(supervisor, 60, max_losses=1)
+    assert steps_of(outcomes) == [60] * 3
+    assert kinds(supervisor) == ["started", "lost", "lost", "lost", "restarted"]
+    assert supervisor.events[-1].step in (10, 20)  # not the start, and nothing that was not done
+    assert supervisor.losses_in_call == 1
+    assert supervisor._group.num_starts == 2
+
+
+def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
+    supervisor = world.make(3)
+    for member in supervisor.members:
+        member.die("OOM")
+    outcomes = run_until(supervisor, 30, max_losses=1)
+    assert steps_of(outcomes) == [30] * 3
+    assert supervisor.events[-1].step == 0
+
+
+def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
+    supervisor = world.make(3)
+    supervisor.call("load_state_dict", state={"step": 7})
+    supervisor.snapshots.set({"step": 7})
+    lose_all(world)
+    run_until(supervisor, 30, max_losses=1)
+    assert next(e for e in supervisor.events if e.kind == "restarted").step == 7
+
+
+def test_without_snapshots_losing_all_ends_the_call(world):
+    supervisor = world.make(3, snapshot_every=None)
+    run_until(supervisor, 10)
+    lose_all(world)
+    with pytest.raises(WorkerLostError, match="no snapshot_every to go back to") as caught:
+        run_until(supervisor, 30, max_losses=1)
+    assert str(caught.value).count("OOM") == 3
+    assert supervisor.progress.global_step == 10
+
+
+def test_losing_all_more_often_than_allowed_ends_the_call(world):
+    supervisor = world.make(3)
+    world.at_step(45, lambda: lose_all(world))
+    with pytest.raises(WorkerLostError, match="max_retries=0"):
+        run_until(supervisor, 60, max_losses=0)
+    # the state is kept, and the next call goes on from it
+    assert supervisor.snapshots.state() is not None
+    assert steps_of(run_until(supervisor, 60)) == [60] * 3
+
+
+def test_a_restart_waits_for_room_longer_each_time(world):
+    supervisor = world.make(3, min_workers=2, initial_s=1.0, factor=2.0)
+    began = []
+
+    def lose_room():
+        world.room = 0
+        began.append(world.now)
+        lose_all(world)
+        world.plan(12.0, lambda: setattr(world, "room", 2))
+
+    world.at_step(15, lose_room)
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 2
+    waits = [event.seconds for event in supervisor.events if event.kind == "waiting"]
+    assert waits == [1, 2, 4]
+    assert kinds(supervisor)[-1] == "restarted"
+
+
+def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
+    supervisor = world.make(3, min_workers=2, initial_s=0.5, max_attempts=3)
+    run_until(supervisor, 15)
+    world.room = 0
+    lose_all(world)
+    with pytest.raises(WorkerLostError, match=r"no 2 workers to be had: room for 0") as caught:
+        run_until(supervisor, 60, max_losses=1)
+    assert isinstance(caught.value.__cause__, InsufficientResourcesError)
+    assert kinds(supervisor).count("waiting") == 3
+    assert supervisor.snapshots.state() == {"step": 10}
+    world.room = 3
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
+
+
+def test_a_start_that_fails_at_once_is_tried_again_later_and_later(world):
+    """Workers that die as they start need no time for it: ten tries would be over at once."""
+    supervisor = world.make(3, initial_s=1.0, max_attempts=10)
+    run_until(supervisor, 15)
+    lose_all(world)
+    starts = []
+    start = supervisor._group.start
+
+    def start_and_die(timeout_s):
+        starts.append(world.now)
+        start(timeout_s)
+        if len(starts) < 5:
+            supervisor.members[0].die("no memory")
+
+    supervisor._group.start = start_and_die
+    run_until(supervisor, 60, max_losses=1)
+    waited = [after - before for before, after in itertools.pairwise(starts)]
+    assert len(waited) == 4
+    assert all(wait >= 0.9 * 2**n for n, wait in enumerate(waited))
+
+
+def test_a_worker_that_dies_before_it_has_said_where_it_is_does_not_end_a_restart(world):
+    supervisor = world.make(3, grow=False)  # so that it is none of the newcomers
+    run_until(supervisor, 15)
+    lose_all(world)
+    dying = [1]
+
+    def die(member):
+        if dying:
+            dying.pop()
+            member.die("its node is gone")
+
+    world.on_new_worker.append(die)
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
+
+
+def test_a_second_loss_during_the_restart_begins_it_anew(world):
+    supervisor = world.make(3)
+    run_until(supervisor, 15)
+    lose_all(world)
+    world.on_meeting.append(lambda: world.supervisor.members[1].die("again"))
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
+    assert kinds(supervisor)[-1] == "restarted"
+
+
+def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_starts_anew(world):
+    supervisor = world.make(3)
+    run_until(supervisor, 15)
+    lose_all(world)
+    every_new(world, join_error=ValueError("the data is not there"))
+    with pytest.raises(ValueError, match="the data is not there"):
+        run_until(supervisor, 60, max_losses=1)
+    world.on_new_worker.clear()
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
+    assert all(member.is_set_up for member in supervisor.members)
+
+
+def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
+    supervisor = world.make(3, in_place=False)
+    before = list(supervisor.members)
+    world.at_step(25, lambda: world.lose(1))
+    assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
+    assert not set(before) & set(supervisor.members)
+    assert all(member.dead for member in before)
+    assert kinds(supervisor) == ["started", "lost", "restarted"]
+    assert supervisor.losses_in_call == 1
+
+
+# ---- too few are left
+
+
+def test_too_few_workers_wait_for_newcomers(world):
+    supervisor = world.make(3, min_workers=3)
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 3
+    assert kinds(supervisor) == ["started", "lost", "waiting", "grown"]
+    assert "2 left, and min_workers=3" in supervisor.events[2].cause
+    assert all(m.context.world_size == 3 for m in supervisor.members)
+
+
+def test_each_wait_for_newcomers_is_longer_than_the_one_before(world):
+    supervisor = world.make(3, min_workers=3, initial_s=1.0, factor=3.0, max_s=20.0)
+
+    def lose_with_its_node():
+        world.room = 2
+        world.lose(2)
+        world.plan(30.0, lambda: setattr(world, "room", 3))
+
+    world.at_step(20, lose_with_its_node)
+    assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 3
+    waits = [event.seconds for event in supervisor.events if event.kind == "waiting"]
+    assert waits == [1, 3, 9, 20]
+
+
+def test_without_newcomers_in_the_end_the_call_fails_and_the_state_can_be_read(world):
+    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=3)
+
+    def lose_with_its_node():
+        world.room = 2
+        world.lose(2)
+
+    world.at_step(20, lose_with_its_node)
+    with pytest.raises(WorkerLostError, match="no room for more: room for 2") as caught:
+        run_until(supervisor, 100, max_losses=1)
+    assert "OOM" in str(caught.value)
+    assert kinds(supervisor).count("waiting") == 3
+    assert len(supervisor.members) == 2
+    assert len(supervisor.call("work", any_size=True)) == 2
+
+
+def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
+    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=1)
+    world.room = 2
+    world.lose(2)
+    with (
+        caplog.at_level(logging.WARNING, "raysgd.execution.supervisor"),
+        pytest.raises(WorkerLostError),
+    ):
+        run_until(supervisor, 100, max_losses=1)
+    assert "Too few workers (2 left, and min_workers=3). Try 1 of 1" in caplog.text
+    assert "room for 2" in caplog.text
+
+
+# ---- hangs
+
+
+def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
+    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    stuck = supervisor.members[1]
+    world.at_step(20, lambda: setattr(stuck, "silent", True))
+    assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 2
+    assert kinds(supervisor) == ["started", "hung", "lost", "resumed"]
+    assert supervisor.events[1].ranks == (1,)
+    assert stuck.dead
+    assert supervisor.losses_in_call == 1
+
+
+def test_workers_that_wait_for_the_one_that_hangs_are_left_alone(world):
+    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    for rank, member in enumerate(supervisor.members):
+        member.stack = "in user code" if rank == 1 else "torch: all_reduce"
+    stuck = supervisor.members[1]
+    world.at_step(20, lambda: setattr(stuck, "deaf", True))
+    world.at_step(20, lambda: hold(stuck))
+    assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 2
+    assert stuck not in supervisor.members
+
+
+def hold(member):
+    """Let a worker's step never end, while it answers what it is asked."""
+    method, member.queue[0].method = member.queue[0].method, "held"
+    assert method == "call"
+
+
+def test_workers_that_wait_for_each_other_get_a_new_generation_and_lose_nobody(world):
+    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    for member in supervisor.members:
+        member.stack = "torch: all_reduce"
+    world.at_step(20, lambda: [hold(member) for member in supervisor.members])
+    assert steps_of(run_until(supervisor, 100, max_losses=0)) == [100] * 3
+    assert kinds(supervisor) == ["started", "resumed"]
+
+
+def test_workers_that_always_wait_for_each_other_end_the_call(world):
+    """User code that deadlocks does so again in the next generation, and in the one after."""
+    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    deadlocks = [0]
+
+    def deadlock():
+        members = supervisor.members
+        if all(m.is_at("train") for m in members):
+            deadlocks[0] += 1
+            assert deadlocks[0] < 50, "the call is repeated for ever"
+            for member in members:
+                member.stack = "torch: all_reduce"
+                hold(member)
+        world.plan(0.0, deadlock)
+
+    world.at_step(20, deadlock)
+    with pytest.raises(Exception, match=r"(?i)hang|wait|stuck|batch|communicate"):
+        run_until(supervisor, 100, max_losses=3)
+
+
+def test_work_without_batches_is_not_taken_for_a_hang(world):
+    """A function that the user applies may take longer than a batch."""
+    supervisor = world.make(3, hang_timeout_s=5.0)
+    members = list(supervisor.members)
+    for member in members:
+        member.work_s = 20.0
+    assert len(supervisor.call("work")) == 3
+    assert supervisor.members == members
+    assert kinds(supervisor) == ["started"]
+
+
+# ---- the end
+
+
+def test_shutdown_ends_newcomers_too(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    every_new(world, setup_s=1e6)
+    world.room = 3
+    run_until(supervisor, 100)
+    assert len(world.workers) == 3
+    assert not world.workers[2].dead
+    supervisor.shutdown()
+    assert supervisor.state is State.CLOSED
+    assert all(isinstance(member.dead, LostError) for member in world.workers)
+    assert world.reservations[0].slots == []

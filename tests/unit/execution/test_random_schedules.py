@@ -1,0 +1,266 @@
+"""The supervisor on random schedules of losses, newcomers and errors, in a simulated cluster.
+
+What must hold at any time is asserted by the simulation itself: no worker is a member twice,
+there are never more than ``num_workers``, the state that counts is that of the member with most
+committed steps, nothing is restarted while somebody who has trained is alive, and each call ends.
+"""
+
+import pytest
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.execution.supervisor import State
+from tests.unit.execution.simulation import TICK_S, BadBatchError, World, install, run_until
+
+ranks = st.integers(0, 3)
+some_ranks = st.sets(ranks, max_size=3)
+actions = st.one_of(
+    st.tuples(st.just("lose"), ranks, some_ranks, some_ranks),
+    st.tuples(st.just("lose_all")),
+    st.tuples(st.just("lose_as_all_join"), ranks),
+    st.tuples(st.just("error"), ranks),
+    st.tuples(st.just("room"), st.integers(0, 5)),
+    st.tuples(st.just("deaf"), ranks),
+    st.tuples(st.just("hang"), ranks),
+    st.tuples(st.just("lose_newcomer")),
+    st.tuples(st.just("lose_newcomer_as_it_joins")),
+    st.tuples(st.just("bad_setup"), st.booleans()),
+    st.tuples(st.just("bad_join"), st.booleans()),
+)
+# times in ticks of the simulation, of which a training step takes one
+schedules = st.lists(st.tuples(st.integers(0, 240), actions), min_size=1, max_size=10)
+calls = st.lists(
+    st.tuples(st.sampled_from([150, 60, 20, 3]), st.sampled_from([9, 4, 2, 1, 0])),
+    min_size=1,
+    max_size=4,
+)
+
+
+class Run:
+    """One run of a trainer on a schedule, and what it did to the workers."""
+
+    def __init__(self, world, num_workers, schedule, **options):
+        self.world = world
+        self.killed = set()
+        self.num_errors = 0
+        self.setup_is_bad = self.join_is_bad = False
+        world.on_new_worker.append(self._prepare)
+        self.supervisor = world.make(num_workers, **options)
+        for ticks, (name, *arguments) in schedule:
+            world.plan(
+                ticks * TICK_S, lambda name=name, given=arguments: getattr(self, name)(*given)
+            )
+
+    def _prepare(self, member):
+        if self.setup_is_bad:
+            member.setup_error = ValueError("bad setup")
+        if self.join_is_bad and self.world.supervisor.members:  # a newcomer, and not a restart
+            member.join_error = ValueError("bad join")
+
+    def member(self, rank):
+        members = self.supervisor.members
+        return members[rank] if rank < len(members) else None
+
+    def newcomers(self):
+        members = self.supervisor.members
+        return [w for w in self.world.workers if not w.dead and w not in members and not w.step]
+
+    # ---- what may happen
+
+    def lose(self, rank, ahead, noticing):
+        if (member := self.member(rank)) is not None:
+            self.killed.add(member)
+            self.world.lose(rank, ahead=sorted(ahead), noticing=sorted(noticing))
+
+    def lose_all(self):
+        for rank in reversed(range(len(self.supervisor.members))):
+            self.lose(rank, (), ())
+
+    def lose_as_all_join(self, rank):
+        def lose():
+            if (member := self.member(rank)) is not None:
+                self.killed.add(member)
+                member.die("OOM while joining")
+
+        self.world.on_meeting.append(lose)
+
+    def error(self, rank):
+        if (member := self.member(rank)) is not None:
+            self.num_errors += 1
+            member.error = BadBatchError("bad batch")
+
+    def room(self, size):
+        self.world.room = size
+
+    def deaf(self, rank):
+        if (member := self.member(rank)) is not None:
+            self.killed.add(member)  # it is lost at the next interruption
+            member.deaf = True
+
+    def hang(self, rank):
+        if (member := self.member(rank)) is not None:
+            self.killed.add(member)
+            member.silent = True
+
+    def lose_newcomer(self):
+        for newcomer in self.newcomers():
+            newcomer.die("OOM before it joined")
+
+    def lose_newcomer_as_it_joins(self):
+        self.world.on_meeting.append(self.lose_newcomer)
+
+    def bad_setup(self, on):
+        self.setup_is_bad = on
+
+    def bad_join(self, on):
+        self.join_is_bad = on
+
+    # ---- what the trainer does
+
+    def call(self, goal, max_losses):
+        """Train up to a step and check what came of it; whatever comes must be expected."""
+        supervisor = self.supervisor
+        seen = len(supervisor.events)
+        try:
+            outcomes = run_until(supervisor, goal, max_losses=max_losses)
+        except WorkerLostError as error:
+            event("lost")
+            self._check_lost(str(error), supervisor.events[seen:], max_losses)
+        except BadBatchError:
+            event("user error")
+            assert supervisor.events[-1].kind == "user_error"
+            self.num_errors -= 1
+            assert self.num_errors >= 0, "one error is raised twice"
+        except WorkerTimeoutError:
+            event("timeout")
+            assert any(worker.silent for worker in self.world.workers)
+        else:
+            event("done")
+            assert [outcome.progress.global_step for outcome in outcomes] == [goal] * len(outcomes)
+            assert len(outcomes) == len(supervisor.members) >= supervisor._min_workers
+            assert len({m.generation for m in supervisor.members}) == 1
+            assert supervisor.losses_in_call <= max_losses
+        lost = [e for e in supervisor.events if e.kind == "lost"]
+        assert len(lost) <= len(self.killed), "a worker counts as lost that was not"
+        assert all(e.ranks[0] >= 0 for e in lost), "who was never a member is no loss"
+        for kind in {e.kind for e in supervisor.events[seen:]}:
+            event(kind)
+
+    def _check_lost(self, message, events, max_losses):
+        causes = [e.cause for e in events if e.kind == "lost"]
+        assert all(cause in message for cause in causes)
+        assert message.count("\nworker ") == len(causes)
+        if "max_retries" in message:
+            assert self.supervisor.losses_in_call == max_losses + 1
+        else:
+            assert self.supervisor.losses_in_call <= max_losses
+
+    def end(self):
+        trained = self.world.trained
+        assert trained == list(range(1, len(trained) + 1)), "a step was left out"
+        self.supervisor.shutdown()
+        assert self.supervisor.state is State.CLOSED
+        assert all(worker.dead for worker in self.world.workers), "a worker is left behind"
+        assert all(not reservation.slots for reservation in self.world.reservations)
+
+
+# two workers, of which one dies with the other a step ahead, and then that one
+AHEAD = [(10, ("lose", 0, {1}, set())), (50, ("lose", 1, {0}, {0}))]
+# a newcomer dies as it joins, and a member too
+JOINING = [
+    (10, ("lose", 1, set(), set())),
+    (12, ("lose_newcomer_as_it_joins",)),
+    (12, ("lose_as_all_join", 0)),
+]
+# no room for a while, and newcomers that cannot set up
+NO_ROOM = [
+    (6, ("room", 1)),
+    (8, ("lose_all",)),
+    (60, ("bad_setup", True)),
+    (80, ("room", 5)),
+    (180, ("bad_setup", False)),
+]
+
+
+@settings(max_examples=150)
+@given(
+    num_workers=st.integers(2, 4),
+    min_workers=st.sampled_from([1, 1, 2, 3]),
+    room=st.sampled_from([4, 4, 2, 1]),
+    schedule=schedules,
+    calls=calls,
+    grow=st.sampled_from([True, True, True, False]),
+    cooldown=st.sampled_from([0.0, 1.0, 10.0]),
+    snapshot_every=st.sampled_from(["epoch", "epoch", None]),
+    in_place=st.sampled_from([True, True, False]),
+    setup_s=st.sampled_from([0.1, 1.0]),
+)
+@example(2, 1, 2, AHEAD, [(100, 4)], True, 0.0, "epoch", True, 0.1)
+@example(3, 2, 3, JOINING, [(60, 2), (60, 2)], True, 0.0, "epoch", True, 0.1)
+@example(3, 2, 3, NO_ROOM, [(60, 1), (60, 3)], True, 1.0, "epoch", True, 0.1)
+def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
+    num_workers,
+    min_workers,
+    room,
+    schedule,
+    calls,
+    grow,
+    cooldown,
+    snapshot_every,
+    in_place,
+    setup_s,
+):
+    min_workers = min(min_workers, num_workers)
+    world = World(room=max(room, min_workers))
+    world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
+    with pytest.MonkeyPatch.context() as patch:
+        install(world, patch)
+        run = Run(
+            world,
+            num_workers,
+            schedule,
+            min_workers=min_workers,
+            grow=grow,
+            resize_cooldown_s=cooldown,
+            snapshot_every=snapshot_every,
+            in_place=in_place,
+            hang_timeout_s=3.0,
+            max_attempts=4,
+        )
+        goal = 0
+        for steps, max_losses in calls:
+            goal = max(goal, world.furthest) + steps
+            run.call(goal, max_losses)
+        run.end()
+
+
+@given(
+    num_workers=st.integers(2, 4),
+    present=st.integers(1, 3),
+    rooms=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 6)), min_size=1, max_size=5),
+    calls=st.lists(st.sampled_from([80, 30, 10, 1]), min_size=1, max_size=4),
+    cooldown=st.sampled_from([0.0, 0.5, 3.0]),
+    setup_s=st.sampled_from([0.1, 1.0]),
+)
+def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
+    num_workers, present, rooms, calls, cooldown, setup_s
+):
+    world = World(room=min(present, num_workers))
+    world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
+    with pytest.MonkeyPatch.context() as patch:
+        install(world, patch)
+        schedule = [(ticks, ("room", size)) for ticks, size in rooms]
+        run = Run(world, num_workers, schedule, resize_cooldown_s=cooldown)
+        first = list(run.supervisor.members)
+        goal = 0
+        for steps in calls:
+            goal += steps
+            run.call(goal, 0)
+            assert run.supervisor.progress.global_step == goal
+        assert {e.kind for e in run.supervisor.events} <= {"started", "grown"}
+        assert run.supervisor.members[0] is first[0]
+        assert set(first) <= set(run.supervisor.members)
+        assert all(member.interruptions == 0 for member in first)
+        assert all(member.num_joins >= 1 for member in run.supervisor.members)
+        run.end()

@@ -1,0 +1,378 @@
+"""Filling the places that are missing: how many newcomers, when again, and when they may join."""
+
+import pytest
+
+from raysgd.elastic.config import ElasticConfig
+from raysgd.execution import recruiting as recruiting_module
+from raysgd.execution.group import GroupOptions
+from raysgd.execution.recruiting import Recruiting
+
+
+class Clock:
+    now = 500.0
+
+    def monotonic(self):
+        return self.now
+
+
+class FakeGroup:
+    """A group of names; each of its slots is a number."""
+
+    def __init__(self, num_workers, present, use_local=False):
+        self.options = GroupOptions(num_workers=num_workers, use_local=use_local, num_cpus=3)
+        self.members = [f"member{index}" for index in range(present)]
+        self.slots = list(range(num_workers))
+        self.taken = list(range(present))
+        self.discarded = []
+
+    def vacant_slots(self):
+        return [slot for slot in self.slots if slot not in self.taken]
+
+    def discard(self, member):
+        self.discarded.append(member)
+
+    def lose(self, slot):
+        self.members.remove(f"member{slot}")
+        self.taken.remove(slot)
+
+    def take(self, recruit):
+        self.members.append(recruit.member)
+        self.taken.append(recruit.slot)
+
+
+class FakeRecruit:
+    """Ready or failed when the test says so."""
+
+    made = ()
+
+    def __init__(self, group, slot, context, created, replaces_lost):
+        self.slot, self.context, self.created = slot, context, created
+        self.replaces_lost = replaces_lost
+        self.member = None
+        self.is_ready = False
+        self.error = None
+        self.num_advances = 0
+        FakeRecruit.made.append(self)
+
+    def advance(self):
+        self.num_advances += 1
+        if self.member is None:
+            self.member = f"newcomer{len(FakeRecruit.made)}"
+
+    def get_ready(self):
+        self.member, self.is_ready = self.member or f"newcomer{self.slot}", True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(recruiting_module, "time", clock)
+    monkeypatch.setattr(recruiting_module, "Recruit", FakeRecruit)
+    monkeypatch.setattr(FakeRecruit, "made", [])
+    return clock
+
+
+@pytest.fixture
+def make(clock):
+    def make(num_workers=3, present=2, **config):
+        group = FakeGroup(num_workers, present, config.pop("use_local", False))
+        failures = []
+        values = {"jitter": 0.0, "resize_cooldown_s": 10.0, **config}
+        recruiting = Recruiting(
+            group,
+            ElasticConfig(**values),
+            ("created",),
+            lambda: 0.5,
+            lambda member, error: failures.append((member, error)),
+        )
+        recruiting.failures = failures
+        return recruiting, group
+
+    return make
+
+
+def newcomers():
+    return FakeRecruit.made
+
+
+# ---- how many
+
+
+@pytest.mark.parametrize("present", [0, 1, 2, 3, 4])
+def test_there_is_one_newcomer_for_each_missing_place_and_one_for_each_slot(make, present):
+    recruiting, _ = make(num_workers=4, present=present)
+    for _ in range(3):
+        recruiting.tend(7)
+    assert len(newcomers()) == 4 - present
+    assert sorted(n.slot for n in newcomers()) == list(range(present, 4))
+    assert recruiting.under_way == (present < 4)
+
+
+def test_a_full_group_asks_for_no_room(make):
+    recruiting, group = make(num_workers=2, present=2)
+    group.vacant_slots = None  # calling it would fail
+    recruiting.tend(1)
+    assert newcomers() == []
+
+
+def test_each_newcomer_is_told_the_place_that_it_will_have(make):
+    recruiting, _ = make(num_workers=4, present=2)
+    recruiting.tend(7)
+    contexts = [n.context for n in newcomers()]
+    assert [c.world_rank for c in contexts] == [2, 3]
+    assert all(c.world_rank < c.world_size for c in contexts)
+    assert all(c.generation == 7 and c.distributed and c.num_cpus == 3 for c in contexts)
+    assert all(n.created == ("created",) for n in newcomers())
+
+
+def test_a_group_that_shall_not_grow_gets_none(make):
+    recruiting, _ = make(grow=False)
+    recruiting.tend(1)
+    assert newcomers() == []
+    assert not recruiting.under_way
+
+
+def test_a_worker_in_the_callers_thread_stays_alone(make):
+    recruiting, _ = make(num_workers=1, present=0, use_local=True)
+    recruiting.tend(1)
+    assert newcomers() == []
+
+
+def test_where_there_is_no_slot_there_is_no_newcomer(make):
+    recruiting, group = make(num_workers=4, present=2)
+    group.slots = [0, 1, 2]
+    recruiting.tend(1)
+    recruiting.tend(1)
+    assert [n.slot for n in newcomers()] == [2]
+    group.slots.append(3)
+    recruiting.tend(1)
+    assert [n.slot for n in newcomers()] == [2, 3]
+
+
+def test_newcomers_are_brought_forward_each_time(make):
+    recruiting, _ = make()
+    for _ in range(4):
+        recruiting.tend(1)
+    assert [n.num_advances for n in newcomers()] == [4]
+
+
+# ---- failures
+
+
+def test_a_newcomer_that_failed_is_told_of_ended_and_replaced_after_a_while(make, clock):
+    recruiting, group = make(initial_s=2.0)
+    recruiting.tend(1)
+    (first,) = newcomers()
+    first.error = ValueError("no such file")
+    recruiting.tend(1)
+    assert recruiting.failures == [(first.member, first.error)]
+    assert group.discarded == [first.member]
+    assert not recruiting.under_way
+    clock.now += 1.9
+    recruiting.tend(1)
+    assert len(newcomers()) == 1
+    clock.now += 0.2
+    recruiting.tend(1)
+    assert len(newcomers()) == 2
+    assert newcomers()[1].slot == first.slot
+
+
+def test_one_that_failed_before_it_had_a_worker_leaves_nothing_to_end(make, monkeypatch):
+    monkeypatch.setattr(FakeRecruit, "advance", lambda self: None)
+    recruiting, group = make()
+    recruiting.tend(1)
+    newcomers()[0].error = RuntimeError("the slot is gone")
+    recruiting.tend(1)
+    assert recruiting.failures[0][0] is None
+    assert group.discarded == []
+
+
+def waits_until_the_next(recruiting, clock, most_s=200.0):
+    """Seconds until another newcomer is started."""
+    before, began = len(newcomers()), clock.now
+    while len(newcomers()) == before:
+        recruiting.tend(1)
+        if clock.now - began > most_s:
+            return None
+        clock.now += 0.1
+    return clock.now - began
+
+
+def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
+    recruiting, _ = make(initial_s=1.0, factor=2.0, max_s=6.0)
+    recruiting.tend(1)
+    waits = []
+    for _ in range(5):
+        newcomers()[-1].error = ValueError("setup")
+        recruiting.tend(1)
+        waits.append(waits_until_the_next(recruiting, clock))
+    assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
+
+
+def test_it_is_given_up_after_so_many_failures(make, clock):
+    recruiting, _ = make(max_attempts=3)
+    recruiting.tend(1)
+    for _ in range(3):
+        newcomers()[-1].error = ValueError("setup")
+        recruiting.tend(1)
+        waits_until_the_next(recruiting, clock)
+    assert len(newcomers()) == 3
+    clock.now += 1e6
+    recruiting.tend(1)
+    assert len(newcomers()) == 3
+
+
+def test_failures_count_in_a_row(make, clock):
+    recruiting, group = make(max_attempts=3, num_workers=3, present=2)
+    for _ in range(4):
+        recruiting.tend(1)
+        newcomers()[-1].error = ValueError("setup")
+        recruiting.tend(1)
+        assert waits_until_the_next(recruiting, clock) == pytest.approx(1, abs=0.25)
+        newcomers()[-1].get_ready()
+        group.take(newcomers()[-1])
+        recruiting.joined([newcomers()[-1]])
+        group.members.pop()
+        group.taken.pop()
+
+
+def test_a_newcomer_that_joins_ends_the_wait_that_the_failures_of_another_began(make, clock):
+    recruiting, group = make(num_workers=4, present=2, max_attempts=2)
+    recruiting.tend(1)
+    bad, good = newcomers()
+    for _ in range(2):
+        bad.error = ValueError("setup")
+        recruiting.tend(1)
+        waits_until_the_next(recruiting, clock, most_s=5.0)
+        bad = newcomers()[-1]
+    assert len(newcomers()) == 3  # given up
+    good.get_ready()
+    group.take(good)
+    recruiting.joined([good])
+    clock.now += 1000
+    recruiting.tend(1)
+    assert len(newcomers()) == 4
+
+
+def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
+    """The place is another one; and without this, waiting for min_workers would be in vain."""
+    recruiting, group = make(num_workers=3, present=2, max_attempts=1)
+    recruiting.tend(1)
+    newcomers()[-1].error = ValueError("setup")
+    recruiting.tend(1)
+    clock.now += 1000
+    group.lose(1)
+    recruiting.lost(1)
+    recruiting.tend(1)
+    assert len(newcomers()) > 1
+
+
+# ---- joining
+
+
+def test_only_those_that_are_ready_may_join(make, clock):
+    recruiting, _ = make(num_workers=4, present=2)
+    clock.now += 100
+    recruiting.tend(1)
+    assert recruiting.ready() == []
+    newcomers()[1].get_ready()
+    assert recruiting.ready() == [newcomers()[1]]
+
+
+def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
+    recruiting, _ = make(resize_cooldown_s=10.0)
+    recruiting.resized()
+    recruiting.tend(1)
+    newcomers()[0].get_ready()
+    clock.now += 9.9
+    assert recruiting.ready() == []
+    clock.now += 0.2
+    assert recruiting.ready() == newcomers()
+    recruiting.resized()
+    assert recruiting.ready() == []
+
+
+def test_the_start_of_the_group_is_a_change_of_size_too(make, clock):
+    recruiting, _ = make(resize_cooldown_s=10.0)
+    recruiting.tend(1)
+    newcomers()[0].get_ready()
+    assert recruiting.ready() == []
+
+
+def test_the_successor_of_a_lost_worker_joins_at_once(make):
+    recruiting, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
+    group.lose(1)
+    recruiting.lost(1)
+    recruiting.resized()
+    recruiting.tend(1)
+    for newcomer in newcomers():
+        newcomer.get_ready()
+    assert {n.slot: n.replaces_lost for n in newcomers()} == {1: True, 2: False}
+    assert [n.slot for n in recruiting.ready()] == [1]
+
+
+def test_the_next_try_for_a_lost_worker_is_its_successor_too(make, clock):
+    recruiting, group = make(num_workers=2, present=2)
+    group.lose(1)
+    recruiting.lost(1)
+    recruiting.tend(1)
+    newcomers()[0].error = ValueError("setup")
+    recruiting.tend(1)
+    clock.now += 2
+    recruiting.tend(1)
+    assert newcomers()[1].replaces_lost
+
+
+def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
+    recruiting, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
+    group.lose(1)
+    recruiting.lost(1)
+    recruiting.tend(1)
+    newcomers()[0].get_ready()
+    group.take(newcomers()[0])
+    recruiting.joined([newcomers()[0]])
+    assert not recruiting.under_way
+    assert recruiting.ready() == []
+    # it goes again, this time not as a loss
+    group.members.pop()
+    group.taken.pop()
+    recruiting.tend(1)
+    newcomers()[1].get_ready()
+    assert not newcomers()[1].replaces_lost
+    assert recruiting.ready() == []  # joining was a change of size
+    clock.now += 5
+    assert recruiting.ready() == [newcomers()[1]]
+
+
+def test_those_that_did_not_join_stay_on_their_way(make, clock):
+    recruiting, group = make(num_workers=4, present=2)
+    clock.now += 100
+    recruiting.tend(1)
+    one, other = newcomers()
+    one.get_ready()
+    group.take(one)
+    recruiting.joined([one])
+    assert recruiting.under_way
+    other.get_ready()
+    clock.now += 100
+    assert recruiting.ready() == [other]
+
+
+def test_to_stop_is_to_end_all_newcomers(make):
+    recruiting, group = make(num_workers=4, present=2)
+    recruiting.tend(1)
+    ended = [n.member for n in newcomers()]
+    recruiting.stop()
+    assert group.discarded == ended
+    assert not recruiting.under_way
+    assert recruiting.ready() == []
+    recruiting.stop()
+    assert group.discarded == ended
+
+
+def test_to_stop_before_there_is_a_worker_is_harmless(make, monkeypatch):
+    monkeypatch.setattr(FakeRecruit, "advance", lambda self: None)
+    recruiting, group = make()
+    recruiting.tend(1)
+    recruiting.stop()
+    assert group.discarded == []

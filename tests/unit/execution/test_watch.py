@@ -1,0 +1,216 @@
+"""Which workers are stuck, and which only wait for them."""
+
+import logging
+from concurrent.futures import Future
+
+import pytest
+
+from raysgd.context import Progress
+from raysgd.execution import watch as watch_module
+from raysgd.execution.attempt import Attempt
+from raysgd.execution.watch import Watch
+from raysgd.execution.worker import Outcome
+
+TIMEOUT_S = 10.0
+WAITING = 'File "distributed.py", in all_reduce'
+WORKING = 'File "train.py", line 3, in train_batch'
+
+
+class Clock:
+    def __init__(self):
+        self.now = 500.0
+
+    def monotonic(self):
+        return self.now
+
+
+class FakeMember:
+    """A worker that shows its stack, or is silent where it has none."""
+
+    remote = True
+
+    def __init__(self, stack=WORKING, remote=True):
+        self.stack = stack
+        self.remote = remote
+        self.name = "node x"
+        self.num_asked = 0
+
+    def control(self, method):
+        assert method == "stacks"
+        self.num_asked += 1
+        future = Future()
+        if isinstance(self.stack, Exception):
+            future.set_exception(self.stack)
+        elif self.stack is not None:
+            future.set_result(self.stack)
+        return future
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watch_module, "time", clock)
+    monkeypatch.setattr(watch_module, "_STACKS_S", 0.01)
+    return clock
+
+
+def watched(*members, hang_timeout_s=TIMEOUT_S):
+    futures = {member: Future() for member in members}
+    attempt = Attempt(futures)
+    ranks = {member: rank for rank, member in enumerate(members)}
+    return Watch(attempt, ranks, hang_timeout_s), attempt, futures
+
+
+def steps(members, *counts):
+    return {
+        member: Progress(global_step=count) for member, count in zip(members, counts, strict=True)
+    }
+
+
+def test_nobody_is_stuck_before_the_time_is_over(clock):
+    members = [FakeMember(), FakeMember()]
+    watch, *_ = watched(*members)
+    assert watch.stuck(steps(members, 3, 3)) is None
+    clock.now += TIMEOUT_S - 0.1
+    assert watch.stuck(steps(members, 3, 3)) is None
+    clock.now += 0.2
+    assert watch.stuck(steps(members, 3, 3)) == members
+    assert [member.num_asked for member in members] == [1, 1]
+
+
+@pytest.mark.parametrize("moved", [{"global_step": 4}, {"global_step": 3, "num_batches": 1}])
+def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
+    members = [FakeMember(), FakeMember()]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3))
+    for _ in range(3):
+        clock.now += TIMEOUT_S - 1
+        progress = {members[0]: Progress(global_step=3), members[1]: Progress(**moved)}
+        assert watch.stuck(progress) is None
+        moved["global_step"] += 1
+    assert members[0].num_asked == 0
+
+
+def test_without_a_timeout_nobody_is_ever_stuck(clock):
+    member = FakeMember()
+    watch, *_ = watched(member, hang_timeout_s=None)
+    watch.stuck(steps([member], 3))
+    clock.now += 1e9
+    assert watch.stuck(steps([member], 3)) is None
+
+
+def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
+    members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(WAITING)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3, 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members, 3, 3, 3)) == [members[1]]
+
+
+@pytest.mark.parametrize("silence", [None, RuntimeError("the actor died")])
+def test_silent_workers_are_the_stuck_ones(clock, silence):
+    members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(silence)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3, 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members[:2], 3, 3)) == [members[2]]
+
+
+def test_nobody_is_to_blame_where_all_wait_for_each_other(clock):
+    members = [FakeMember(WAITING), FakeMember(WAITING)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members, 3, 3)) == []
+
+
+def test_a_worker_in_the_drivers_process_is_never_to_be_killed(clock):
+    members = [FakeMember(WORKING, remote=False), FakeMember(WAITING)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members, 3, 3)) == []
+
+
+def test_workers_that_have_returned_are_not_asked(clock):
+    members = [FakeMember(WORKING), FakeMember(WORKING)]
+    watch, attempt, futures = watched(*members)
+    watch.stuck(steps(members, 3, 3))
+    futures[members[0]].set_result(Outcome("ok", None, Progress()))
+    attempt.settle(0)
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members, 3, 3)) == [members[1]]
+    assert members[0].num_asked == 0
+
+
+def test_a_worker_that_was_named_gets_as_long_again(clock):
+    member = FakeMember()
+    watch, *_ = watched(member)
+    watch.stuck(steps([member], 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps([member], 3)) == [member]
+    clock.now += TIMEOUT_S - 1
+    assert watch.stuck(steps([member], 3)) is None
+    clock.now += 1
+    assert watch.stuck(steps([member], 3)) == [member]
+
+
+def test_workers_that_never_said_a_word_are_found_too(clock):
+    """All of them may hang in the first batch, before the first look at them."""
+    members = [FakeMember(None), FakeMember(None)]
+    watch, *_ = watched(*members)
+    found = []
+    for _ in range(3):
+        found.append(watch.stuck({}))
+        clock.now += TIMEOUT_S
+    assert members in found
+
+
+def test_the_stack_of_every_worker_is_logged(clock, caplog):
+    members = [FakeMember(WAITING), FakeMember(None)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3))
+    clock.now += TIMEOUT_S
+    with caplog.at_level(logging.WARNING, "raysgd.execution.watch"):
+        watch.stuck(steps(members, 3, 3))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert "No batch finished for 10 s. Worker 0 on node x" in texts[0]
+    assert WAITING in texts[0]
+    assert "Worker 1" in texts[1]
+    assert "no answer" in texts[1]
+
+
+# ---- uneven work
+
+
+def test_it_is_said_from_time_to_time_who_waits_for_whom(clock, caplog):
+    members = [FakeMember(), FakeMember(), FakeMember()]
+    watch, attempt, futures = watched(*members)
+    clock.now += 1000
+    watch.mention_uneven()  # nobody has returned
+    futures[members[2]].set_result(Outcome("ok", None, Progress()))
+    attempt.settle(0)
+    with caplog.at_level(logging.WARNING, "raysgd.execution.watch"):
+        watch.mention_uneven()
+        clock.now += 29
+        watch.mention_uneven()
+        assert not caplog.records
+        clock.now += 1
+        watch.mention_uneven()
+        watch.mention_uneven()
+        (record,) = caplog.records
+        assert "Workers 2 have returned; still waiting for workers 0, 1" in record.getMessage()
+        clock.now += 30
+        watch.mention_uneven()
+        assert len(caplog.records) == 2
+
+
+def test_nothing_is_said_when_all_have_returned(clock, caplog):
+    member = FakeMember()
+    watch, attempt, futures = watched(member)
+    futures[member].set_result(Outcome("ok", None, Progress()))
+    attempt.settle(0)
+    clock.now += 1000
+    watch.mention_uneven()
+    assert not caplog.records

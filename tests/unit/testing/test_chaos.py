@@ -1,0 +1,57 @@
+"""Faults that are drawn by a seed, and what is refused."""
+
+import pytest
+
+from raysgd.testing.chaos import Chaos, Fault, schedule
+
+
+def test_a_schedule_follows_from_its_arguments():
+    arguments = {"num_kills": 5, "num_workers": 4, "num_steps": 100, "num_hangs": 2}
+    assert schedule(1, **arguments) == schedule(1, **arguments)
+    assert schedule(1, **arguments) != schedule(2, **arguments)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_keeps_to_its_bounds(seed):
+    faults = schedule(seed, 6, 3, num_steps=10, num_hangs=3)
+    assert [fault.kind for fault in faults].count("kill") == 6
+    steps = [fault.step for fault in faults]
+    assert steps == sorted(set(steps)) == list(range(1, 10))
+    assert {fault.rank for fault in faults} <= {0, 1, 2}
+
+
+def test_a_schedule_in_seconds():
+    times = [fault.after_s for fault in schedule(3, 8, 2, seconds=2.5)]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] <= 2.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either num_steps or seconds"),
+        ({"num_steps": 9, "seconds": 1.0}, "either num_steps or seconds"),
+        ({"num_steps": 3}, "num_steps=3"),
+        ({"num_steps": 9, "num_hangs": -1}, "num_hangs=-1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        schedule(0, 3, 2, **arguments)
+
+
+@pytest.mark.parametrize("when", [{}, {"step": 1, "after_s": 1.0}])
+def test_a_fault_comes_at_one_moment(when):
+    with pytest.raises(ValueError, match="either step or after_s"):
+        Fault(rank=0, **when)
+
+
+class OfTwo:
+    max_workers = 2
+
+
+def test_faults_that_can_never_come_are_refused():
+    with pytest.raises(ValueError, match="at most 2 workers"):
+        Chaos(OfTwo(), [Fault(rank=2, step=1)])
+    with pytest.raises(ValueError, match="spare=2"):
+        Chaos(OfTwo(), [Fault(rank=1, step=1)], spare=2)
