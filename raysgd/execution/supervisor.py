@@ -383,7 +383,6 @@ class Supervisor:
             self._recruiting.joined(recruits)
             newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
             self._record("grown", newcomers, seconds=seconds)
-            logger.info("Grown to %d workers in %.2f s.", len(self.members), seconds)
         else:
             self._record("resumed", self.members, seconds=seconds)
 
@@ -574,16 +573,24 @@ class Supervisor:
     def _record(
         self, kind: EventKind, members: Sequence[Member], *, cause: str = "", seconds: float = 0.0
     ) -> None:
-        self.events.append(
-            Event(
-                kind=kind,
-                generation=self._generation,
-                ranks=tuple(self._ranks.get(member, -1) for member in members),
-                nodes=tuple(member.node_id for member in members),
-                step=self.progress.global_step,
-                cause=cause,
-                seconds=seconds,
-            )
+        event = Event(
+            kind=kind,
+            generation=self._generation,
+            ranks=tuple(self._ranks.get(member, -1) for member in members),
+            nodes=tuple(member.node_id for member in members),
+            step=self.progress.global_step,
+            cause=cause,
+            seconds=seconds,
+        )
+        self.events.append(event)
+        logger.info(
+            "%s: workers %s, generation %d, step %d, %.2f s. %s",
+            kind.capitalize(),
+            self._listed(members) or "none",
+            event.generation,
+            event.step,
+            seconds,
+            cause,
         )
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:

@@ -95,7 +95,8 @@ class TorchRunner:
             state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
             if context.world_rank != leader:
                 self._check_data(state["data"])
-                if parts.replicated:
+                # what is not replicated stays as each worker has it, and a newcomer has nothing
+                if parts.replicated or parts.global_step == 0:
                     parts.load_training_state(state["training"])
                     self.operator.load_state_dict(state["operator"])
                 parts.move_to(state["place"], state["global_step"])

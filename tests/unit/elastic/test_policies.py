@@ -212,7 +212,9 @@ def test_a_pause_is_ahead_of_every_worker_by_two_steps_and_the_time_to_hear_of_i
     ahead = step - 2 - first.global_step
     # not much farther than that: training stands still later, not sooner
     if first.step_s:
-        assert (ahead - 1) * first.step_s <= notice_s <= ahead * first.step_s * (1 + 1e-9)
+        rounding = 1e-9 * (1.0 + first.step_s)
+        assert (ahead - 1) * first.step_s - rounding <= notice_s
+        assert notice_s <= ahead * first.step_s + rounding
     else:
         assert ahead == 0
 

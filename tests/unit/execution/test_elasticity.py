@@ -212,6 +212,18 @@ def test_slow_steps_are_given_the_time_that_they_take(world):
     assert [member.interruptions for member in first_two] == [0, 0]
 
 
+def test_nobody_is_paused_while_a_worker_does_not_answer(world):
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    first_two = list(supervisor.members)
+    world.room = 3
+    world.at_step(4, lambda: setattr(first_two[1], "silent", True))
+    world.plan(5.0, lambda: setattr(first_two[1], "silent", False))
+    run_until(supervisor, 100)
+    assert len(supervisor.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
 # ---- newcomers that fail
 
 

@@ -10,7 +10,8 @@ from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Place
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
-from raysgd.execution import attempt, group, supervisor
+from raysgd.execution import attempt, group
+from raysgd.execution import supervisor as supervisor_module
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import Member
 from raysgd.execution.supervisor import State, Supervisor
@@ -185,7 +186,7 @@ class FakeGroup(WorkerGroup):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Nothing here takes time, so that no grace period has to be waited for."""
-    for module in (attempt, group, supervisor):
+    for module in (attempt, group, supervisor_module):
         monkeypatch.setattr(module, "is_loss", lambda error: isinstance(error, LostError))
     monkeypatch.setattr(attempt, "_NODE_LOSS_S", 0.05)
 
