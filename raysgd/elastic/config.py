@@ -63,6 +63,10 @@ class ElasticConfig:
                     f"ElasticConfig({name}={getattr(self, name)!r}): must be True or False."
                 )
         every = self.snapshot_every
+        if isinstance(every, bool) or not isinstance(every, int | str | None):
+            raise TypeError(
+                f'ElasticConfig(snapshot_every={every!r}): must be "epoch", an int, or None.'
+            )
         if every not in ("epoch", None) and (
             isinstance(every, bool) or not isinstance(every, int) or every < 1
         ):

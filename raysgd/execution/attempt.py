@@ -14,6 +14,8 @@ __all__ = ["Attempt"]
 
 _ROOT_CAUSE_S = 0.5
 """How long to look for the reason of a failed collective before the others are interrupted."""
+_OWN_STOP_S = 0.05
+"""The same where nothing has failed, and workers are stopped for another reason."""
 _RETURN_S = 0.7
 """How long interrupted workers may take before the caller gets the exception without them."""
 _NODE_LOSS_S = 10.0
@@ -74,11 +76,13 @@ class Attempt:
 
     def find_reason(self, interrupt: Callable[[], None]) -> None:
         """Find the reason of a failure, and bring the other workers back by `interrupt`."""
-        # a broken connection is seen by the peers of a dead worker before Ray tells of its death
-        self._settle_until(_ROOT_CAUSE_S, self._has_reason)
+        # the peers of a dead worker see a broken connection before Ray tells of its death
+        reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
+        self._settle_until(reason_s, self._has_reason)
         interrupt()
         self._settle_until(_RETURN_S, lambda: False)
-        self._settle_until(_NODE_LOSS_S, self._has_reason)
+        if not self.interrupted_by_us:
+            self._settle_until(_NODE_LOSS_S, self._has_reason)
 
     def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s

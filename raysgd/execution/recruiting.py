@@ -115,11 +115,12 @@ class Recruiting:
     def ready(self) -> list[Recruit]:
         """Return the newcomers that may join now."""
         now = time.monotonic()
+        urgent = len(self._group.members) < self._group.options.min_workers
         return [
             recruit
             for recruit in self._recruits
             if recruit.is_ready
-            and may_resize(now, self._resized_at, recruit.replaces_lost, self._config)
+            and may_resize(now, self._resized_at, urgent or recruit.replaces_lost, self._config)
         ]
 
     def joined(self, recruits: Sequence[Recruit]) -> None:

@@ -295,6 +295,8 @@ class Supervisor:
         """Let all workers stop at the same step, for newcomers to join there."""
         if len(progress) < len(self.members) or attempt.outcomes:
             return  # one is not listening, or the call is ending anyway
+        if not all(p.step_s for p in progress.values()):
+            return  # how far ahead to stop is known when the first step is done
         step = self._paused_at = pause_step(list(progress.values()))
         heard = [member.control("pause_at", step) for member in self.members]
         wait(heard, timeout=_ANSWER_S)

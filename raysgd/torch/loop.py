@@ -41,6 +41,7 @@ class Loop:
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
+        self._began_at = 0
         self._validated: _Counted | None = None
         self._start: int | None = None
         self._shared_out = True
@@ -85,6 +86,7 @@ class Loop:
         return {
             "call": self._call,
             "num_covered": covered,
+            "began_at": self._began_at,
             "more_epochs": self._more_epochs,
         }
 
@@ -94,6 +96,7 @@ class Loop:
             self._segments = []
         self._call, self.num_covered = state["call"], state["num_covered"]
         self._more_epochs = state["more_epochs"]
+        self._began_at = state["began_at"]
 
     # ---- train
 
@@ -180,8 +183,9 @@ class Loop:
         if steps.epoch_is_over and start == 0:
             raise _empty("train", source)
         if steps.epoch_is_over:
-            if source.steps_left(start) is None and not self._segments:
-                # an iterable of unknown length had ended exactly where the last call stopped
+            if self._parts.global_step == self._began_at:
+                # the last call stopped exactly at the end of its epoch, and could not know or
+                # failed there; this one has not done anything yet
                 self._more_epochs += 1
         elif limit is not None:
             raise RuntimeError(
@@ -259,6 +263,7 @@ class Loop:
     def _begin(self, call: int) -> None:
         self._call, self._segments, self.num_covered = call, [], 0
         self._more_epochs = 0
+        self._began_at = self._parts.global_step
         self._parts.timers.reset()
 
     def _profile(self, profile: bool) -> None:

@@ -440,6 +440,27 @@ def test_an_error_after_the_update_leaves_the_step_done(start):
     assert operator.trained == [*EPOCH[:8], *EPOCH[16:]]
 
 
+def test_a_call_after_an_error_at_the_very_end_of_an_epoch_says_what_it_did(start):
+    """Whether it takes that epoch as done or trains the next one: its result has the counts."""
+
+    class FailingAfter(Recorder):
+        failing = True
+
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            if self.failing:
+                self.failing = False
+                raise ValueError("after the last step")
+            return result
+
+    trainer, operator = start(FailingAfter)
+    with pytest.raises(ValueError, match="after the last step"):
+        trainer.train()
+    result = trainer.train()
+    assert len(operator.trained) == 40 + result["num_samples"]
+    assert result["batch_count"] == result["num_samples"] // 8
+
+
 def test_a_goal_in_steps_that_failed_is_not_carried_over(start):
     trainer, operator = start()
     operator.fail = failing_at(1)
