@@ -181,7 +181,10 @@ class Components:
             return model  # DistributedDataParallel refuses a model that is not trained
         index = self.settings.device.index
         device_ids = None if index is None else [index]
-        return replica.ReplicatedModel(model, **{"device_ids": device_ids, **arguments})
+        given = {"device_ids": device_ids, **arguments}
+        if replica.only_running_statistics(model) and "broadcast_buffers" not in given:
+            given.setdefault("forward_sync_buffers", False)
+        return replica.ReplicatedModel(model, **given)
 
     # ---- committed steps
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.trees import map_leaves
@@ -18,6 +20,7 @@ __all__ = [
     "broadcast_state",
     "broadcast_tensors",
     "no_forward_sync",
+    "only_running_statistics",
     "rebuild",
     "replicated",
     "unwrap",
@@ -37,6 +40,21 @@ class ReplicatedModel(DistributedDataParallel):
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self.module(*inputs, **kwargs)
+
+
+def only_running_statistics(model: torch.nn.Module) -> bool:
+    """Whether all buffers of `model` are running statistics of batch normalization.
+
+    Training does not read these, so that they need not be the same on all ranks at each step:
+    rank 0's are the same with and without, and all get them when a call ends. Not broadcasting
+    them in each forward pass saves time, and gloo's broadcast does not always notice that it was
+    interrupted.
+    """
+    return all(
+        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+        for module in model.modules()
+        if any(buffer is not None for buffer in module._buffers.values())
+    )
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
