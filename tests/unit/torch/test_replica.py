@@ -210,3 +210,22 @@ def test_the_users_arguments_survive_a_rebuild(process_group, arguments):
 def test_the_minimum_of_one_rank_is_its_own(process_group):
     assert replica.agree_on_minimum(2**40, CPU) == 2**40
     assert dist.get_world_size() == 1
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([torch.nn.Linear(2, 2)], True),
+        ([torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)], True),
+        ([torch.nn.BatchNorm1d(2), Counting()], False),
+        ([torch.nn.SyncBatchNorm(2)], False),
+    ],
+)
+def test_only_running_statistics_need_not_be_the_same_at_each_step(layers, expected):
+    assert replica.only_running_statistics(torch.nn.Sequential(*layers)) is expected
