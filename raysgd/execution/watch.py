@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import wait
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
 from raysgd.context import Progress
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.members import Member
 
-__all__ = ["Watch"]
+__all__ = ["Hearing", "Watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,25 @@ _UNEVEN_S = 30.0
 _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
 _IN_COLLECTIVE = ("_engine_run_backward", "distributed_c10d", "_sync_buffers", "all_reduce")
+
+
+class Hearing:
+    """Asks workers again and again, and knows who does not answer: a stopped process, mostly."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._asked: dict[Member, tuple[float, Future[Any]]] = {}
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Return those that have not answered for so long; never waits."""
+        found = []
+        for member in members:
+            asked = self._asked.get(member)
+            if asked is None or asked[1].done():
+                self._asked[member] = (now, member.control("progress"))
+            elif now - asked[0] > self._silence_s:
+                found.append(member)
+        return found
 
 
 class Watch:
