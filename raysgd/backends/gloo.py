@@ -13,6 +13,7 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -208,12 +209,14 @@ class _Collective(Work):
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it is about."""
+        self.wait()
+        self._work.wait()  # gloo's work ends a moment after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
 
 
 class _Transfer(Work):
-    """A message to or from one rank; gloo can take back the wait for such a one itself."""
+    """A message to or from one rank. gloo has no future for such a one: a thread waits for it."""
 
     def __init__(self, running: _Running, work: Any) -> None:
         super().__init__()
@@ -225,13 +228,22 @@ class _Transfer(Work):
         Raises:
             RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
         """
-        self._running.begin(id(self), lambda _: self._work.abort())
-        try:
-            ended = self._work.wait(timeout) if timeout else self._work.wait()
-        finally:
-            self._running.finish(id(self))
-        if not ended:
-            raise _interruption()
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        running, work, key = self._running, self._work, id(ended)
+        running.begin(key, ended.put)
+
+        def wait() -> None:
+            error = None
+            try:
+                work.wait(timeout) if timeout else work.wait()
+            except RuntimeError as raised:
+                error = raised
+            if running.finish(key):
+                ended.put(error)
+
+        threading.Thread(target=wait, name="raysgd-gloo-transfer", daemon=True).start()
+        if (error := ended.get()) is not None:
+            raise error
         return True
 
     def is_completed(self) -> bool:

@@ -81,9 +81,8 @@ class TorchBackend(Backend):
             self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
-            store = TCPStore(
-                rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
-            )
+            store = _store_of(rendezvous)
+            store.set_timeout(self._timeout)
             # All are here before any connects: who waits here is woken when the driver closes the
             # store, and who waits for a connection by nothing but a time limit.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
@@ -143,6 +142,24 @@ class TorchBackend(Backend):
     def close(self) -> None:
         """Close the store."""
         self._store = None
+
+
+def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
+    """Connect to the store of a generation, unless that was given up meanwhile.
+
+    Raises:
+        DistNetworkError: if the driver has closed the store.
+    """
+    # it listened before anyone was told of it, and torch would try again until the time is over
+    place = (rendezvous.host, rendezvous.port)
+    try:
+        socket.create_connection(place, _CONNECT.total_seconds()).close()
+    except OSError as error:
+        raise dist.DistNetworkError(
+            f"The driver's store at {place[0]}:{place[1]} cannot be reached ({error}): this "
+            "generation of workers was given up, or a firewall is in between."
+        ) from error
+    return TCPStore(*place, is_master=False, timeout=_CONNECT)
 
 
 def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:

@@ -49,7 +49,7 @@ from raysgd.execution.members import Member, is_loss, loss_cause
 from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
-from raysgd.execution.watch import Hearing, Watch
+from raysgd.execution.watch import Hearing, Watch, stacks_of
 from raysgd.execution.worker import Outcome
 
 __all__ = ["State", "Supervisor"]
@@ -62,6 +62,8 @@ _SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
+_MENTION_STRAGGLER_S = 5.0
+"""After how long to say so, and where they are."""
 _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
 _PAUSE_S = 5.0
@@ -400,15 +402,17 @@ class Supervisor:
         """Wait for workers that did not return in time; those that still do not are lost."""
         stragglers = Attempt(self._stragglers)
         deadline = time.monotonic() + _STRAGGLER_S
+        mentioned = False
         try:
             while stragglers.pending and (left := deadline - time.monotonic()) > 0:
-                stragglers.settle(min(5.0, left))
-                if stragglers.pending and left < _STRAGGLER_S - 5:
+                stragglers.settle(min(_MENTION_STRAGGLER_S, left))
+                if stragglers.pending and not mentioned:
+                    mentioned = True
                     logger.warning(
-                        "Waiting up to %.0f s for workers %s, which are still busy with the call "
-                        "that failed before.",
+                        "Waiting up to %.0f s for workers that are still busy with the call that "
+                        "failed before:\n%s",
                         left,
-                        self._listed(stragglers.pending),
+                        stacks_of(stragglers.pending, self._ranks),
                     )
         finally:
             self._stragglers = stragglers.pending
