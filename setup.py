@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "torch": ["torch>=2.13"],
+    "torch": ["torch>=2.13", "safetensors"],
     "tune": ["ray[tune]>=2.60,<3"],
     "data": ["ray[data]>=2.60,<3"],
     "examples": ["scikit-learn"],
@@ -60,6 +60,14 @@ setup(
     ],
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.60,<3", "numpy", "cloudpickle", "filelock", "psutil", "tqdm"],
+    install_requires=[
+        "ray>=2.60,<3",
+        "numpy",
+        "cloudpickle",
+        "filelock",
+        "fsspec",
+        "psutil",
+        "tqdm",
+    ],
     extras_require=EXTRAS,
 )

@@ -17,7 +17,17 @@ SURFACE = {
         "__version__",
     ],
     "raysgd.backends": ["Backend", "backend_names", "create_backend", "register_backend"],
-    "raysgd.checkpoint": ["check_writable", "read_file", "write_file"],
+    "raysgd.checkpoint": [
+        "BackgroundWriter",
+        "CheckpointStore",
+        "Manifest",
+        "Restored",
+        "check_writable",
+        "read_file",
+        "read_manifest",
+        "save_model",
+        "write_file",
+    ],
     "raysgd.config": [
         "BATCH_SIZE",
         "batch_share",
