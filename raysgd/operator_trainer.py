@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import os
 import weakref
@@ -187,13 +186,8 @@ class OperatorTrainer:
         target = checkpoint.check_writable(path)
         self._writer.wait()  # before the copy, so that there is one at a time
         state = self.state_dict()  # a copy, which nothing but the write uses
-        write = functools.partial(
-            checkpoint.write_file,
-            state,
-            target,
-            world_size=self.num_workers,
-            operator=self._operator_name,
-        )
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self._operator_name)
+        write = checkpoint.prepare_write(state, target, manifest)
         if blocking:
             return write()
         self._writer.submit(write, target)

@@ -1,6 +1,12 @@
 """State on disk."""
 
-from raysgd.checkpoint.file import check_writable, read_file, read_manifest, write_file
+from raysgd.checkpoint.file import (
+    check_writable,
+    prepare_write,
+    read_file,
+    read_manifest,
+    write_file,
+)
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointStore, Restored
 from raysgd.checkpoint.weights import save_model
@@ -12,6 +18,7 @@ __all__ = [
     "Manifest",
     "Restored",
     "check_writable",
+    "prepare_write",
     "read_file",
     "read_manifest",
     "save_model",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -16,7 +18,14 @@ from raysgd.checkpoint.seal import DamageError, find_manifest, seal, verify
 from raysgd.errors import CheckpointError
 from raysgd.trees import map_leaves
 
-__all__ = ["check_writable", "read_checkpoint", "read_file", "read_manifest", "write_file"]
+__all__ = [
+    "check_writable",
+    "prepare_write",
+    "read_checkpoint",
+    "read_file",
+    "read_manifest",
+    "write_file",
+]
 
 _ALLOW = (
     "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
@@ -37,13 +46,7 @@ def check_writable(path: str | os.PathLike[str]) -> str:
 
 
 def write_file(
-    state: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    *,
-    world_size: int = 1,
-    operator: str = "",
-    job: str = "",
-    metrics: Mapping[str, float] | None = None,
+    state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> str:
     """Write a state to a path or a URL, replacing a file there.
 
@@ -52,12 +55,9 @@ def write_file(
     ``torch.load`` opens the file, which also holds a manifest: see `read_manifest`.
 
     Args:
-        state: what a trainer's ``state_dict`` returned; nobody may change it meanwhile.
+        state: what a trainer's ``state_dict`` returned.
         path: where to; a URL of any file system that fsspec knows.
-        world_size: number of workers, for the manifest, like all that follows.
-        operator: name of the operator.
-        job: name of the job.
-        metrics: what was measured with this state.
+        manifest: what to say about the state; its epoch, its step and its parts are filled in.
 
     Returns:
         The absolute path, or the URL.
@@ -65,25 +65,32 @@ def write_file(
     Raises:
         CheckpointError: if it cannot be written, or the user's part of it could not be loaded.
     """
+    return prepare_write(state, path, manifest)()
+
+
+def prepare_write(
+    state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
+) -> Callable[[], str]:
+    """Do all of `write_file` but the writing, and return a function that does that.
+
+    Nobody may change what `state` holds until then.
+    """
     target = locate(path)
     target.check_writable()
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     _check_loadable(state.get("operator"), target)
-    manifest = Manifest(
-        world_size=world_size,
+    manifest = dataclasses.replace(
+        manifest or Manifest(),
         epoch=state.get("epoch", 0),
         global_step=state.get("global_step", 0),
-        operator=operator,
-        job=job,
-        metrics=dict(metrics or {}),
     )
 
     def fill(file: IO[bytes]) -> None:
         torch.save(state, file)
         seal(file, manifest, _record_names(state))
 
-    return target.write(fill)
+    return functools.partial(target.write, fill)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -184,6 +191,8 @@ def _record_names(state: Mapping[str, Any]) -> dict[str, str]:
     """
     names: dict[int, str] = {}
     for name, tensor in _tensors(state, ""):
+        if tensor.layout is not torch.strided:
+            break  # several storages, in an order of its own
         names.setdefault(tensor.untyped_storage()._cdata, name)
     return {
         "data.pkl": "structure",

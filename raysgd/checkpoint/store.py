@@ -111,17 +111,13 @@ class CheckpointStore:
         self._learn(self._names())
         name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}.ckpt"
         target = self._folder.child(name)
-        path = write_file(
-            state,
-            target.name,
-            world_size=world_size,
-            operator=operator,
-            job=self._job,
-            metrics=numbers,
+        manifest = Manifest(
+            world_size=world_size, operator=operator, job=self._job, metrics=numbers
         )
+        path = write_file(state, target.name, manifest)
         self._point_to(name)
         self._unreadable.discard(name)
-        self._own[name] = Manifest(job=self._job, metrics=numbers)
+        self._own[name] = manifest
         self._tidy(name)
         return path
 

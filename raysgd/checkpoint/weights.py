@@ -42,8 +42,8 @@ def save_model(
     target = locate(path)
     target.check_writable()
     module = models if isinstance(models, torch.nn.Module) else torch.nn.ModuleList(models)
-    tensors, other_names = _deduplicated(module)
     try:
+        tensors, other_names = _deduplicated(module)
         content = save(tensors, metadata={"format": "pt", **other_names})
     except Exception as error:
         raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error

@@ -3,11 +3,15 @@
 import os
 import sys
 import traceback
+import warnings
 
 
 def fork(function):
     """Run a function in a child of this process; returns the child's number."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # newer Pythons warn where there are threads, such as fsspec's; none of them is needed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid:
         return pid
     code = 1
