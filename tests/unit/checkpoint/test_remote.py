@@ -1,8 +1,12 @@
 """URLs: through a file system in memory, one that fails or hangs, and a server that is silent."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -278,6 +282,32 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch):
             read_file(url)
 
 
+SCRIPT = """
+import sys
+from raysgd.checkpoint import read_file
+from raysgd.errors import CheckpointError
+
+try:
+    read_file(sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_server_that_says_nothing_does_not_keep_a_script_from_ending():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/state.pt"
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, url],
+            env={**os.environ, "SGD_CHECKPOINT_TIMEOUT_S": "0.2"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert "no answer for 0.2 s" in done.stdout
+
+
 def test_a_server_that_is_not_there_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -310,9 +340,9 @@ def test_an_upload_that_was_given_up_changes_nothing_later(failing, monkeypatch)
 
     def put(local, path, callback):
         threads.append(threading.current_thread())
+        content = Path(local).read_bytes()
         answer.wait(60)
-        callback.relative_update(1)
-        MemoryFileSystem().put_file(local, path)
+        MemoryFileSystem().pipe_file(path, content)
 
     failing("put_file", put)
     with pytest.raises(UnreachableError, match="no answer"):

@@ -177,6 +177,22 @@ def test_a_file_that_lost_its_trailer_does_not_pass_for_an_older_one():
     assert "has a manifest" in check(file.getvalue())
 
 
+def test_a_trailer_that_is_not_at_the_end_is_told_from_a_missing_one():
+    assert "its trailer is not as it was written" in check(SMALL + b"\n")
+    assert "its trailer is missing, as if it was cut off" in check(
+        SMALL[: SMALL.rfind(b"raysgd-checkpoint") + 5]
+    )
+
+
+def test_a_comment_of_another_kind_is_none_of_an_older_library():
+    """All else that tells a sealed file is gone, and each checksum of the archive is right."""
+    content = SMALL.replace(b"raysgd-manifest.json", b"raysgd-manifest.jsox")
+    start = content.rfind(b"raysgd-checkpoint")
+    content = content[:start] + bytes(len(content) - start)
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    assert "trailer" in check(content)
+
+
 def test_an_archive_within_a_truncated_file_does_not_pass():
     """A tensor holds a whole archive, and the file ends with it."""
     inner = torch_saved()
