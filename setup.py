@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "torch": ["torch>=2.13"],
+    "torch": ["torch>=2.13", "safetensors"],
     "tune": ["ray[tune]>=2.60,<3"],
     "data": ["ray[data]>=2.60,<3"],
     "operators": ["torchmetrics", "transformers"],
@@ -68,6 +68,7 @@ setup(
         "numpy",
         "cloudpickle",
         "filelock",
+        "fsspec",
         "psutil",
         "tqdm",
         "typer",

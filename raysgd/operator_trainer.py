@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,8 +26,16 @@ __all__ = ["OperatorTrainer"]
 class OperatorTrainer:
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
-    def __init__(self, config: Mapping[str, Any], supervisor: Supervisor, use_tqdm: bool) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        supervisor: Supervisor,
+        use_tqdm: bool,
+        operator_name: str = "",
+    ) -> None:
         self._user_config = dict(config)
+        self._operator_name = operator_name
+        self._writer = checkpoint.BackgroundWriter()
         self._supervisor = supervisor
         self._use_tqdm = use_tqdm
         self._calls = itertools.count()
@@ -132,8 +140,8 @@ class OperatorTrainer:
         """
         self._check_open()
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
-            # no worker lives; this is what is left
-            return {key: value for key, value in snapshot.items() if key != "call"}
+            # no worker lives; this is what is left, and it may be what the user gave to load
+            return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
         generators = self._call("rng_state", max_losses=3, any_size=True)
         state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3, any_size=True)[0]
         state["data"]["rng"] = generators
@@ -160,24 +168,66 @@ class OperatorTrainer:
         self._call("load_state_dict", state=dict(state), max_losses=3)
         self._supervisor.snapshots.set(dict(state))
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write the state to one file, whole or not at all, and return its absolute path.
+    def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
+        """Write the state to one file, whole or not at all.
+
+        Args:
+            path: where to; a path, or a URL such as ``s3://bucket/state.pt``.
+            blocking: False: copy the state, and write it while training goes on. If that fails,
+                the next call of the trainer says so. One write at a time: the next save waits.
+
+        Returns:
+            The absolute path, or the URL.
+
+        Raises:
+            CheckpointError: if it cannot be written there, or the write before it failed.
+        """
+        self._check_open()
+        target = checkpoint.check_writable(path)
+        self._writer.wait()  # before the copy, so that there is one at a time
+        state = self.state_dict()  # a copy, which nothing but the write uses
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self._operator_name)
+        write = checkpoint.prepare_write(state, target, manifest)
+        if blocking:
+            return write()
+        self._writer.submit(write, target)
+        return target
+
+    def save_model(self, path: str | os.PathLike[str]) -> str:
+        """Write the models' weights alone as a ``.safetensors`` file, whole or not at all.
+
+        With several models the keys begin with ``0.``, ``1.``, ….
+
+        Args:
+            path: where to; a path, or a URL.
+
+        Returns:
+            The absolute path, or the URL.
 
         Raises:
             CheckpointError: if it cannot be written there.
+            ImportError: if safetensors is not installed.
         """
         self._check_open()
-        checkpoint.check_writable(path)
-        return str(checkpoint.write_file(self.state_dict(), path))
+        target = checkpoint.check_writable(path)
+        models = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        return checkpoint.save_model(models[0] if len(models) == 1 else models, target)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the state in a file that `save` wrote. No code from the file is run.
 
+        Waits for a write of ``save(blocking=False)`` that is under way.
+
+        Args:
+            path: a path or a URL.
+
         Raises:
-            CheckpointError: if the file is missing, damaged, or not a state of this trainer.
+            CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
+                if that write failed.
         """
         self._check_open()
-        self.load_state_dict(checkpoint.read_file(Path(path)))
+        self._writer.wait()  # whatever the path: one file may have several
+        self.load_state_dict(checkpoint.read_file(path))
 
     # ---- workers
 
@@ -192,11 +242,17 @@ class OperatorTrainer:
     def shutdown(self, force: bool = False) -> None:
         """End the workers and give their resources back; they are free when this returns.
 
+        Waits for a write of ``save(blocking=False)`` that is under way.
+
         Args:
             force: kill the workers at once instead of letting them clean up first.
+
+        Raises:
+            CheckpointError: if that write failed; the workers are ended all the same.
         """
         self._supervisor.shutdown(force)
         self._finalizer.detach()
+        self._writer.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +263,12 @@ class OperatorTrainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.shutdown(force=kind is not None)
+        try:
+            self.shutdown(force=kind is not None)
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # what went wrong first is what the caller shall see
 
     # ---- properties
 
@@ -291,6 +352,7 @@ class OperatorTrainer:
             raise RuntimeError(
                 f"This {type(self).__name__} is shut down; create a new one to train on."
             )
+        self._writer.raise_failure()
 
 
 def _check_count(name: str, value: Any, lowest: int) -> None:

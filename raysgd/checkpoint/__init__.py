@@ -1,5 +1,26 @@
 """State on disk."""
 
-from raysgd.checkpoint.file import check_writable, read_file, write_file
+from raysgd.checkpoint.file import (
+    check_writable,
+    prepare_write,
+    read_file,
+    read_manifest,
+    write_file,
+)
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.store import CheckpointStore, Restored
+from raysgd.checkpoint.weights import save_model
+from raysgd.checkpoint.writer import BackgroundWriter
 
-__all__ = ["check_writable", "read_file", "write_file"]
+__all__ = [
+    "BackgroundWriter",
+    "CheckpointStore",
+    "Manifest",
+    "Restored",
+    "check_writable",
+    "prepare_write",
+    "read_file",
+    "read_manifest",
+    "save_model",
+    "write_file",
+]

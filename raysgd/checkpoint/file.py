@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
 import io
 import os
-import pickle
-import tempfile
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
 
 import numpy as np
 import torch
 
+from raysgd.checkpoint.location import Location, first_line, locate
+from raysgd.checkpoint.manifest import Manifest, NewerFormatError
+from raysgd.checkpoint.seal import DamageError, find_manifest, seal, verify
 from raysgd.errors import CheckpointError
 from raysgd.trees import map_leaves
 
-__all__ = ["check_writable", "read_file", "write_file"]
+__all__ = [
+    "check_writable",
+    "prepare_write",
+    "read_checkpoint",
+    "read_file",
+    "read_manifest",
+    "write_file",
+]
 
 _ALLOW = (
     "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
@@ -26,92 +33,97 @@ _ALLOW = (
 )
 
 
-def check_writable(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as an absolute one, if a file can be written there.
+def check_writable(path: str | os.PathLike[str]) -> str:
+    """Return `path` as an absolute one, or the URL, if a file can be written there.
+
+    Of a URL only that something can open it is known; no server is asked.
 
     Raises:
-        CheckpointError: if its folder is missing or not writable, or it is a folder itself.
+        CheckpointError: if its folder is missing or not writable, it is a folder itself, or it is
+            a URL that nothing which is installed can open.
     """
-    target = Path(path).expanduser().resolve()  # a link stays one, and its target is replaced
-    folder = target.parent
-    if target.is_dir():
-        problem = "it is a folder; give the name of a file in it"
-    elif target.exists() and not target.is_file():
-        problem = "it is no regular file"
-    elif not folder.is_dir():
-        problem = f"the folder {folder} does not exist; create it first"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"there is no permission to write into {folder}"
-    else:
-        return target
-    raise CheckpointError(f"Cannot save to {target}: {problem}.")
+    return locate(path).check_writable()
 
 
-def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a state to `path`, replacing a file there, and return the absolute path.
+def write_file(
+    state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
+) -> str:
+    """Write a state to a path or a URL, replacing a file there.
 
     The state goes to a temporary name in the same folder, to the disk, and only then to its
     own name: whenever the process or the machine stops, `path` holds the old state or the new.
+    ``torch.load`` opens the file, which also holds a manifest: see `read_manifest`.
+
+    Args:
+        state: what a trainer's ``state_dict`` returned.
+        path: where to; a URL of any file system that fsspec knows.
+        manifest: what to say about the state; its epoch, its step and its parts are filled in.
+
+    Returns:
+        The absolute path, or the URL.
 
     Raises:
         CheckpointError: if it cannot be written, or the user's part of it could not be loaded.
     """
-    target = check_writable(path)
+    return prepare_write(state, path, manifest)()
+
+
+def prepare_write(
+    state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
+) -> Callable[[], str]:
+    """Do all of `write_file` but the writing, and return a function that does that.
+
+    Nobody may change what `state` holds until then.
+    """
+    target = locate(path)
+    target.check_writable()
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     _check_loadable(state.get("operator"), target)
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=".saving-", dir=target.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, target)
-            _sync_folder(target.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    # torch.save reports a full disk as RuntimeError, and what cannot be pickled as the others
-    except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"Cannot save to {target}: {error}") from error
-    return target
+    manifest = dataclasses.replace(
+        manifest or Manifest(),
+        epoch=state.get("epoch", 0),
+        global_step=state.get("global_step", 0),
+    )
+
+    def fill(file: IO[bytes]) -> None:
+        torch.save(state, file)
+        seal(file, manifest, _record_names(state))
+
+    return functools.partial(target.write, fill)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `write_file`, or ``torch.save`` of an older library, wrote.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, not a state, or holds objects that
-            ``torch.load(weights_only=True)`` refuses.
+        CheckpointError: if the file is missing, damaged, of a newer format, not a state, or holds
+            objects that ``torch.load(weights_only=True)`` refuses.
     """
-    source = Path(path).expanduser().absolute()
-    if not source.is_file():
-        problem = "it is a folder" if source.is_dir() else "there is no such file"
-        raise CheckpointError(f"Cannot load {source}: {problem}.")
-    try:
-        if zipfile.is_zipfile(source):
-            # torch does not look at the checksums
-            with zipfile.ZipFile(source) as archive:
-                if (damaged := archive.testzip()) is not None:
-                    raise ValueError(f"{damaged} has another checksum")
-        state = torch.load(source, map_location="cpu", weights_only=True)
-    except PermissionError as error:
-        raise CheckpointError(f"Cannot load {source}: {error}") from error
-    except Exception as error:
-        if "weights_only" in str(error) and "GLOBAL" in str(error):
-            raise CheckpointError(
-                f"Cannot load {source}: it holds objects of a type that is not allowed, and "
-                f"loading never runs code from a file. {_ALLOW}\n{_first_line(error)}"
-            ) from error
-        # torch's own words advise to load without protection
-        said = "" if "weights_only" in str(error) else f": {_first_line(error)}"
-        raise CheckpointError(
-            f"Cannot load {source}: the file is damaged or is not a checkpoint "
-            f"({type(error).__name__}{said})."
-        ) from error
+    return read_checkpoint(path)[0]
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
+    """Read what a file says about itself, without reading or checking its state.
+
+    Returns:
+        None for a file of an older library.
+
+    Raises:
+        CheckpointError: if the file is missing, of a newer format, or visibly damaged.
+    """
+    source = locate(path)
+    return source.inspect(lambda file: _checked(source, file, whole=False))
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
+    """Read a state as `read_file` does, together with its manifest."""
+    source = locate(path)
+    with source.open() as file:
+        manifest = _checked(source, file, whole=True)
+        # through the file that was checked: another may have the name by now
+        file.seek(0)
+        state = _loaded(source, file)
     missing = [
         key
         for key in ("models", "optimizers", "epoch")
@@ -119,14 +131,43 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     ]
     if missing:
         raise CheckpointError(
-            f"Cannot load {source}: it is no state of a trainer, {', '.join(missing)} missing. "
-            "Write one with trainer.save(path)."
+            f"Cannot load {source.shown}: it is no state of a trainer, {', '.join(missing)} "
+            "missing. Write one with trainer.save(path)."
         )
-    result: dict[str, Any] = state
-    return result
+    return state, manifest
 
 
-def _check_loadable(user_state: Any, target: Path) -> None:
+def _checked(source: Location, file: IO[bytes], whole: bool) -> Manifest | None:
+    try:
+        return verify(file) if whole else find_manifest(file)
+    except DamageError as error:
+        raise CheckpointError(f"Cannot load {source.shown}: the file {error}.") from error
+    except NewerFormatError as error:
+        raise CheckpointError(f"Cannot load {source.shown}: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint ({error})."
+        ) from error
+
+
+def _loaded(source: Location, file: IO[bytes]) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error) and "GLOBAL" in str(error):
+            raise CheckpointError(
+                f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
+                f"loading never runs code from a file. {_ALLOW}\n{first_line(error)}"
+            ) from error
+        # torch's own words advise to load without protection
+        said = "" if "weights_only" in str(error) else f": {first_line(error)}"
+        raise CheckpointError(
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
+            f"({type(error).__name__}{said})."
+        ) from error
+
+
+def _check_loadable(user_state: Any, target: Location) -> None:
     """Check that the user's own state will load again: find out now, not when it is needed."""
     if user_state is None:
         return
@@ -137,27 +178,34 @@ def _check_loadable(user_state: Any, target: Path) -> None:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"Cannot save to {target}: what the operator's state_dict() returned could not be "
-            f"loaded again. {_ALLOW}\n{_first_line(error)}"
+            f"Cannot save to {target.shown}: what the operator's state_dict() returned could not "
+            f"be loaded again. {_ALLOW}\n{first_line(error)}"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _record_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the records hold; those of tensors are numbered as ``torch.save`` meets them.
+
+    An object that has tensors of its own shifts the numbers of those that follow; so the names
+    are for messages, and nothing depends on them.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in _tensors(state, ""):
+        if tensor.layout is not torch.strided:
+            break  # several storages, in an order of its own
+        names.setdefault(tensor.untyped_storage()._cdata, name)
+    return {
+        "data.pkl": "structure",
+        **{f"data/{number}": name for number, name in enumerate(names.values())},
+    }
 
 
-def _umask() -> int:
-    """Return the process's umask; there is no way to read it but to set it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to disk, so that the new name survives a power failure."""
-    with contextlib.suppress(OSError):  # some file systems cannot
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{path}/{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for place, value in enumerate(tree):
+            yield from _tensors(value, f"{path}/{place}")

@@ -31,11 +31,17 @@ def rng_state() -> dict[str, Any]:
 
 
 def to_cpu(tree: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor on CPU."""
+    """Return a copy of nested dicts, lists and tuples with every tensor on CPU.
+
+    Nothing in it changes as training goes on, also not what is of another type.
+    """
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf
+            try:
+                return copy.deepcopy(leaf)
+            except TypeError:  # a lock or the like, which could not be saved either
+                return leaf
         leaf = leaf.detach()
         return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
 

@@ -158,7 +158,7 @@ class TorchTrainer(OperatorTrainer):
             timeout_s,
             elastic,
         )
-        super().__init__(config, supervisor, use_tqdm)
+        super().__init__(config, supervisor, use_tqdm, operator_cls.__qualname__)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.

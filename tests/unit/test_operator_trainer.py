@@ -1,12 +1,19 @@
 """What trainers share: calls, state, files and shutdown, with one worker in this process."""
 
 import gc
+import os
+import threading
 import weakref
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
 
+from raysgd import checkpoint
+from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
+from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
 
@@ -303,6 +310,194 @@ def test_a_refused_file_leaves_the_trainer_usable(make_trainer, tmp_path):
     assert trainer.train()["num_samples"] == 40
 
 
+# ---- files
+
+
+def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder)
+    trainer.train(num_steps=7)
+    manifest = read_manifest(trainer.save(tmp_path / "state.pt"))
+    assert (manifest.world_size, manifest.epoch, manifest.global_step) == (1, 2, 7)
+    assert manifest.operator == "Recorder"
+    assert "models/0/0.weight" in {part.name for part in manifest.parts}
+
+
+def test_a_url_is_saved_to_and_loaded_from(make_trainer):
+    trainer = make_trainer()
+    url = "memory://trainer/state.pt"
+    try:
+        trainer.train(num_steps=3)
+        assert trainer.save(url) == url
+        other = make_trainer()
+        other.load(url)
+        assert other.global_step == 3
+    finally:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def test_the_weights_alone_are_saved(make_trainer, tmp_path):
+    trainer = make_trainer(Pair)
+    path = trainer.save_model(tmp_path / "models.safetensors")
+    assert path == str(tmp_path / "models.safetensors")
+    weights = {f"1.{key}": v for key, v in trainer.state_dict()["models"][1].items()}
+    written = load_file(path)
+    assert len(written) == 2 * len(weights)
+    assert equal(weights, written)
+    single = make_trainer()
+    assert equal(single.state_dict()["models"][0], load_file(single.save_model(path)))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait until they are let go."""
+    go, prepare = threading.Event(), checkpoint.prepare_write
+
+    def prepare_slow_write(*arguments):
+        write = prepare(*arguments)
+        return lambda: go.wait(30) and write()
+
+    monkeypatch.setattr(checkpoint, "prepare_write", prepare_slow_write)
+    yield go
+    go.set()
+
+
+def test_a_save_behind_holds_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
+    """Training goes on before the first byte is written."""
+    trainer = make_trainer(Recorder)
+    trainer.train(num_steps=2)
+    state = trainer.state_dict()
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    assert path == str(tmp_path / "state.pt")
+    assert not os.path.exists(path)
+    trainer.train(num_steps=9)
+    slow_disk.set()
+    trainer.shutdown()
+    assert same_tree(checkpoint.read_file(path), state)
+
+
+def same_tree(left, right):
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_tree(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same_tree, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_a_save_behind_holds_copies_also_of_what_is_no_tensor(make_trainer, tmp_path, slow_disk):
+    class Counting(Recorder):
+        def state_dict(self):
+            return {"seen": self.seen, "places": [self.seen]}
+
+        seen = None
+
+    trainer = make_trainer(Counting)
+    operator = trainer.get_local_operator()
+    operator.seen = {1}
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    operator.seen.add(2)
+    slow_disk.set()
+    trainer.shutdown()
+    assert checkpoint.read_file(path)["operator"] == {"seen": {1}, "places": [{1}]}
+
+
+def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_disk):
+    trainer = make_trainer()
+    trainer.train(num_steps=2)
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    trainer.train(num_steps=3)
+    loading = threading.Thread(target=trainer.load, args=(path,))
+    loading.start()
+    assert not os.path.exists(path)
+    slow_disk.set()
+    loading.join(30)
+    assert trainer.global_step == 2
+
+
+def test_saves_reach_the_disk_in_their_order(make_trainer, tmp_path):
+    trainer = make_trainer()
+    for blocking in (False, False, True, False):
+        trainer.train(num_steps=1)
+        path = trainer.save(tmp_path / "state.pt", blocking=blocking)
+    trainer.load(path)
+    assert trainer.global_step == 4
+
+
+@pytest.fixture
+def failed_write(make_trainer, tmp_path):
+    """A trainer of two steps, whose write behind has failed."""
+    trainer = make_trainer()
+    trainer.train(num_steps=2)
+    (tmp_path / "run").mkdir()
+
+    def fail():
+        raise CheckpointError("Cannot save to run/state.pt: the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+        trainer.save(tmp_path / "run" / "state.pt", blocking=False)
+    wait_until(lambda: not writing())
+    return trainer
+
+
+def writing():
+    return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
+
+
+CALLS = {
+    "train": lambda t, path: t.train(),
+    "validate": lambda t, path: t.validate(),
+    "save": lambda t, path: t.save(path),
+    "save_behind": lambda t, path: t.save(path, blocking=False),
+    "save_model": lambda t, path: t.save_model(path),
+    "load": lambda t, path: t.load(path),
+    "state_dict": lambda t, path: t.state_dict(),
+    "get_model": lambda t, path: t.get_model(),
+    "get_local_operator": lambda t, path: t.get_local_operator(),
+    "update_scheduler": lambda t, path: t.update_scheduler(1.0),
+    "apply_all_workers": lambda t, path: t.apply_all_workers(int),
+    "apply_all_operators": lambda t, path: t.apply_all_operators(id),
+    "shutdown": lambda t, path: t.shutdown(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_next_call_raises_the_failure_of_a_write_and_does_nothing_else(
+    failed_write, tmp_path, call
+):
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        CALLS[call](failed_write, tmp_path / "next.pt")
+    assert failed_write.global_step == 2
+    assert os.listdir(tmp_path) == ["run"]
+    if call == "shutdown":
+        with pytest.raises(RuntimeError, match="shut down"):
+            failed_write.train()
+    else:
+        assert failed_write.train()["num_samples"] == 24
+
+
+def test_a_with_block_raises_the_failure_of_a_write(failed_write):
+    with pytest.raises(CheckpointError, match="the disk is full"), failed_write:
+        pass
+
+
+def test_an_error_in_a_with_block_is_raised_with_a_note_of_the_write(failed_write):
+    with pytest.raises(KeyError) as caught, failed_write:
+        raise KeyError
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_saved_is_told_at_once_also_behind(make_trainer, tmp_path):
+    class Odd(Recorder):
+        def state_dict(self):
+            return {"odd": object()}
+
+    with pytest.raises(CheckpointError, match="does not exist"):
+        make_trainer().save(tmp_path / "missing" / "state.pt", blocking=False)
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) returned"):
+        make_trainer(Odd).save(tmp_path / "state.pt", blocking=False)
+
+
 # ---- the end
 
 
@@ -318,6 +513,7 @@ def test_after_shutdown_every_call_says_so(make_trainer, tmp_path):
         trainer.get_local_operator,
         lambda: trainer.load_state_dict(state),
         lambda: trainer.save(tmp_path / "state.pt"),
+        lambda: trainer.save_model(tmp_path / "model.safetensors"),
         lambda: trainer.load(tmp_path / "state.pt"),
         lambda: trainer.update_scheduler(1.0),
         lambda: trainer.apply_all_workers(int),

@@ -1,32 +1,22 @@
-"""One state in one file: whole or not at all, and read without running code from it."""
+"""One state in one file, and read without running code from it."""
 
 import collections
 import datetime
+import json
 import os
 import pickle
-import stat
+import platform
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
-from raysgd.checkpoint import check_writable, read_file, write_file
+from raysgd.checkpoint import Manifest, check_writable, read_file, read_manifest, write_file
 from raysgd.checkpoint import file as checkpoint_file
+from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
-
-STATE = {
-    "epoch": 2,
-    "models": [{"weight": torch.arange(4.0)}],
-    "optimizers": [{"state": {}, "param_groups": [{"lr": 0.1}]}],
-    "operator": {"best": 0.5, "names": ["a", ("b", None)]},
-}
-
-
-class Code:
-    """What runs code when it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
+from tests.unit.checkpoint.states import STATE, Code, flip
 
 
 def with_user_state(user_state):
@@ -46,33 +36,10 @@ def test_a_state_comes_back(tmp_path):
 
 def test_the_path_comes_back_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert write_file(STATE, "state.pt") == tmp_path / "state.pt"
+    assert write_file(STATE, "state.pt") == str(tmp_path / "state.pt")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert write_file(STATE, "~/home.pt") == tmp_path / "home.pt"
+    assert write_file(STATE, "~/home.pt") == str(tmp_path / "home.pt")
     assert read_file("~/home.pt")["epoch"] == 2
-
-
-def test_a_file_there_is_replaced_and_nothing_else_is_left(tmp_path):
-    for epoch in (1, 2):
-        write_file({**STATE, "epoch": epoch}, tmp_path / "state.pt")
-    assert read_file(tmp_path / "state.pt")["epoch"] == 2
-    assert os.listdir(tmp_path) == ["state.pt"]
-
-
-def test_a_name_may_have_blanks_dots_and_other_letters(tmp_path):
-    path = tmp_path / ".my state.v1 größte.pt"
-    assert read_file(write_file(STATE, path))["epoch"] == 2
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_the_file_has_the_mode_of_a_file_that_the_user_makes(tmp_path, mask):
-    held = os.umask(mask)
-    try:
-        path = write_file(STATE, tmp_path / "state.pt")
-        assert os.umask(mask) == mask  # and the mask is still there
-    finally:
-        os.umask(held)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
 @pytest.mark.parametrize("make", [dict, collections.OrderedDict])
@@ -87,67 +54,6 @@ def test_a_module_keeps_the_versions_of_its_state(tmp_path):
     model = torch.nn.BatchNorm1d(2)
     path = write_file({**STATE, "models": [model.state_dict()]}, tmp_path / "state.pt")
     assert read_file(path)["models"][0]._metadata == model.state_dict()._metadata
-
-
-# ---- a failing write
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("write failed")])
-def test_the_old_state_survives_a_failing_write(tmp_path, monkeypatch, error):
-    path = write_file(STATE, tmp_path / "state.pt")
-
-    def fail(state, file):
-        file.write(b"half of it")
-        raise error
-
-    monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(CheckpointError, match="Cannot save to") as caught:
-        write_file({**STATE, "epoch": 9}, path)
-    assert caught.value.__cause__ is error
-    assert read_file(path)["epoch"] == 2
-    assert os.listdir(tmp_path) == ["state.pt"]
-
-
-@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
-def test_the_old_state_survives_whatever_step_fails(tmp_path, monkeypatch, step):
-    path = write_file(STATE, tmp_path / "state.pt")
-
-    def fail(*arguments):
-        raise OSError("broken disk")
-
-    monkeypatch.setattr(os, step, fail)
-    with pytest.raises(CheckpointError, match="broken disk"):
-        write_file({**STATE, "epoch": 9}, path)
-    assert read_file(path)["epoch"] == 2
-    assert os.listdir(tmp_path) == ["state.pt"]
-
-
-def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
-    def interrupt(state, file):
-        file.write(b"half of it")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
-    monkeypatch.setattr(torch, "save", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_file(STATE, tmp_path / "state.pt")
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    done = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (done.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
-    write_file(STATE, tmp_path / "state.pt")
-    assert done[:2] == ["fsync", "replace"]
-
-
-def test_what_cannot_be_pickled_is_an_error_of_the_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="Cannot save to"):
-        write_file({**STATE, "models": [{"hook": lambda: None}]}, tmp_path / "state.pt")
-    assert os.listdir(tmp_path) == []
 
 
 # ---- user state that could not be loaded
@@ -183,56 +89,12 @@ def test_types_that_the_user_allows_are_saved_and_loaded(tmp_path):
         assert read_file(path)["operator"] == state["operator"]
 
 
-# ---- where nothing can be written
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    for function in (check_writable, lambda path: write_file(STATE, path)):
-        with pytest.raises(CheckpointError, match=r"folder .*missing does not exist; create it"):
-            function(tmp_path / "missing" / "state.pt")
-
-
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(CheckpointError, match="it is a folder; give the name of a file"):
-        write_file(STATE, tmp_path)
-    with pytest.raises(CheckpointError, match="it is a folder"):
-        read_file(tmp_path)
-
-
-def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
-    """What the system would say to another user than root."""
-    monkeypatch.setattr(checkpoint_file.os, "access", lambda path, mode: False)
-    with pytest.raises(CheckpointError, match="no permission to write into"):
-        check_writable(tmp_path / "state.pt")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="no permission"):
-        write_file(STATE, tmp_path / "state.pt")
-
-
-def test_checking_a_path_makes_nothing(tmp_path):
-    assert check_writable(tmp_path / "state.pt") == tmp_path / "state.pt"
-    assert os.listdir(tmp_path) == []
-
-
 # ---- files that are no checkpoints
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.pt: there is no such file"):
         read_file(tmp_path / "state.pt")
-
-
-@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_an_error_and_not_a_crash(tmp_path, part):
-    path = write_file({**STATE, "models": [{"w": torch.randn(5000)}]}, tmp_path / "state.pt")
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(CheckpointError, match="damaged or is not a checkpoint"):
-        read_file(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04nonsense", bytes(1000)])
@@ -243,26 +105,19 @@ def test_a_file_of_something_else_is_an_error(tmp_path, content):
         read_file(path)
 
 
-def test_a_damaged_tensor_is_an_error(tmp_path):
-    path = write_file({**STATE, "models": [{"w": torch.ones(5000)}]}, tmp_path / "state.pt")
-    content = bytearray(path.read_bytes())
-    place = content.find(torch.ones(64).numpy().tobytes())
-    assert place > 0
-    content[place + 100] ^= 0xFF
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError):
-        read_file(path)
-
-
-@pytest.mark.parametrize("kind", ["torch", "pickle"])
-def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["torch", "legacy", "sealed", "pickle"])
+@pytest.mark.parametrize("key", ["operator", "models", "data"])
+def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch, kind, key):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "state.pt"
-    state = {**STATE, "operator": Code()}
-    if kind == "torch":
-        torch.save(state, path)
-    else:
+    state = {**STATE, key: Code()}
+    if kind == "sealed":
+        monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
+        write_file(state, path)
+    elif kind == "pickle":
         path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "torch")
     with pytest.raises(CheckpointError, match=r"not allowed|not a checkpoint"):
         read_file(path)
     assert os.listdir(tmp_path) == ["state.pt"]
@@ -289,12 +144,138 @@ def test_a_file_that_is_no_state_of_a_trainer_says_what_is_missing(tmp_path, sta
         read_file(tmp_path / "state.pt")
 
 
-def test_a_file_without_permission_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+# ---- the manifest
+
+
+def test_torch_opens_the_file_by_itself(tmp_path):
     path = write_file(STATE, tmp_path / "state.pt")
+    for mmap in (False, True):
+        state = torch.load(path, weights_only=True, mmap=mmap)
+        assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
+        assert state["operator"] == STATE["operator"]
 
-    def refuse(*arguments, **keywords):
-        raise PermissionError("not yours")
 
-    monkeypatch.setattr(torch, "load", refuse)
-    with pytest.raises(CheckpointError, match="not yours"):
+def test_any_reader_of_archives_finds_the_manifest(tmp_path):
+    path = write_file(STATE, tmp_path / "state.pt", Manifest(operator="Digits"))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        content = json.loads(archive.read("archive/raysgd-manifest.json"))
+    assert content["operator"] == "Digits"
+
+
+def test_the_manifest_says_what_wrote_the_file_and_what_is_in_it(tmp_path):
+    state = {**STATE, "global_step": 12, "optimizers": [{"state": {0: {"m": torch.ones(3)}}}]}
+    path = write_file(
+        state,
+        tmp_path / "state.pt",
+        Manifest(
+            world_size=3,
+            operator="Digits",
+            job="first",
+            metrics={"val_loss": 0.5, "odd": float("nan")},
+        ),
+    )
+    manifest = read_manifest(path)
+    assert (manifest.format, manifest.epoch, manifest.global_step) == (1, 2, 12)
+    assert (manifest.world_size, manifest.operator, manifest.job) == (3, "Digits", "first")
+    assert manifest.metrics["val_loss"] == 0.5
+    assert manifest.metrics["odd"] != manifest.metrics["odd"]
+    assert set(manifest.versions) == {"raysgd", "torch", "python", "ray"}
+    assert manifest.versions["python"] == platform.python_version()
+    assert {"structure", "models/0/weight", "optimizers/0/state/0/m"} <= {
+        part.name for part in manifest.parts
+    }
+
+
+def test_the_names_of_parts_follow_the_numbers_that_torch_gives(tmp_path):
+    """Tensors that share memory are one record; so are those that come twice."""
+    shared = torch.zeros(10)
+    module = torch.nn.BatchNorm1d(3).state_dict()
+    state = {
+        **STATE,
+        "models": [{"a": shared[:5], "b": shared[5:]}, module],
+        "optimizers": [{"again": shared, "own": torch.ones(7)}],
+    }
+    manifest = read_manifest(write_file(state, tmp_path / "state.pt"))
+    sizes = {part.name: part.size for part in manifest.parts if part.record.count("/data/")}
+    assert sizes == {
+        "models/0/a": 40,
+        **{f"models/1/{name}": t.numel() * t.element_size() for name, t in module.items()},
+        "optimizers/0/own": 28,
+    }
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    state = {**STATE, "optimizers": [{"state": {0: {"m": torch.ones(300)}}}]}
+    path = tmp_path / "state.pt"
+    write_file(state, path)
+    flip(path, path.read_bytes().find(torch.ones(300).numpy().tobytes()) + 100)
+    with pytest.raises(CheckpointError, match=r"state\.pt: .*damaged: optimizers/0/state/0/m "):
         read_file(path)
+    assert read_manifest(path).epoch == 2  # which looks at nothing else
+
+
+def test_a_file_of_an_older_library_loads_and_has_no_manifest(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save(STATE, path)
+    state, manifest = read_checkpoint(path)
+    assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
+    assert manifest is None
+    assert read_manifest(path) is None
+
+
+def test_a_file_in_the_oldest_format_of_torch_loads(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save(STATE, path, _use_new_zipfile_serialization=False)
+    state, manifest = read_checkpoint(path)
+    assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
+    assert manifest is None
+
+
+def test_a_damaged_tensor_in_an_older_file_is_an_error(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save({**STATE, "models": [{"w": torch.ones(5000)}]}, path)
+    flip(path, path.read_bytes().find(torch.ones(64).numpy().tobytes()) + 100)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_file(path)
+
+
+def test_a_newer_format_says_what_to_do(tmp_path):
+    newer = Manifest(format=2, versions={"raysgd": "9.1"})
+    path = write_file(STATE, tmp_path / "state.pt", newer)
+    for read in (read_file, read_manifest):
+        with pytest.raises(CheckpointError, match=r"raysgd 9\.1 wrote it in format 2.*Update"):
+            read(path)
+
+
+def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
+    """Another file gets the name between the check and the load."""
+    path = tmp_path / "state.pt"
+    write_file(STATE, path)
+    verify = checkpoint_file.verify
+
+    def verify_and_replace(file):
+        manifest = verify(file)
+        path.unlink()
+        path.write_bytes(b"nonsense")
+        return manifest
+
+    monkeypatch.setattr(checkpoint_file, "verify", verify_and_replace)
+    assert read_file(path)["epoch"] == 2
+
+
+def test_checking_a_path_makes_nothing(tmp_path):
+    assert check_writable(tmp_path / "state.pt") == str(tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tensor_of_another_layout_comes_back(tmp_path):
+    state = {
+        **STATE,
+        "models": [{"a": torch.ones(2), "s": torch.eye(3).to_sparse(), "z": torch.ones(5)}],
+    }
+    path = write_file(state, tmp_path / "state.pt")
+    assert torch.equal(read_file(path)["models"][0]["s"].to_dense(), torch.eye(3))
+    names = [part.name for part in read_manifest(path).parts]
+    assert "models/0/a" in names
+    assert "data/1" in names  # and not z, which is none of the next two records

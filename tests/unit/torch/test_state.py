@@ -3,6 +3,7 @@
 import collections
 import io
 import random
+import threading
 
 import numpy as np
 import torch
@@ -41,6 +42,14 @@ def test_a_copy_stays_as_it_was():
     assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1, 1]
     assert isinstance(copied["a"][1], tuple)
     assert (copied["a"][1][1], copied["n"]) == ("text", 1)
+
+
+def test_what_is_no_tensor_is_copied_too():
+    tree = {"set": {1}, "lock": threading.Lock()}
+    copied = to_cpu(tree)
+    tree["set"].add(2)
+    assert copied["set"] == {1}
+    assert copied["lock"] is tree["lock"]  # there is no copying it, nor saving it
 
 
 def test_a_copy_has_no_graph():

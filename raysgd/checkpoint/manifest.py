@@ -1,0 +1,100 @@
+"""What a checkpoint says about itself, beside the state that it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FORMAT", "Manifest", "NewerFormatError", "Part"]
+
+FORMAT = 1
+"""The format that this library writes, and the newest that it reads."""
+
+_LIBRARIES = ("raysgd", "torch", "ray")
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+class NewerFormatError(ValueError):
+    """A checkpoint was written in a format that came after this library."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stretch of the file that has a hash of its own."""
+
+    name: str
+    """What it holds, such as ``models/0/weight``; the name of the record where that is unknown."""
+    record: str
+    """Name of the record in the zip archive."""
+    offset: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    format: int = FORMAT
+    versions: Mapping[str, str] = field(default_factory=_versions)
+    """Version of raysgd, torch, Python, and of Ray where it is installed, that wrote it."""
+    world_size: int = 1
+    epoch: int = 0
+    global_step: int = 0
+    operator: str = ""
+    """Name of the operator."""
+    job: str = ""
+    """Name of the job, where a store wrote it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+
+    def to_json(self) -> bytes:
+        """Return it as JSON text."""
+        content = dataclasses.asdict(self)
+        # JSON has no numbers for these
+        content["metrics"] = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in self.metrics.items()
+        }
+        return json.dumps(content, indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Raises:
+            NewerFormatError: if a newer library wrote it.
+            ValueError: if it is nothing of the kind.
+        """
+        content = json.loads(text)
+        try:
+            if content["format"] > FORMAT:
+                writer = content.get("versions", {}).get("raysgd", "of a later version")
+                raise NewerFormatError(
+                    f"raysgd {writer} wrote it in format {content['format']}, and this raysgd "
+                    f"reads formats up to {FORMAT}. Update raysgd"
+                )
+            known = {entry.name for entry in dataclasses.fields(cls)}
+            values: dict[str, Any] = {key: content[key] for key in known}
+            values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
+            values["parts"] = tuple(Part(**part) for part in values["parts"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no manifest: {error!r}") from error
+        return cls(**values)

@@ -1,0 +1,282 @@
+"""A folder of checkpoints of one job: the newest, and those that are worth keeping."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Literal, NamedTuple
+
+from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
+from raysgd.checkpoint.leftovers import is_leftover
+from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.errors import CheckpointError
+
+__all__ = ["CheckpointStore", "Restored"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})\.ckpt")
+_LATEST = "latest"
+
+
+class Restored(NamedTuple):
+    """What was found in a folder of checkpoints."""
+
+    path: str
+    state: dict[str, Any]
+    passed_over: list[tuple[str, str]]
+    """Newer checkpoints that could not be loaded, and why; newest first."""
+
+
+class CheckpointStore:
+    """Saves the checkpoints of one job into a folder, and finds the newest that loads.
+
+    The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
+    that names the newest. It is moved on when a checkpoint is on disk, and only then are older
+    ones removed: whenever the process is killed, the newest checkpoint that loads is the last one
+    that was saved, or the one that was under way.
+
+    Args:
+        folder: a path, or a URL of any file system that fsspec knows. It is made with the first
+            checkpoint.
+        keep: how many checkpoints to keep, besides the newest; None for all.
+        monitor: name of the metric by which the best are kept; without one the newest are.
+        mode: "min" if smaller values of the metric are better, or "max".
+        job: name of the job; a folder with checkpoints of another one is refused.
+
+    Raises:
+        ValueError: if an argument has a value that is not allowed.
+        CheckpointError: if the folder is a URL that nothing which is installed can open.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        job: str,
+    ) -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(
+                f"CheckpointStore(keep={keep!r}): must be at least 1, or None for all."
+            )
+        if mode not in ("min", "max"):
+            raise ValueError(f'CheckpointStore(mode={mode!r}): must be "min" or "max".')
+        if not isinstance(job, str) or not job:
+            raise ValueError(f"CheckpointStore(job={job!r}): must be the name of the job.")
+        self._folder = locate(folder)
+        self._keep = keep
+        self._monitor = monitor
+        self._mode = mode
+        self._job = job
+        self._made = False
+        self._own: dict[str, Manifest] = {}
+        self._unreadable: set[str] = set()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+        world_size: int = 1,
+        operator: str = "",
+    ) -> str:
+        """Write a checkpoint, name it the newest, and remove what is not to be kept.
+
+        Args:
+            state: what a trainer's ``state_dict`` returned.
+            metrics: what was measured with it; the numbers in it are kept in the file.
+            world_size: number of workers.
+            operator: name of the operator.
+
+        Returns:
+            The path of the checkpoint, or its URL.
+
+        Raises:
+            ValueError: if `metrics` lacks the monitored metric, or it is no number.
+            CheckpointError: if it cannot be written, or the folder belongs to another job.
+        """
+        numbers = _numbers(metrics or {})
+        self._check_monitored(numbers, metrics or {})
+        if not self._made:
+            self._folder.make_folder()
+            self._made = True
+        self._learn(self._names())
+        name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}.ckpt"
+        target = self._folder.child(name)
+        manifest = Manifest(
+            world_size=world_size, operator=operator, job=self._job, metrics=numbers
+        )
+        path = write_file(state, target.name, manifest)
+        self._point_to(name)
+        self._unreadable.discard(name)
+        self._own[name] = manifest
+        self._tidy(name)
+        return path
+
+    def restore(self) -> Restored | None:
+        """Load the newest checkpoint that is in order.
+
+        Returns:
+            Its path, its state, and the newer ones that were passed over, with the reason; None
+            if the folder is empty or missing.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none can be loaded, if the folder belongs
+                to another job, or if it cannot be reached.
+        """
+        names = self._names()
+        newest, problem = self._pointed_to()
+        passed_over = [] if problem is None else [(self._folder.child(_LATEST).name, problem)]
+        if newest is not None:
+            names = [newest, *(name for name in names if name != newest)]
+        if not names and problem is None:
+            return None
+        for name in names:
+            path = self._folder.child(name).name
+            try:
+                state, manifest = read_checkpoint(path)
+            except UnreachableError:
+                raise  # it may well be in order
+            except CheckpointError as error:
+                passed_over.append((path, str(error)))
+                self._unreadable.add(name)
+                continue
+            if manifest is None:
+                passed_over.append((path, "It has no manifest: no store wrote it."))
+                continue
+            self._check_job(name, manifest)
+            for passed, reason in passed_over:
+                logger.warning("Passed over %s: %s", passed, reason)
+            return Restored(path, state, passed_over)
+        reasons = "".join(f"\n- {path}: {reason}" for path, reason in passed_over)
+        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
+
+    # ---- helpers
+
+    def _names(self) -> list[str]:
+        """Return the checkpoints' names, newest first."""
+        found = [entry.name for entry in self._folder.entries() if _NAME.fullmatch(entry.name)]
+        return sorted(found, key=_place, reverse=True)
+
+    def _learn(self, names: Sequence[str]) -> None:
+        """Read the manifests that are not known yet: whose they are, and how good."""
+        self._own = {name: self._own[name] for name in names if name in self._own}
+        self._unreadable.intersection_update(names)
+        for name in names:
+            if name in self._own or name in self._unreadable:
+                continue
+            try:
+                manifest = read_manifest(self._folder.child(name).name)
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                logger.warning("Leaving a checkpoint as it is: %s", error)
+                manifest = None
+            if manifest is None:
+                self._unreadable.add(name)
+                continue
+            self._check_job(name, manifest)
+            self._own[name] = manifest
+
+    def _check_job(self, name: str, manifest: Manifest) -> None:
+        if manifest.job != self._job:
+            raise CheckpointError(
+                f"{self._folder.shown} holds checkpoints of job {manifest.job!r} ({name}), and "
+                f"this is job {self._job!r}. Give each job a folder of its own. To start from "
+                f"that one's state, call trainer.load({self._folder.child(name).shown!r})."
+            )
+
+    def _check_monitored(self, numbers: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
+        if self._monitor is None or self._monitor in numbers:
+            return
+        if self._monitor in metrics:
+            raise ValueError(
+                f"CheckpointStore(monitor={self._monitor!r}): it must be a number, but it is "
+                f"{metrics[self._monitor]!r}."
+            )
+        there_are = ", ".join(numbers) or "none"
+        raise ValueError(
+            f"CheckpointStore(monitor={self._monitor!r}): there is no such metric. "
+            f"There are: {there_are}."
+        )
+
+    def _point_to(self, name: str) -> None:
+        check = hashlib.sha256(name.encode()).hexdigest()
+
+        def fill(file: IO[bytes]) -> None:
+            file.write(f"{name}\nsha256 {check}\n".encode())
+
+        self._folder.child(_LATEST).write(fill)
+
+    def _pointed_to(self) -> tuple[str | None, str | None]:
+        """Return the name in ``latest``, if there is one, or what is wrong with that file."""
+        if not any(entry.name == _LATEST for entry in self._folder.entries()):
+            return None, None
+        try:
+            text = self._folder.child(_LATEST).inspect(lambda file: file.read(1000))
+        except UnreachableError:
+            raise
+        except CheckpointError as error:
+            return None, str(error)
+        name = text.split(b"\n")[0].decode(errors="replace")
+        check = hashlib.sha256(name.encode()).hexdigest()
+        if not _NAME.fullmatch(name) or text != f"{name}\nsha256 {check}\n".encode():
+            return None, "It is damaged: it names no checkpoint."
+        return name, None
+
+    def _tidy(self, newest: str) -> None:
+        """Remove what is not to be kept; the checkpoint is saved, whatever comes of this."""
+        try:
+            for name in self._to_remove(newest):
+                self._folder.child(name).remove()
+                del self._own[name]
+            now = time.time()
+            for entry in self._folder.entries():
+                if is_leftover(entry.name, entry.modified, now):
+                    self._folder.child(entry.name).remove()
+        except CheckpointError as error:
+            logger.warning("Saved %s, but could not remove older ones: %s", newest, error)
+
+    def _to_remove(self, newest: str) -> list[str]:
+        """Return the checkpoints that are neither the newest nor among those to keep."""
+        if self._keep is None:
+            return []
+
+        def goodness(name: str) -> tuple[Any, ...]:
+            value = math.nan
+            if self._monitor is not None:
+                value = self._own[name].metrics.get(self._monitor, math.nan)
+            known = not math.isnan(value)
+            rank = 0.0 if not known else -value if self._mode == "min" else value
+            # of equals the newer; steps behind the newest are of a try that was given up
+            return known, rank, name == newest, _place(name)
+
+        best = sorted(self._own, key=goodness, reverse=True)
+        return [name for name in best[self._keep :] if name != newest]
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those metrics that are numbers, or tensors of one."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            if not isinstance(value, str | bytes):
+                numbers[name] = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            continue
+    return numbers
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Return the epoch and the step in a checkpoint's name."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])

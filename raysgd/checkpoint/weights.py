@@ -1,0 +1,74 @@
+"""The weights of models alone, for whoever goes on with them elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import IO
+
+import torch
+
+from raysgd.checkpoint.location import locate
+from raysgd.errors import CheckpointError
+
+__all__ = ["save_model"]
+
+
+def save_model(
+    models: torch.nn.Module | Sequence[torch.nn.Module], path: str | os.PathLike[str]
+) -> str:
+    """Write the weights of one or several models as a ``.safetensors`` file, whole or not at all.
+
+    ``safetensors.torch.load_model(model, path)`` reads it. Tensors that a model has under several
+    names are written once; the metadata maps each other name to the one that was kept.
+
+    Args:
+        models: a model, or several, whose keys then begin with ``0.``, ``1.``, ….
+        path: where to; a URL of any file system that fsspec knows.
+
+    Returns:
+        The absolute path, or the URL.
+
+    Raises:
+        CheckpointError: if it cannot be written there.
+        ImportError: if safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise ImportError(
+            'save_model(path) needs safetensors: pip install "raysgd[torch]"'
+        ) from error
+    target = locate(path)
+    target.check_writable()
+    module = models if isinstance(models, torch.nn.Module) else torch.nn.ModuleList(models)
+    try:
+        tensors, other_names = _deduplicated(module)
+        content = save(tensors, metadata={"format": "pt", **other_names})
+    except Exception as error:
+        raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
+
+    def fill(file: IO[bytes]) -> None:
+        file.write(content)
+
+    return target.write(fill)
+
+
+def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors, each once and apart from the others, and the names left out."""
+    kept: dict[tuple[object, ...], str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    other_names: dict[str, str] = {}
+    storages: set[int] = set()
+    for name, tensor in module.state_dict().items():
+        storage = tensor.untyped_storage()._cdata
+        identity = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if identity in kept:
+            other_names[name] = kept[identity]
+            continue
+        kept[identity] = name
+        tensor = tensor.detach().cpu().contiguous()
+        # safetensors takes no two views of the same memory
+        tensors[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return tensors, other_names

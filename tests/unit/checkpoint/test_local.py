@@ -1,0 +1,269 @@
+"""Files on local disk: whole or not at all, whatever the system says meanwhile."""
+
+import errno
+import os
+import resource
+import shutil
+import stat
+import subprocess
+
+import pytest
+import torch
+
+from raysgd.checkpoint import check_writable, read_file, write_file
+from raysgd.checkpoint import file as checkpoint_file
+from raysgd.checkpoint.local import LocalFile
+from raysgd.checkpoint.location import UnreachableError
+from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.processes import in_child
+from tests.unit.checkpoint.states import STATE, state_at, step_of
+
+BIG = {**STATE, "epoch": 9, "models": [{"w": torch.zeros(400_000)}]}
+"""A state of 1.6 MB."""
+
+
+# ---- writing
+
+
+def test_a_file_there_is_replaced_and_nothing_else_is_left(tmp_path):
+    for epoch in (1, 2):
+        write_file({**STATE, "epoch": epoch}, tmp_path / "state.pt")
+    assert read_file(tmp_path / "state.pt")["epoch"] == 2
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+def test_a_name_may_have_blanks_dots_and_other_letters(tmp_path):
+    path = tmp_path / ".my state.v1 größte.pt"
+    assert read_file(write_file(STATE, path))["epoch"] == 2
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_file_has_the_mode_of_a_file_that_the_user_makes(tmp_path, mask):
+    held = os.umask(mask)
+    try:
+        path = write_file(STATE, tmp_path / "state.pt")
+        assert os.umask(mask) == mask  # and the mask is still there
+    finally:
+        os.umask(held)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("write failed")])
+def test_the_old_state_survives_a_failing_write(tmp_path, monkeypatch, error):
+    path = write_file(STATE, tmp_path / "state.pt")
+
+    def fail(state, file):
+        file.write(b"half of it")
+        raise error
+
+    monkeypatch.setattr(checkpoint_file.torch, "save", fail)
+    with pytest.raises(CheckpointError, match="Cannot save to") as caught:
+        write_file({**STATE, "epoch": 9}, path)
+    assert caught.value.__cause__ is error
+    assert read_file(path)["epoch"] == 2
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_the_old_state_survives_whatever_step_fails(tmp_path, monkeypatch, step):
+    path = write_file(STATE, tmp_path / "state.pt")
+
+    def fail(*arguments):
+        raise OSError("broken disk")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(CheckpointError, match="broken disk"):
+        write_file({**STATE, "epoch": 9}, path)
+    assert read_file(path)["epoch"] == 2
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
+    def interrupt(state, file):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
+    monkeypatch.setattr(torch, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(STATE, tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    write_file(STATE, tmp_path / "state.pt")
+    assert done == ["fsync", "replace", "fsync"]  # the last one is the folder
+
+
+def test_what_cannot_be_pickled_is_an_error_of_the_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="Cannot save to"):
+        write_file({**STATE, "models": [{"hook": lambda: None}]}, tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == []
+
+
+# ---- where nothing can be written
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    for function in (check_writable, lambda path: write_file(STATE, path)):
+        with pytest.raises(CheckpointError, match=r"folder .*missing does not exist; create it"):
+            function(tmp_path / "missing" / "state.pt")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(CheckpointError, match="it is a folder; give the name of a file"):
+        write_file(STATE, tmp_path)
+    with pytest.raises(CheckpointError, match="it is a folder"):
+        read_file(tmp_path)
+
+
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
+    """What the system would say to another user than root."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match="no permission to write into"):
+        check_writable(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".pt", "ring", "zero\0byte"])
+def test_a_name_that_the_system_refuses_is_an_error_of_the_checkpoint(tmp_path, name):
+    (tmp_path / "ring").symlink_to(tmp_path / "ring")
+    with pytest.raises(CheckpointError):
+        write_file(STATE, tmp_path / name)
+    with pytest.raises(CheckpointError):
+        read_file(tmp_path / name)
+
+
+def test_a_link_stays_one_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "state.pt"
+    link.symlink_to(tmp_path / "far" / "state.pt")
+    assert write_file(STATE, link) == str(tmp_path / "far" / "state.pt")
+    assert link.is_symlink()
+    assert read_file(link)["epoch"] == 2
+    assert os.listdir(tmp_path / "far") == ["state.pt"]
+
+
+# ---- what the system does for real
+
+
+def test_a_file_that_may_not_grow_leaves_the_old_state(tmp_path):
+    path = write_file(STATE, tmp_path / "state.pt")
+
+    def fill_up():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        with pytest.raises(CheckpointError, match=r"Cannot save to .*File too large"):
+            write_file(BIG, path)
+        assert os.listdir(tmp_path) == ["state.pt"]
+
+    in_child(fill_up)
+    assert read_file(path)["epoch"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_old_state(small_disk):
+    path = write_file(STATE, small_disk / "state.pt")
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        write_file(BIG, path)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert os.listdir(small_disk) == ["state.pt"]
+    assert read_file(path)["epoch"] == 2
+
+
+def test_a_disk_that_is_full_at_any_byte_leaves_the_old_state(small_disk):
+    """The room that is left runs out in a tensor, in the directory, or in the manifest."""
+    path = small_disk / "state.pt"
+    write_file(state_at(0), path)
+    size = -(-path.stat().st_size // 4096)
+    room = os.statvfs(small_disk).f_bavail
+    written = []
+    for left in range(size + 2):
+        with (small_disk / "ballast").open("wb") as ballast:
+            ballast.write(bytes(4096 * (room - left)))
+        try:
+            write_file(state_at(left), path)
+            written.append(left)
+        except CheckpointError as error:
+            assert "No space left" in str(error)  # noqa: PT017
+        assert step_of(read_file(path)) == (written[-1] if written else 0)
+        assert sorted(os.listdir(small_disk)) == ["ballast", "state.pt"]
+    assert len(written) in (2, 3)  # it fits in the end, and not before
+
+
+def test_a_user_without_permission_is_told_so(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    path = write_file(STATE, tmp_path / "state.pt")
+    tmp_path.chmod(0o700)
+
+    def as_nobody():
+        os.chdir("/")
+        os.chmod(path, 0o600)
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+        os.setuid(65534)
+        with pytest.raises(CheckpointError, match=f"no permission to write into {tmp_path}"):
+            write_file(BIG, path)
+        with pytest.raises(UnreachableError, match="Permission denied"):
+            read_file(path)
+
+    in_child(as_nobody)
+    assert read_file(path)["epoch"] == 2
+
+
+def test_a_folder_that_is_removed_under_way_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save = torch.save
+
+    def save_and_remove(state, file):
+        save(state, file)
+        if not isinstance(getattr(file, "name", None), str):
+            return  # the trial whether the user's state loads, in memory
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(torch, "save", save_and_remove)
+    with pytest.raises(CheckpointError, match=f"the folder {folder} was removed"):
+        write_file(STATE, folder / "state.pt")
+    assert os.listdir(tmp_path) == []
+
+
+# ---- folders
+
+
+def test_a_folder_lists_its_files_only(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a").write_bytes(b"")
+    (entry,) = LocalFile(str(tmp_path)).entries()
+    assert entry.name == "a"
+    assert entry.modified == (tmp_path / "a").stat().st_mtime
+    assert LocalFile(str(tmp_path / "missing")).entries() == []
+
+
+def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="Cannot list"):
+        LocalFile(str(tmp_path / "a")).entries()
+    with pytest.raises(CheckpointError, match="Cannot make the folder"):
+        LocalFile(str(tmp_path / "a")).make_folder()
+    with pytest.raises(CheckpointError, match="Cannot remove"):
+        LocalFile(str(tmp_path)).remove()
+
+
+def test_removing_what_is_not_there_is_no_error(tmp_path):
+    LocalFile(str(tmp_path / "missing")).remove()

@@ -1,0 +1,42 @@
+"""Which place a path or a URL names."""
+
+from pathlib import Path
+
+import pytest
+
+from raysgd.checkpoint import read_file, write_file
+from raysgd.checkpoint.local import LocalFile
+from raysgd.checkpoint.location import first_line, locate
+from raysgd.checkpoint.remote import RemoteFile
+from tests.unit.checkpoint.states import STATE
+
+
+def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for path in ("a/b.pt", Path("a/b.pt"), tmp_path / "a/b.pt", f"file://{tmp_path}/a/b.pt"):
+        location = locate(path)
+        assert isinstance(location, LocalFile)
+        assert location.name == str(tmp_path / "a" / "b.pt")
+    assert locate("~/x.pt").name == "/home/somebody/x.pt"
+
+
+def test_a_url_of_a_file_is_a_path(tmp_path):
+    url = f"file://{tmp_path}/state.pt"
+    assert write_file(STATE, url) == str(tmp_path / "state.pt")
+    assert read_file(url)["epoch"] == 2
+
+
+def test_every_other_url_is_remote():
+    assert isinstance(locate("memory://folder/state.pt"), RemoteFile)
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])
+def test_what_is_no_path_is_a_type_error(nonsense):
+    with pytest.raises(TypeError):
+        locate(nonsense)
+
+
+def test_the_first_line_of_an_error_says_something_in_any_case():
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"

@@ -1,0 +1,67 @@
+"""What a checkpoint says about itself, as text and back."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.checkpoint.manifest import FORMAT, Manifest, NewerFormatError, Part
+
+PARTS = st.builds(
+    Part,
+    name=st.text(),
+    record=st.text(),
+    offset=st.integers(0, 2**63),
+    size=st.integers(0, 2**63),
+    sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
+)
+MANIFESTS = st.builds(
+    Manifest,
+    world_size=st.integers(0),
+    epoch=st.integers(0),
+    global_step=st.integers(0),
+    operator=st.text(),
+    job=st.text(),
+    metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    parts=st.lists(PARTS).map(tuple),
+)
+
+
+@given(manifest=MANIFESTS)
+def test_a_manifest_comes_back(manifest):
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_what_is_no_number_comes_back_in_strict_json():
+    text = Manifest(metrics={"a": math.nan, "b": -math.inf}).to_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    metrics = Manifest.from_json(text).metrics
+    assert math.isnan(metrics["a"])
+    assert metrics["b"] == -math.inf
+
+
+def test_a_newer_format_is_told_whatever_else_it_holds():
+    with pytest.raises(NewerFormatError, match=rf"raysgd 7 .* format {FORMAT + 1}, .* Update"):
+        Manifest.from_json(json.dumps({"format": FORMAT + 1, "versions": {"raysgd": "7"}}).encode())
+
+
+def test_additions_within_a_format_are_ignored():
+    content = {**json.loads(Manifest(epoch=3).to_json()), "new": 1}
+    assert Manifest.from_json(json.dumps(content).encode()).epoch == 3
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
+def test_a_missing_entry_is_no_manifest(field):
+    content = json.loads(Manifest().to_json())
+    del content[field]
+    with pytest.raises(ValueError, match="no manifest"):
+        Manifest.from_json(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"3", b'{"format": "x"}', b"\xff"])
+def test_nonsense_is_no_manifest(text):
+    with pytest.raises(ValueError):  # noqa: PT011  its callers say which file it is
+        Manifest.from_json(text)

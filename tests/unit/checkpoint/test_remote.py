@@ -1,0 +1,359 @@
+"""URLs: through a file system in memory, one that fails or hangs, and a server that is silent."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+
+from raysgd.checkpoint import Manifest, check_writable, read_file, read_manifest, write_file
+from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.states import STATE, Code, state_at, step_of
+
+URL = "memory://run/state.pt"
+
+
+@pytest.fixture(autouse=True)
+def empty_memory():
+    """A file system in memory, with nothing in it before and after."""
+    for _ in range(2):
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+        if _ == 0:
+            yield
+
+
+class Failing(MemoryFileSystem):
+    """Files in memory, with one method that does not do what it should."""
+
+    protocol = "failing"
+    cachable = False
+    method = ""
+    behave = None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("failing://"))
+
+    def __getattribute__(self, name):
+        if name == type(self).method:
+            return type(self).behave
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that says which method of ``failing://`` does what instead."""
+    monkeypatch.setitem(_registry, "failing", Failing)
+
+    def fail(method, behave, protocol="failing"):
+        monkeypatch.setattr(Failing, "method", method)
+        monkeypatch.setattr(Failing, "behave", staticmethod(behave))
+        monkeypatch.setattr(Failing, "protocol", protocol)
+
+    return fail
+
+
+def raising(error):
+    def behave(*arguments, **keywords):
+        raise error
+
+    return behave
+
+
+def files():
+    return sorted(MemoryFileSystem.store)
+
+
+# ---- what should work
+
+
+def test_a_state_comes_back_from_a_url():
+    assert write_file(state_at(7), URL, Manifest(job="first")) == URL
+    assert step_of(read_file(URL)) == 7
+    assert read_manifest(URL).job == "first"
+    assert files() == ["/run/state.pt"]
+
+
+def test_a_file_there_is_replaced_and_nothing_else_is_left():
+    for step in (1, 2):
+        write_file(state_at(step), URL)
+    assert step_of(read_file(URL)) == 2
+    assert files() == ["/run/state.pt"]
+
+
+def test_a_url_may_go_through_another_one(tmp_path):
+    write_file(state_at(3), URL)
+    assert step_of(read_file(f"simplecache::{URL}")) == 3
+
+
+def test_a_folder_lists_its_files_only():
+    write_file(STATE, URL)
+    write_file(STATE, "memory://run/sub/state.pt")
+    (entry,) = locate("memory://run/").entries()
+    assert entry.name == "state.pt"
+    assert entry.modified > 1e9
+    assert locate("memory://missing").entries() == []
+
+
+def test_files_are_removed_where_they_are():
+    write_file(STATE, URL)
+    folder = locate("memory://run")
+    folder.child("state.pt").remove()
+    folder.child("state.pt").remove()
+    assert files() == []
+
+
+def test_a_folder_is_made_once():
+    folder = locate("memory://new/sub")
+    folder.make_folder()
+    folder.make_folder()
+    assert MemoryFileSystem().isdir("/new/sub")
+
+
+def test_an_object_store_gets_one_upload_under_the_final_name(failing):
+    """There is no renaming there, and folders would become buckets."""
+    puts = []
+
+    def put(local, path, callback):
+        puts.append(path)
+        MemoryFileSystem().put_file(local, path)
+
+    failing("put_file", put, protocol=("s3", "failing"))
+    write_file(STATE, "failing://bucket/state.pt")
+    assert puts == ["/bucket/state.pt"]
+    locate("failing://fresh").make_folder()
+    assert not MemoryFileSystem().exists("/fresh")
+
+
+def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
+    moved = []
+
+    def move(source, target):
+        moved.append((source, target, MemoryFileSystem().size(source)))
+        MemoryFileSystem().mv(source, target)
+
+    failing("mv", move)
+    write_file(STATE, "failing://run/state.pt")
+    ((source, target, size),) = moved
+    assert source.startswith("/run/.saving-")
+    assert (target, size) == ("/run/state.pt", MemoryFileSystem().size("/run/state.pt"))
+
+
+# ---- what goes wrong
+
+
+def test_a_missing_file_is_named():
+    for read in (read_file, read_manifest):
+        with pytest.raises(CheckpointError, match=f"Cannot load {URL}: there is no such file"):
+            read(URL)
+
+
+def test_a_folder_is_no_file():
+    write_file(STATE, URL)
+    with pytest.raises(CheckpointError, match="memory://run: it is a folder"):
+        write_file(STATE, "memory://run")
+    with pytest.raises(CheckpointError, match="Cannot load memory://run"):
+        read_file("memory://run")
+
+
+def test_a_protocol_that_nobody_knows_is_told_with_those_that_are():
+    for act in (check_writable, read_file, lambda url: write_file(STATE, url)):
+        with pytest.raises(CheckpointError, match=r"nowhere://a.*nothing opens nowhere://.*s3fs"):
+            act("nowhere://a/b.pt")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def lacks(protocol):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lacks)
+    with pytest.raises(CheckpointError, match=r"s3://bucket/x.pt: Install s3fs.*pip install s3fs"):
+        check_writable("s3://bucket/x.pt")
+
+
+@pytest.mark.parametrize("method", ["put_file", "mv"])
+def test_the_old_state_survives_a_failing_upload(failing, method):
+    url = "failing://run/state.pt"
+    write_file(state_at(1), "memory://run/state.pt")
+    failing(method, raising(ConnectionResetError("reset by peer")))
+    with pytest.raises(UnreachableError, match=f"Cannot save to {url}: reset by peer"):
+        write_file(state_at(2), url)
+    assert step_of(read_file(URL)) == 1
+    assert files() == ["/run/state.pt"]
+
+
+@pytest.mark.parametrize(
+    ("method", "act"),
+    [
+        ("get_file", lambda url: read_file(url)),
+        ("open", lambda url: read_manifest(url)),
+        ("ls", lambda url: locate(url).entries()),
+        ("rm_file", lambda url: locate(url).remove()),
+        ("makedirs", lambda url: locate(url).make_folder()),
+    ],
+)
+def test_whatever_fails_is_an_error_with_the_url(failing, method, act):
+    failing(method, raising(PermissionError("not yours\nstack of the server")))
+    with pytest.raises(UnreachableError, match=r"failing://run: not yours$"):
+        act("failing://run")
+
+
+def test_a_password_is_not_shown():
+    with pytest.raises(CheckpointError) as caught:
+        read_file("nowhere://me:secret@host/x.pt")
+    assert "secret" not in str(caught.value)
+    assert "me:***@host" in str(caught.value)
+
+
+def test_damage_is_found_and_is_no_trouble_of_the_network():
+    write_file(STATE, URL)
+    file = MemoryFileSystem.store["/run/state.pt"]
+    file.seek(-40, 2)
+    file.write(b"!")
+    for read in (read_file, read_manifest):
+        with pytest.raises(CheckpointError, match="damaged: its trailer") as caught:
+            read(URL)
+        assert not isinstance(caught.value, UnreachableError)
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with fsspec.open(URL, "wb") as file:
+        torch.save({**STATE, "models": Code()}, file)
+    with pytest.raises(CheckpointError, match="not allowed"):
+        read_file(URL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_cannot_be_pickled_reaches_no_server(failing):
+    failing("put_file", raising(AssertionError("uploaded")))
+    with pytest.raises(CheckpointError, match="Cannot save to"):
+        write_file({**STATE, "models": [{"hook": lambda: None}]}, "failing://run/state.pt")
+
+
+# ---- nobody answers
+
+
+@pytest.fixture
+def hanging(failing, monkeypatch):
+    """A function that lets a method hang until the test is over."""
+    monkeypatch.setenv("SGD_CHECKPOINT_TIMEOUT_S", "0.05")
+    over = threading.Event()
+    yield lambda method, **keywords: failing(method, lambda *a, **k: over.wait(60), **keywords)
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "raysgd-checkpoint-io":
+            thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("method", "act"),
+    [
+        ("put_file", lambda url: write_file(STATE, url)),
+        ("mv", lambda url: write_file(STATE, url)),
+        ("get_file", lambda url: read_file(url)),
+        ("open", lambda url: read_manifest(url)),
+        ("ls", lambda url: locate(url).entries()),
+        ("rm_file", lambda url: locate(url).remove()),
+        ("makedirs", lambda url: locate(url).make_folder()),
+    ],
+)
+def test_what_does_not_answer_is_given_up(hanging, method, act):
+    hanging(method)
+    with pytest.raises(UnreachableError, match=r"failing://run/x: no answer for 0.05 s.*TIMEOUT_S"):
+        act("failing://run/x")
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setenv("SGD_CHECKPOINT_TIMEOUT_S", "0.2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/state.pt"
+        with pytest.raises(UnreachableError, match=f"Cannot load {url}: no answer for 0.2 s"):
+            read_file(url)
+
+
+SCRIPT = """
+import sys
+from raysgd.checkpoint import read_file
+from raysgd.errors import CheckpointError
+
+try:
+    read_file(sys.argv[1])
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_server_that_says_nothing_does_not_keep_a_script_from_ending():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/state.pt"
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, url],
+            env={**os.environ, "SGD_CHECKPOINT_TIMEOUT_S": "0.2"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert "no answer for 0.2 s" in done.stdout
+
+
+def test_a_server_that_is_not_there_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(CheckpointError, match=f"http://127.0.0.1:{port}/state.pt"):
+        read_file(f"http://127.0.0.1:{port}/state.pt")
+
+
+def test_a_slow_transfer_that_makes_progress_is_waited_for(failing, monkeypatch):
+    """It takes several times as long as there is for one answer."""
+    monkeypatch.setenv("SGD_CHECKPOINT_TIMEOUT_S", "0.3")
+    never = threading.Event()
+
+    def put(local, path, callback):
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            never.wait(0.01)
+            callback.relative_update(1)
+        MemoryFileSystem().put_file(local, path)
+
+    failing("put_file", put)
+    write_file(state_at(5), "failing://run/state.pt")
+    assert step_of(read_file(URL)) == 5
+
+
+def test_an_upload_that_was_given_up_changes_nothing_later(failing, monkeypatch):
+    """The server answers when nobody waits any more."""
+    monkeypatch.setenv("SGD_CHECKPOINT_TIMEOUT_S", "0.05")
+    write_file(state_at(1), URL)
+    answer, threads = threading.Event(), []
+
+    def put(local, path, callback):
+        threads.append(threading.current_thread())
+        content = Path(local).read_bytes()
+        answer.wait(60)
+        MemoryFileSystem().pipe_file(path, content)
+
+    failing("put_file", put)
+    with pytest.raises(UnreachableError, match="no answer"):
+        write_file(state_at(2), "failing://run/state.pt")
+    answer.set()
+    threads[0].join(10)
+    assert step_of(read_file(URL)) == 1
+    assert files() == ["/run/state.pt"]
+
+
+def test_a_senseless_timeout_is_a_value_error(monkeypatch):
+    monkeypatch.setenv("SGD_CHECKPOINT_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="SGD_CHECKPOINT_TIMEOUT_S='soon'"):
+        read_file(URL)

@@ -1,0 +1,427 @@
+"""A folder of checkpoints: what is kept, what is found again, and what a kill may leave."""
+
+import math
+import os
+import random
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
+from raysgd.checkpoint import store as checkpoint_store
+from raysgd.checkpoint.leftovers import temporary_name
+from raysgd.checkpoint.local import LocalFile
+from raysgd.checkpoint.location import UnreachableError
+from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.processes import fork, in_child
+from tests.unit.checkpoint.states import STATE, Code, flip, state_at, step_of
+
+
+def name_at(step, epoch=1):
+    return f"epoch-{epoch:05d}-step-{step:08d}.ckpt"
+
+
+@pytest.fixture(params=["local", "url"])
+def folder(request, tmp_path):
+    """A folder that is not there yet, as a path and as a URL."""
+    yield str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}/run"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def names_in(folder):
+    if folder.startswith("memory://"):
+        found = (path.rsplit("/", 1)[-1] for path in MemoryFileSystem.store)
+    else:
+        found = os.listdir(folder)
+    return sorted(found)
+
+
+def steps_in(folder):
+    return [int(re.findall("[0-9]+", name)[1]) for name in names_in(folder) if name != "latest"]
+
+
+def restored_step(folder, **arguments):
+    return step_of(CheckpointStore(folder, **{"job": "first", **arguments}).restore().state)
+
+
+# ---- saving and restoring
+
+
+def test_the_newest_state_comes_back(folder):
+    store = CheckpointStore(folder, job="first")
+    for step in (1, 2):
+        path = store.save(state_at(step), {"loss": 0.5}, world_size=3, operator="Digits")
+    assert path == f"{folder}/{name_at(2)}"
+    manifest = read_manifest(path)
+    assert (manifest.job, manifest.world_size, manifest.operator) == ("first", 3, "Digits")
+    assert manifest.metrics == {"loss": 0.5}
+    restored = CheckpointStore(folder, job="first").restore()
+    assert (restored.path, step_of(restored.state), restored.passed_over) == (path, 2, [])
+    assert names_in(folder) == [name_at(1), name_at(2), "latest"]
+
+
+def test_names_sort_by_step(folder):
+    store = CheckpointStore(folder, job="first", keep=None)
+    for epoch, step in ((9, 99), (10, 100), (10, 1000)):
+        store.save(state_at(step, epoch))
+    assert steps_in(folder) == [99, 100, 1000]
+
+
+def test_an_empty_or_missing_folder_has_nothing_to_restore(folder, tmp_path):
+    assert CheckpointStore(folder, job="first").restore() is None
+    assert CheckpointStore(tmp_path, job="first").restore() is None
+    (tmp_path / temporary_name()).write_bytes(b"half of it")
+    assert CheckpointStore(tmp_path, job="first").restore() is None
+
+
+def test_making_a_store_makes_nothing(tmp_path):
+    CheckpointStore(tmp_path / "run", job="first").restore()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_removed_under_way_is_an_error(tmp_path):
+    store = CheckpointStore(tmp_path / "run", job="first")
+    store.save(state_at(1))
+    for name in names_in(str(tmp_path / "run")):
+        (tmp_path / "run" / name).unlink()
+    (tmp_path / "run").rmdir()
+    with pytest.raises(CheckpointError, match=r"folder .*run does not exist"):
+        store.save(state_at(2))
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_newest_is_the_one_saved_last_also_after_going_back(folder):
+    """Training went on from an older checkpoint: what is behind it was given up."""
+    store = CheckpointStore(folder, job="first", keep=2)
+    for step in (10, 20, 30):
+        store.save(state_at(step))
+    store.save(state_at(25))
+    assert restored_step(folder) == 25
+    assert 25 in steps_in(folder)
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
+def test_the_newest_are_kept(folder, keep, kept):
+    store = CheckpointStore(folder, job="first", keep=keep)
+    for step in range(1, 6):
+        store.save(state_at(step))
+    assert steps_in(folder) == kept
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"), [("min", [2, 4, 6]), ("max", [1, 3, 6])], ids=["min", "max"]
+)
+def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode=mode)
+    for step, score in enumerate([0.9, 0.1, 0.8, 0.2, math.nan, 0.5], start=1):
+        store.save(state_at(step), {"score": score})
+    assert steps_in(folder) == kept
+
+
+def test_what_is_kept_does_not_depend_on_a_restart(folder):
+    for step, loss in enumerate([0.3, 0.1, 0.5, 0.2, 0.6], start=1):
+        store = CheckpointStore(folder, job="first", keep=2, monitor="loss")
+        store.save(state_at(step), {"loss": loss})
+    assert steps_in(folder) == [2, 4, 5]
+
+
+@given(
+    scores=st.lists(
+        st.one_of(st.integers(0, 5).map(float), st.sampled_from([math.nan, math.inf, -math.inf])),
+        min_size=1,
+        max_size=12,
+    ),
+    keep=st.integers(1, 4),
+    mode=st.sampled_from(["min", "max"]),
+)
+def test_no_better_one_is_removed(scores, keep, mode):
+    """The rule alone, without files: at each save, none that stays is worse than one that goes."""
+    store = CheckpointStore("unused", job="first", keep=keep, monitor="score", mode=mode)
+
+    def rank(step):
+        score = scores[step]
+        return (not math.isnan(score), 0 if math.isnan(score) else score * (-1) ** (mode == "min"))
+
+    kept = []
+    for step, score in enumerate(scores):
+        kept.append(step)
+        store._own[name_at(step)] = Manifest(metrics={"score": score})
+        gone = [checkpoint_store._place(name)[1] for name in store._to_remove(name_at(step))]
+        for other in gone:
+            kept.remove(other)
+            del store._own[name_at(other)]
+        assert kept[-1] == step
+        best = sorted([*kept, *gone], key=lambda s: (rank(s), s), reverse=True)[:keep]
+        assert set(kept) == {*best, step}
+
+
+def test_a_metric_that_is_missing_names_those_there_are(folder):
+    store = CheckpointStore(folder, job="first", monitor="val_loss")
+    with pytest.raises(ValueError, match=r"'val_loss'.*no such metric\. There are: loss, epoch"):
+        store.save(state_at(1), {"loss": 1.0, "epoch": 2, "note": "x"})
+    with pytest.raises(ValueError, match="There are: none"):
+        store.save(state_at(1))
+    with pytest.raises(ValueError, match="it must be a number, but it is 'low'"):
+        store.save(state_at(1), {"val_loss": "low"})
+    assert store.restore() is None
+
+
+def test_numbers_of_any_kind_are_metrics(folder):
+    store = CheckpointStore(folder, job="first", monitor="tensor")
+    metrics = {"tensor": torch.tensor(0.5), "int": 3, "many": torch.ones(2), "none": None}
+    assert read_manifest(store.save(state_at(1), metrics)).metrics == {"tensor": 0.5, "int": 3.0}
+
+
+def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+    def fail(self):
+        raise CheckpointError("Cannot remove it.")
+
+    monkeypatch.setattr(LocalFile, "remove", fail)
+    store = CheckpointStore(tmp_path, job="first", keep=1)
+    for step in (1, 2):
+        store.save(state_at(step))
+    assert "Cannot remove it." in caplog.text
+    monkeypatch.undo()
+    store.save(state_at(3))
+    assert steps_in(str(tmp_path)) == [3]
+
+
+def test_what_dead_writers_left_is_removed_and_nothing_else(tmp_path):
+    in_child(lambda: (tmp_path / temporary_name()).write_bytes(b"half of it"))
+    (dead,) = os.listdir(tmp_path)
+    alive = temporary_name()
+    for name in (alive, "notes.txt", ".saving-other"):
+        (tmp_path / name).write_bytes(b"")
+    store = CheckpointStore(tmp_path, job="first")
+    assert store.restore() is None
+    assert dead in os.listdir(tmp_path)
+    store.save(state_at(1))
+    assert set(os.listdir(tmp_path)) == {alive, "notes.txt", ".saving-other", "latest", name_at(1)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"keep": True}, "keep=True"),
+        ({"keep": 1.5}, "keep=1.5"),
+        ({"mode": "best"}, "mode='best'"),
+        ({"job": ""}, "job=''"),
+        ({"job": None}, "job=None"),
+    ],
+)
+def test_senseless_arguments_are_refused(tmp_path, arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        CheckpointStore(tmp_path, **{"job": "first", **arguments})
+
+
+# ---- what is passed over
+
+
+def saved(tmp_path, *steps):
+    store = CheckpointStore(tmp_path, job="first", keep=None)
+    for step in steps:
+        store.save(state_at(step))
+    return store
+
+
+def test_a_damaged_one_is_passed_over_and_named(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    flip(tmp_path / name_at(3), 700)
+    (tmp_path / name_at(2)).write_bytes(b"")
+    restored = CheckpointStore(tmp_path, job="first").restore()
+    assert step_of(restored.state) == 1
+    assert [path for path, _ in restored.passed_over] == [
+        str(tmp_path / name_at(step)) for step in (3, 2)
+    ]
+    assert all("damaged" in reason for _, reason in restored.passed_over)
+
+
+def test_one_that_is_gone_is_passed_over(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / name_at(2)).unlink()
+    restored = CheckpointStore(tmp_path, job="first").restore()
+    assert step_of(restored.state) == 1
+    ((path, reason),) = restored.passed_over
+    assert path == str(tmp_path / name_at(2))
+    assert "no such file" in reason
+
+
+def test_files_that_no_store_wrote_are_passed_over(tmp_path):
+    saved(tmp_path, 1)
+    torch.save(state_at(9), tmp_path / name_at(9))
+    (tmp_path / "latest").unlink()
+    restored = CheckpointStore(tmp_path, job="first").restore()
+    assert step_of(restored.state) == 1
+    assert "no manifest" in restored.passed_over[0][1]
+
+
+def test_no_byte_of_latest_leads_elsewhere(tmp_path):
+    """It names the newest, or counts as damaged; then the order of the steps decides."""
+    saved(tmp_path, *range(1, 10))
+    saved(tmp_path, 5)
+    content = (tmp_path / "latest").read_bytes()
+    assert restored_step(tmp_path) == 5
+    for place in range(len(content)):
+        for bits in (0x01, 0xFF):
+            flip(tmp_path / "latest", place, bits)
+            restored = CheckpointStore(tmp_path, job="first").restore()
+            assert step_of(restored.state) == 9
+            ((path, reason),) = restored.passed_over
+            assert path == str(tmp_path / "latest")
+            assert "damaged" in reason
+            (tmp_path / "latest").write_bytes(content)
+
+
+def test_when_none_loads_all_are_listed(tmp_path):
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / name_at(step), 700)
+    with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
+        CheckpointStore(tmp_path, job="first").restore()
+    assert [name in str(caught.value) for name in map(name_at, (1, 2))] == [True, True]
+
+
+def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr("raysgd.checkpoint.file._check_loadable", lambda *arguments: None)
+    saved(tmp_path, 1).save({**state_at(2), "operator": Code()})
+    restored = CheckpointStore(tmp_path, job="first").restore()
+    assert step_of(restored.state) == 1
+    assert "not allowed" in restored.passed_over[0][1]
+    assert os.listdir(".") == []
+
+
+def test_damaged_ones_take_no_room_of_good_ones(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    flip(tmp_path / name_at(3), 700)
+    store = CheckpointStore(tmp_path, job="first", keep=2)
+    assert step_of(store.restore().state) == 2
+    store.save(state_at(4))
+    assert steps_in(str(tmp_path)) == [2, 3, 4]
+    flip(tmp_path / name_at(4), -3)  # its trailer: not even whose it is can be read
+    CheckpointStore(tmp_path, job="first", keep=1).save(state_at(5))
+    assert steps_in(str(tmp_path)) == [4, 5]
+
+
+def test_a_place_that_does_not_let_itself_be_read_is_no_reason_to_go_back(tmp_path, monkeypatch):
+    store = saved(tmp_path, 1, 2)
+
+    def refuse(path):
+        raise UnreachableError(f"Cannot load {path}: no answer.")
+
+    monkeypatch.setattr(checkpoint_store, "read_checkpoint", refuse)
+    with pytest.raises(UnreachableError, match=rf"{name_at(2)}: no answer"):
+        store.restore()
+
+
+# ---- other jobs
+
+
+def test_a_folder_of_another_job_is_refused(folder):
+    CheckpointStore(folder, job="first").save(state_at(1))
+    before = names_in(folder)
+    other = CheckpointStore(folder, job="second", keep=1)
+    for call in (other.restore, lambda: other.save(state_at(2))):
+        with pytest.raises(CheckpointError, match=r"job 'first'.*this is job 'second'.*folder"):
+            call()
+    assert names_in(folder) == before
+
+
+def test_single_files_of_other_names_do_not_matter(tmp_path):
+    write_file(STATE, tmp_path / "state.pt", Manifest(job="other"))
+    store = CheckpointStore(tmp_path, job="first", keep=1)
+    assert store.restore() is None
+    store.save(state_at(1))
+    assert "state.pt" in os.listdir(tmp_path)
+
+
+# ---- kill -9
+
+
+def save_without_pause(folder, report):
+    """Save one step after the other; tells which are saved through a pipe."""
+    store = CheckpointStore(folder, job="first", keep=2)
+    restored = store.restore()
+    step = 0 if restored is None else step_of(restored.state)
+    while True:
+        step += 1
+        store.save(state_at(step), {"loss": float(step % 7)})
+        os.write(report, b"%d\n" % step)
+
+
+def run_and_kill(folder, delay_s):
+    """Save in a process that is killed after a while; returns the last step that was saved."""
+    read, write = os.pipe()
+    pid = fork(lambda: save_without_pause(folder, write))
+    os.close(write)
+    with os.fdopen(read, "rb") as reports:
+        first = reports.readline()  # then it is past its start
+        deadline = time.perf_counter() + delay_s
+        while time.perf_counter() < deadline:
+            pass  # much finer than a sleep
+        os.kill(pid, signal.SIGKILL)
+        lines = [first, *reports.read().splitlines()]
+    os.waitpid(pid, 0)
+    return int(lines[-1])
+
+
+def test_after_a_kill_at_any_moment_the_newest_state_is_whole(tmp_path):
+    chance = random.Random(0)
+    for _ in range(200):
+        last = run_and_kill(tmp_path, chance.uniform(0, 0.01))
+        restored = CheckpointStore(tmp_path, job="first").restore()
+        assert step_of(restored.state) in (last, last + 1)
+        assert restored.passed_over == []
+        # none of the others is a half one either
+        for name in names_in(str(tmp_path)):
+            if name.startswith("epoch"):
+                step_of(checkpoint_store.read_checkpoint(str(tmp_path / name))[0])
+    CheckpointStore(tmp_path, job="first", keep=1).save(state_at(10**6))
+    assert names_in(str(tmp_path)) == [name_at(10**6), "latest"]
+
+
+def kill_at_event(number):
+    """Kill this process as it is about to ask the system for the given thing in a row."""
+    left = iter(range(number))
+
+    def hook(event, arguments):
+        watched = ("open", "os.rename", "os.remove", "os.mkdir", "os.scandir")
+        if event in watched and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_a_kill_before_any_call_to_the_system_leaves_the_newest_state_whole(tmp_path):
+    """One after the other, until a save gets through."""
+    for number in range(200):
+        folder = tmp_path / str(number)
+        store = CheckpointStore(folder, job="first", keep=1)
+        for step in (1, 2):
+            store.save(state_at(step))
+
+        def save(store=store, number=number):
+            kill_at_event(number)
+            store.save(state_at(3))
+
+        _, status = os.waitpid(fork(save), 0)
+        step = restored_step(folder)
+        if status == 0:
+            assert step == 3
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert step in (2, 3)
+    assert number > 8

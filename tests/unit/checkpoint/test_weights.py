@@ -1,0 +1,136 @@
+"""The weights alone, for other libraries to read."""
+
+import os
+import sys
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from raysgd.checkpoint import save_model
+from raysgd.errors import CheckpointError
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("steps", torch.tensor(3))
+
+
+def same(left, right):
+    left, right = left.state_dict(), right.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_a_model_comes_back(tmp_path):
+    torch.manual_seed(0)
+    model, other = (torch.nn.Sequential(torch.nn.Linear(3, 2)) for _ in range(2))
+    path = save_model(model, tmp_path / "model.safetensors")
+    assert path == str(tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert not same(model, other)
+    assert load_model(other, path) == (set(), [])
+    assert same(model, other)
+
+
+def test_several_models_have_numbers_before_their_keys(tmp_path):
+    models = [torch.nn.Linear(2, 1), torch.nn.Linear(1, 2, bias=False)]
+    path = save_model(models, tmp_path / "models.safetensors")
+    tensors = load_file(path)
+    assert set(tensors) == {"0.weight", "0.bias", "1.weight"}
+    assert torch.equal(tensors["1.weight"], models[1].weight)
+
+
+def test_a_tensor_of_two_names_is_written_once(tmp_path):
+    torch.manual_seed(0)
+    model, other = Tied(), Tied()
+    path = save_model(model, tmp_path / "tied.safetensors")
+    assert set(load_file(path)) == {"first.weight", "first.bias", "second.bias", "steps"}
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["second.weight"] == "first.weight"
+    load_model(other, path)
+    assert same(model, other)
+    assert other.first.weight is other.second.weight
+
+
+def test_a_tensor_that_two_models_share_is_written_once(tmp_path):
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    assert "1.weight" not in load_file(save_model([first, second], tmp_path / "m.safetensors"))
+
+
+def test_views_of_the_same_memory_are_written_apart(tmp_path):
+    model = torch.nn.Module()
+    memory = torch.arange(12.0).reshape(3, 4)
+    views = {"rows": memory[:2], "columns": memory.T, "all": memory, "odd": memory[:, ::2]}
+    for name, view in views.items():
+        model.register_buffer(name, view)
+    tensors = load_file(save_model(model, tmp_path / "views.safetensors"))
+    assert tensors.keys() == views.keys()
+    assert all(torch.equal(tensors[name], view) for name, view in views.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_every_type_of_number_comes_back(tmp_path, dtype):
+    model = torch.nn.Module()
+    model.register_buffer("values", torch.ones(3, dtype=dtype))
+    model.register_buffer("none", torch.ones(0, 3, dtype=dtype))
+    tensors = load_file(save_model(model, tmp_path / "model.safetensors"))
+    assert torch.equal(tensors["values"], torch.ones(3, dtype=dtype))
+    assert tensors["none"].shape == (0, 3)
+
+
+def test_the_model_stays_as_it_is(tmp_path):
+    models = [Tied(), Tied()]
+    before = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
+    save_model(models, tmp_path / "models.safetensors")
+    assert models[0].first.weight is models[0].second.weight
+    for model, tensors in zip(models, before, strict=True):
+        assert all(torch.equal(value, tensors[k]) for k, value in model.state_dict().items())
+
+
+def test_a_model_goes_to_a_url():
+    url = "memory://weights/model.safetensors"
+    try:
+        assert save_model(torch.nn.Linear(1, 1), url) == url
+        assert "/weights/model.safetensors" in MemoryFileSystem.store
+    finally:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def test_the_old_file_survives_a_failing_write(tmp_path, monkeypatch):
+    path = save_model(torch.nn.Linear(1, 1), tmp_path / "model.safetensors")
+
+    def fail(*arguments):
+        raise OSError("broken disk")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="broken disk"):
+        save_model(torch.nn.Linear(5, 5), path)
+    assert load_file(path)["weight"].shape == (1, 1)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_where_nothing_can_be_written_is_told_first(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist; create it first"):
+        save_model(torch.nn.Linear(1, 1), tmp_path / "missing" / "model.safetensors")
+
+
+def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):
+    model = torch.nn.Module()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match=r"Cannot save to .*model\.safetensors"):
+        save_model(model, tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r'pip install "raysgd\[torch\]"'):
+        save_model(torch.nn.Linear(1, 1), tmp_path / "model.safetensors")

@@ -1,0 +1,166 @@
+"""Writing behind: in order, one at a time, and no failure goes by unsaid."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from raysgd.checkpoint import BackgroundWriter, read_file, write_file
+from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.states import state_at, step_of
+
+
+class Gate:
+    """A write that waits until it is let go."""
+
+    def __init__(self):
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self):
+        self.begun.set()
+        assert self.go.wait(30)
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.go.set()
+
+
+def fail():
+    raise CheckpointError("Cannot save to there: the disk is full")
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
+
+
+def test_a_write_happens_behind(gate):
+    writer = BackgroundWriter()
+    writer.submit(gate, "there")
+    assert gate.begun.wait(10)
+    writer.raise_failure()  # which does not wait
+    gate.go.set()
+    writer.wait()
+    assert not threads()
+
+
+def test_there_is_no_thread_without_a_write():
+    writer = BackgroundWriter()
+    writer.wait()
+    writer.raise_failure()
+    assert not threads()
+
+
+def test_the_next_write_waits_for_the_one_before(gate):
+    writer, order = BackgroundWriter(), []
+    writer.submit(lambda: (gate(), order.append("first")), "first")
+    submitted = threading.Event()
+
+    def submit():
+        writer.submit(lambda: order.append("second"), "second")
+        submitted.set()
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    assert gate.begun.wait(10)
+    assert not submitted.is_set()
+    assert len(threads()) == 1
+    gate.go.set()
+    thread.join(10)
+    writer.wait()
+    assert order == ["first", "second"]
+
+
+def test_a_failure_is_raised_once():
+    writer = BackgroundWriter()
+    writer.submit(fail, "there")
+    with pytest.raises(CheckpointError, match="disk is full"):
+        writer.wait()
+    writer.wait()
+    writer.raise_failure()
+
+
+def test_after_a_failure_the_next_write_is_refused_and_the_one_after_is_not():
+    writer, done = BackgroundWriter(), []
+    writer.submit(fail, "there")
+    with pytest.raises(CheckpointError, match="disk is full"):
+        writer.submit(lambda: done.append(1), "there")
+    assert done == []
+    writer.submit(lambda: done.append(2), "there")
+    writer.wait()
+    assert done == [2]
+
+
+def test_any_other_error_names_the_path():
+    def break_down():
+        raise MemoryError("no room")
+
+    writer = BackgroundWriter()
+    writer.submit(break_down, "over/there")
+    with pytest.raises(CheckpointError, match=r"over/there.*no room") as caught:
+        writer.wait()
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_wait_that_takes_too_long_says_what_for(gate):
+    writer = BackgroundWriter()
+    writer.submit(gate, "over/there")
+    with pytest.raises(CheckpointError, match=r"over/there is still being written after 0\.01 s"):
+        writer.wait(0.01)
+    gate.go.set()
+    writer.wait(10)
+
+
+def test_a_long_wait_is_mentioned(gate, monkeypatch, caplog):
+    monkeypatch.setattr("raysgd.checkpoint.writer._MENTION_S", 0.01)
+    writer = BackgroundWriter()
+    writer.submit(gate, "over/there")
+    with pytest.raises(CheckpointError):
+        writer.wait(0.05)
+    assert "Waiting for over/there" in caplog.text
+
+
+def test_a_failure_that_nobody_heard_of_is_logged(caplog):
+    writer = BackgroundWriter()
+    writer.submit(fail, "there")
+    for thread in threads():
+        thread.join(10)
+    del writer
+    gc.collect()
+    assert "the disk is full" in caplog.text
+
+
+SCRIPT = """
+import sys
+from raysgd.checkpoint import BackgroundWriter, write_file
+from tests.unit.checkpoint.states import state_at
+
+writer = BackgroundWriter()
+writer.submit(lambda: write_file(state_at(3), sys.argv[1]), sys.argv[1])
+"""
+
+
+def test_a_script_that_ends_does_not_lose_its_write(tmp_path):
+    command = [sys.executable, "-W", "error", "-c", SCRIPT]
+    good = subprocess.run(
+        [*command, str(tmp_path / "state.pt")], capture_output=True, text=True, check=True
+    )
+    assert good.stderr == ""
+    assert step_of(read_file(tmp_path / "state.pt")) == 3
+    bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "A checkpoint was not written" in bad.stderr
+    assert "it is a folder" in bad.stderr
+
+
+def test_what_is_submitted_is_written(tmp_path):
+    writer = BackgroundWriter()
+    for step in range(5):
+        state = state_at(step)
+        writer.submit(lambda state=state: write_file(state, tmp_path / "state.pt"), "state.pt")
+    writer.wait()
+    assert step_of(read_file(tmp_path / "state.pt")) == 4
