@@ -187,6 +187,7 @@ class Updates:
             raise TypeError(_CLOSURE.format(type(optimizer).__name__))
         if self._in_group:
             self._check_asked_once(optimizer)
+            self._witnesses.pop(id(optimizer), None)
         if not self.group.is_last:
             self._set_aside(optimizer)
             return
@@ -220,7 +221,6 @@ class Updates:
 
         They are put back when the next batch begins.
         """
-        self._witnesses.pop(id(optimizer), None)
         if len(self._optimizers) == 1:
             return
         for group in optimizer.param_groups:

@@ -174,9 +174,7 @@ def test_apex_that_is_missing_is_an_error_at_once_that_says_where_it_is_missing(
             built.append(1)
 
     with pytest.raises(ImportError, match=r"every worker.*github.com/NVIDIA/apex.*use_fp16=True"):
-        TorchTrainer(
-            training_operator_cls=Noting, use_local=True, use_gpu=False, use_fp16="apex"
-        )
+        TorchTrainer(training_operator_cls=Noting, use_local=True, use_gpu=False, use_fp16="apex")
     assert not built
 
 
