@@ -449,3 +449,72 @@ def test_apex_leaves_gradients_scaled_until_the_last_batch_of_a_group(monkeypatc
     torch.testing.assert_close(
         parameters(trainer.get_local_operator()), parameters(plain.get_local_operator())
     )
+
+
+# ---- on a GPU
+
+
+def on_gpu(function):
+    lacking = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+    return pytest.mark.gpu(lacking(function))
+
+
+@on_gpu
+def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
+    trainer = make_trainer(use_fp16=True, use_gpu=True)
+    operator = trainer.get_local_operator()
+    seen = []
+    operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+    metrics = trainer.train()
+    assert set(seen) == {torch.float16}
+    precision = operator._parts.updates.precision
+    assert precision.scaler.scale(torch.ones((), device="cuda")).is_cuda
+    assert precision._num_skipped.is_cuda
+    assert metrics["num_skipped_steps"] >= 0
+
+
+@on_gpu
+def test_on_a_gpu_an_overflow_skips_exactly_its_step(make_trainer):
+    trainer = make_trainer(Overflowing, {"overflow_at": [1]}, use_gpu=True, **HALF)
+    before = trainer.train(num_steps=1) and parameters(trainer.get_local_operator()).clone()
+    assert trainer.train(num_steps=1)["num_skipped_steps"] == 1
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
+    """With an optimizer that has the scaler inside; with others torch's scaler waits itself."""
+
+    class Fused(Classifier):
+        def register(self, *, models, optimizers, **given):
+            models.cuda()
+            optimizer = torch.optim.Adam(models.parameters(), fused=True)
+            return super().register(models=models, optimizers=optimizer, max_grad_norm=1, **given)
+
+    arguments = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
+    trainer = make_trainer(Fused, use_gpu=True, **arguments)
+    trainer.train()
+    operator = trainer.get_local_operator()
+    meters = operator._parts.new_meters()
+    batches = [operator.to_device(batch) for batch in operator.train_loader]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index, batch in enumerate(batches):
+            metrics = operator.train_batch(batch, {"batch_idx": index})
+            meters.update(metrics, metrics["num_samples"])
+            operator._parts.commit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+def test_a_state_goes_from_a_gpu_to_the_cpu_and_back(make_trainer):
+    trainer = make_trainer(Overflowing, {"overflow_at": [0]}, use_gpu=True, **HALF)
+    trainer.train()
+    other = make_trainer(Overflowing, {"overflow_at": []}, **HALF)
+    other.load_state_dict(trainer.state_dict())
+    assert scaler_of(other).get_scale() == START / 2
+    trainer.load_state_dict(other.state_dict())
+    trainer.train()
