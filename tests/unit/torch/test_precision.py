@@ -267,6 +267,41 @@ def test_a_step_that_was_given_up_leaves_the_scale_and_the_count_alone():
     assert models[0].weight.item() == 0.0
 
 
+def test_a_step_that_was_given_up_counts_no_overflow():
+    """Not even one after which the scale has changed already."""
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 2)
+    for factor in (float("inf"), 1.0):
+        native.backward(models[0](torch.ones(1, 1)).sum() * factor, True)
+        native.step(optimizers[0])
+        optimizers[0].zero_grad()
+    native.abandon()
+    native.commit()
+    assert native.num_skipped == 0
+
+
+def test_after_an_error_between_unscaling_and_the_update_training_goes_on(make_trainer):
+    class Failing(Classifier):
+        def register(self, *, optimizers, **given):
+            optimizers.register_step_pre_hook(self.fail)
+            return super().register(optimizers=optimizers, max_grad_norm=1.0, **given)
+
+        def fail(self, *arguments):
+            if self.global_step == 2 and not self.failed:
+                self.failed = True
+                raise KeyError("in the step")
+
+        failed = False
+
+    trainer = make_trainer(Failing, **HALF)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert trainer.global_step == 2
+    trainer.train()
+    assert trainer.global_step == 5
+    assert scaler_of(trainer).get_scale() == START
+
+
 # ---- overflows
 
 

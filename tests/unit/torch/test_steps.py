@@ -441,14 +441,13 @@ def test_a_loader_that_is_shorter_than_it_says_ends_its_last_group():
     assert groups_of(parts, steps) == [[0, 1, 2], [3]]
 
 
-@given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, data):
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 14), st.data())
+def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
+    """Of the group under way, where the request comes too late."""
     after = data.draw(st.integers(1, count))
-    # the group that the asked-for batch is in can still be stopped after
-    pause = data.draw(st.integers(max(1, (after - 1) // size * size + 1), 14))
     parts, steps = grouped(size, range(count))
     groups_of(parts, steps, after, pause)
-    assert parts.global_step == min(count, -(-pause // size) * size)
+    assert parts.global_step == min(count, -(-max(pause, after) // size) * size)
 
 
 @pytest.mark.parametrize("length_known", [True, False])
