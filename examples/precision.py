@@ -103,9 +103,9 @@ def main():
         "--dtype", choices=["float16", "bfloat16", "both"], default="both", help="beside float32"
     )
     parser.add_argument("--use-gpu", action="store_true", help="one GPU a worker")
-    parser.add_argument("--smoke-test", action="store_true", help="two epochs, no more")
+    parser.add_argument("--smoke-test", action="store_true", help="one epoch, no more")
     args = parser.parse_args()
-    num_epochs = 2 if args.smoke_test else args.num_epochs
+    num_epochs = 1 if args.smoke_test else args.num_epochs
     names = ["bfloat16", "float16"] if args.dtype == "both" else [args.dtype]
 
     expected = train("float32", num_epochs, args)
