@@ -74,4 +74,5 @@ setup(
         "typer",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["raysgd = raysgd.cli:app"]},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -29,12 +30,35 @@ _SETTLE_S = 1.0
 """How long a group that should fit may take: what Ray knows to be free lags behind."""
 _LOG_EVERY_S = 10.0
 _POLL_S = 0.02
+_PROBE_S = 5.0
 
 
 def connect() -> None:
     """Connect to Ray, starting it on this machine where there is none."""
     if not ray.is_initialized():
         ray.init()
+
+
+def overview(address: str) -> dict[str, tuple[float, float]]:
+    """Return how much a cluster has of each resource, and how much of that is free.
+
+    Raises:
+        OSError: if there is none at `address`.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():  # Ray itself would try for minutes
+        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+            pass
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return {
+            name: (total[name], free.get(name, 0.0))
+            for name in sorted(total)
+            if not name.startswith("node:")
+        }
+    finally:
+        ray.shutdown()
 
 
 def gpus_in_cluster() -> float:

@@ -1,0 +1,144 @@
+"""The command ``raysgd``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import raysgd
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Elastic distributed training on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PACKAGES = {
+    "ray": "more than one worker",
+    "torch": "TorchTrainer",
+    "tensorflow": "TFTrainer",
+    "horovod": 'backend="horovod"',
+    "apex": 'use_fp16="apex"',
+    "safetensors": "save_model",
+    "torchmetrics": "metric collections in operators",
+    "transformers": "operators for Hugging Face models",
+    "tensorboard": "TensorBoard logs",
+    "mlflow": "MLflow logs",
+    "wandb": "Weights & Biases logs",
+    "plotly": "report.html",
+}
+_DISTRIBUTIONS = {"mlflow": ("mlflow", "mlflow-skinny")}
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Elastic distributed training on Ray."""
+    if version:
+        typer.echo(f"raysgd {raysgd.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def report(
+    rundir: Annotated[Path, typer.Argument(help="Folder of the run: TorchTrainer(logdir=...).")],
+) -> None:
+    """Make report.html of a run again, from its logs."""
+    from raysgd.report import make_report
+
+    try:
+        path = make_report(rundir)
+    except (OSError, ValueError, ImportError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo(path)
+
+
+@app.command()
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster to ask, such as auto; without it none is."),
+    ] = None,
+) -> None:
+    """Show what this machine, and a cluster, offer, and what is missing for what."""
+    rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
+    rows += [(name, _version(name) or "missing", use) for name, use in _PACKAGES.items()]
+    rows += [*_torch_rows(), *_cluster_rows(address)]
+    width = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, found, use in rows:
+        note = f"for {use}" if found == "missing" else use if name not in _PACKAGES else ""
+        typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(help="epoch, recovery or saving; what follows is passed on to it.")
+    ] = "epoch",
+) -> None:
+    """Run a benchmark: raysgd and its peers side by side. Needs a clone of the repository."""
+    folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
+    there_are = sorted(path.stem for path in folder.glob("*.py"))
+    if not there_are:
+        typer.echo(
+            f"No benchmarks in {folder}: they come with a clone of the repository.", err=True
+        )
+        raise typer.Exit(1)
+    if name not in there_are:
+        typer.echo(f"raysgd bench {name}: must be one of {', '.join(there_are)}.", err=True)
+        raise typer.Exit(2)
+    command = [sys.executable, str(folder / f"{name}.py"), *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def _version(name: str) -> str | None:
+    """Return the version of a package, without importing it; None where it is missing."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown version"
+
+
+def _torch_rows() -> Iterator[tuple[str, str, str]]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.version.cuda
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield "CUDA", cuda or "missing", "GPUs" if cuda is None else ""
+    yield "GPUs here", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
+    for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
+        yield name, "available" if there else "missing", "" if there else f'backend="{name}"'
+
+
+def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
+    if address is None or importlib.util.find_spec("ray") is None:
+        return
+    from raysgd.execution import placement
+
+    try:
+        overview = placement.overview(address)
+    except OSError as error:
+        typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
+        raise typer.Exit(1) from error
+    yield from ((name, f"{total:g}", f"{free:g} free") for name, (total, free) in overview.items())

@@ -1,0 +1,321 @@
+"""One self-contained page about a run, made from the logs in its folder."""
+
+from __future__ import annotations
+
+import datetime
+import html
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd.runlog import BREAKS, Record, RunLog, goodput
+
+__all__ = ["make_report"]
+
+_COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
+_EVENT_COLORS = {
+    "lost": "#d33f49",
+    "hung": "#d33f49",
+    "user_error": "#8f3fd3",
+    "resumed": "#e0a339",
+    "grown": "#2e9e6b",
+    "restarted": "#e07b39",
+    "waiting": "#8a8f98",
+    "newcomer_failed": "#d37f3f",
+    "started": "#3366cc",
+}
+_STYLE = """
+:root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
+body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 72rem; background: #f6f7f9; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.05rem; margin: 0 0 .75rem; }
+.when { color: #5b6472; margin: 0 0 1.5rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .75rem; }
+.tile, section { background: #fff; border: 1px solid #e3e6eb; border-radius: .6rem; }
+.tile { padding: .8rem 1rem; } .tile b { display: block; font-size: 1.35rem; font-weight: 600; }
+.tile span { color: #5b6472; font-size: .82rem; }
+section { padding: 1rem 1.25rem; margin-top: 1rem; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .86rem; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #eceef2; }
+th { color: #5b6472; font-weight: 500; } .text { text-align: left; }
+p { margin: .5rem 0 0; color: #5b6472; font-size: .86rem; }
+"""
+
+
+def make_report(folder: str | Path) -> Path:
+    """Write ``report.html`` into the folder of a run, and return its path.
+
+    Raises:
+        FileNotFoundError: if the folder has no ``metrics.jsonl``.
+        ImportError: if plotly is not installed.
+    """
+    folder = Path(folder)
+    log = RunLog.read(folder)
+    path = folder / "report.html"
+    text = _page(folder.resolve().name, log)
+    temporary = folder / ".report.html"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+# ---- the page
+
+
+def _page(name: str, log: RunLog) -> str:
+    began = datetime.datetime.fromtimestamp(log.began).astimezone()
+    charts = [*_metric_charts(log), _speed_chart(log), _worker_chart(log)]
+    script = _plotly_script()
+    body = "".join(
+        f"<section><h2>{html.escape(title)}</h2>{drawing}{note}</section>"
+        for title, drawing, note in charts
+        if drawing
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{html.escape(name)}</title>'
+        # the browser would ask a server for one otherwise
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style>{script}</head><body>'
+        f"<h1>{html.escape(name)}</h1>"
+        f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · raysgd '
+        f"{html.escape(str(log.runs[-1].get('version', '?') if log.runs else '?'))}</p>"
+        f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(log))}</div>'
+        f"{body}{_epoch_table(log)}{_event_table(log)}</body></html>"
+    )
+
+
+def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
+    trains, validations = log.of("train"), log.of("validate")
+    losses = sum(event["kind"] == "lost" for event in log.events)
+    yield "duration", _duration(log.ended - log.began), "duration"
+    yield "goodput", f"{100 * goodput(log):.1f} %", "goodput"
+    yield "lost-workers", str(losses), "workers lost"
+    if trains:
+        yield "epoch", str(trains[-1]["epoch"]), "epochs"
+        yield "global-step", str(trains[-1]["global_step"]), "steps"
+    for call, key, label in (
+        (trains, "train_loss", "training loss, last"),
+        (validations, "val_loss", "validation loss, last"),
+        (validations, "val_accuracy", "validation accuracy, last"),
+    ):
+        values = [value for c in call if (value := _number(c["metrics"].get(key))) is not None]
+        if values:
+            yield key, _shown(values[-1]), label
+
+
+def _tile(key: str, value: str, label: str) -> str:
+    return (
+        f'<div class="tile"><b id="{html.escape(key)}">{html.escape(value)}</b>'
+        f"<span>{html.escape(label)}</span></div>"
+    )
+
+
+def _metric_charts(log: RunLog) -> list[tuple[str, str, str]]:
+    """Draw the losses, the accuracies, and every other mean that a batch gave."""
+    groups: dict[str, list[tuple[str, list[float], list[float]]]] = {}
+    for kind in ("train", "validate"):
+        calls = log.of(kind)
+        for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
+            if name.startswith("last_") or name in ("epoch", "batch_count", "num_samples"):
+                continue
+            points = [
+                (float(call["global_step"]), value)
+                for call in calls
+                if (value := _number(call["metrics"].get(name))) is not None
+            ]
+            if points:
+                xs, ys = zip(*points, strict=True)
+                groups.setdefault(_group_of(name), []).append((name, list(xs), list(ys)))
+    first = [title for title in ("Loss", "Accuracy") if title in groups]
+    titles = [*first, *(title for title in groups if title not in first)]
+    return [(title, _lines_chart(groups[title], "step"), "") for title in titles]
+
+
+def _group_of(name: str) -> str:
+    for sign, title in (("loss", "Loss"), ("acc", "Accuracy")):
+        if sign in name:
+            return title
+    return name.removeprefix("train_").removeprefix("val_")
+
+
+def _speed_chart(log: RunLog) -> tuple[str, str, str]:
+    points = [
+        ((call["time"] - log.began), samples / call["seconds"])
+        for call in log.of("train")
+        if (samples := _number(call["metrics"].get("num_samples"))) and call["seconds"] > 0
+    ]
+    if not points:
+        return "Speed", "", ""
+    xs, ys = zip(*points, strict=True)
+    drawing = _lines_chart([("samples/s", list(xs), list(ys))], "seconds since the start", True)
+    return "Samples a second", drawing, "<p>Samples of a train call by its wall time.</p>"
+
+
+def _worker_chart(log: RunLog) -> tuple[str, str, str]:
+    """Draw the number of workers over time, with each loss and resize marked."""
+    if not log.events:
+        return "Workers", "", ""
+    import plotly.graph_objects as go
+
+    xs = [event["time"] - log.began for event in log.events]
+    ys = [event.get("num_workers", len(event["ranks"])) for event in log.events]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[*xs, log.ended - log.began],
+        y=[*ys, ys[-1]],
+        mode="lines",
+        line={"shape": "hv", "color": _COLORS[0], "width": 2},
+        fill="tozeroy",
+        fillcolor="rgba(51,102,204,.08)",
+        name="workers",
+        hoverinfo="skip",
+    )
+    kinds = dict.fromkeys(event["kind"] for event in log.events)
+    # breaks last: what mends them comes at nearly the same time, and would hide them
+    for kind in sorted(kinds, key=BREAKS.__contains__):
+        of_kind = [i for i, event in enumerate(log.events) if event["kind"] == kind]
+        figure.add_scatter(
+            x=[xs[i] for i in of_kind],
+            y=[ys[i] for i in of_kind],
+            mode="markers",
+            marker={
+                "color": _EVENT_COLORS.get(kind, "#5a6b7b"),
+                "size": 13 if kind in BREAKS else 9,
+                "symbol": "x" if kind in BREAKS else "circle",
+                "line": {"color": "#fff", "width": 1},
+            },
+            name=kind,
+            text=[_described(log.events[i]) for i in of_kind],
+            hovertemplate="%{text}<extra></extra>",
+        )
+    figure.update_yaxes(rangemode="tozero", dtick=1 if max(ys) <= 12 else None)
+    return "Workers", _drawn(figure, "seconds since the start"), ""
+
+
+def _described(event: Record) -> str:
+    ranks = ", ".join(map(str, event["ranks"])) or "none"
+    words = f"{event['kind']}: workers {ranks}, step {event['step']}"
+    if event["seconds"]:
+        words += f", {event['seconds']:.2f} s"
+    return html.escape(f"{words} {event['cause']}".strip())
+
+
+def _lines_chart(
+    lines: Sequence[tuple[str, list[float], list[float]]], axis: str, from_zero: bool = False
+) -> str:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for index, (name, xs, ys) in enumerate(lines):
+        color = _COLORS[index % len(_COLORS)]
+        figure.add_scatter(
+            x=xs,
+            y=ys,
+            name=html.escape(name),
+            mode="lines+markers",
+            line={"color": color, "width": 2},
+            marker={"size": 6},
+        )
+    if from_zero:
+        figure.update_yaxes(rangemode="tozero")
+    return _drawn(figure, axis)
+
+
+def _drawn(figure: Any, axis: str) -> str:
+    figure.update_layout(
+        template="plotly_white",
+        height=320,
+        margin={"l": 56, "r": 16, "t": 8, "b": 44},
+        legend={"orientation": "h", "y": 1.12, "x": 0},
+        showlegend=True,
+        font={"family": "system-ui, sans-serif", "size": 12, "color": "#1d2430"},
+        hovermode="closest",
+    )
+    figure.update_xaxes(title=axis)
+    drawing: str = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        config={"displayModeBar": False, "responsive": True},
+    )
+    return drawing
+
+
+def _plotly_script() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError(
+            'The report needs plotly: pip install "raysgd[callbacks]", then raysgd report RUNDIR.'
+        ) from error
+    return f"<script>{get_plotlyjs()}</script>"
+
+
+def _epoch_table(log: RunLog) -> str:
+    calls = log.calls
+    if not calls:
+        return "<section><h2>Calls</h2><p>No call was finished.</p></section>"
+    names = [
+        name
+        for name in dict.fromkeys(name for call in calls for name in call["metrics"])
+        if not name.startswith("last_") and name not in ("epoch", "profile")
+    ]
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = "".join(
+        f'<tr><td class="text">{html.escape(call["kind"])}</td><td>{call["epoch"]}</td>'
+        f"<td>{call['global_step']}</td><td>{call['num_workers']}</td>"
+        f"<td>{call['seconds']:.2f}</td>"
+        + "".join(f"<td>{_cell(call['metrics'].get(name))}</td>" for name in names)
+        + "</tr>"
+        for call in calls
+    )
+    return (
+        '<section><h2>Calls</h2><table id="calls"><thead><tr><th class="text">call</th>'
+        f"<th>epoch</th><th>step</th><th>workers</th><th>seconds</th>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _event_table(log: RunLog) -> str:
+    if not log.events:
+        return ""
+    rows = "".join(
+        f"<tr><td>{event['time'] - log.began:.2f}</td>"
+        f'<td class="text">{html.escape(event["kind"])}</td>'
+        f"<td>{html.escape(', '.join(map(str, event['ranks'])))}</td><td>{event['step']}</td>"
+        f"<td>{event['seconds']:.2f}</td>"
+        f'<td class="text">{html.escape(event["cause"])}</td></tr>'
+        for event in log.events
+    )
+    return (
+        '<section><h2>Events</h2><table id="events"><thead><tr><th>time</th>'
+        '<th class="text">event</th><th>ranks</th><th>step</th><th>seconds</th>'
+        f'<th class="text">cause</th></tr></thead><tbody>{rows}</tbody></table></section>'
+    )
+
+
+# ---- values
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number; None for anything else, which cannot be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return _shown(value) if isinstance(value, int | float) else html.escape(str(value))
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"

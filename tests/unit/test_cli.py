@@ -1,0 +1,73 @@
+"""The command line."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import raysgd
+from raysgd.cli import app
+from tests.unit.test_runlog import call, run, write
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_every_command_explains_itself():
+    for command in ([], ["report"], ["doctor"], ["bench"]):
+        result = invoke(*command, "--help")
+        assert result.exit_code == 0
+        assert "Usage" in result.output
+    assert invoke("--version").output == f"raysgd {raysgd.__version__}\n"
+
+
+def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in result.output.splitlines()}
+    assert torch.__version__ in lines["torch"]
+    assert "available" in lines["gloo"]
+    assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
+
+
+def test_the_doctor_names_a_cluster_that_is_not_there():
+    result = invoke("doctor", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
+
+
+def test_a_report_is_made_again(tmp_path):
+    write(tmp_path, [run(), call(120, 10, 5, train_loss=0.5)])
+    result = invoke("report", str(tmp_path))
+    assert result.exit_code == 0
+    assert result.output.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    result = invoke("report", str(tmp_path))
+    assert result.exit_code == 1
+    assert "has no metrics.jsonl" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("nothing", 2)])
+def test_a_benchmark_that_is_not_there_is_named(name, code):
+    result = invoke("bench", name)
+    assert result.exit_code == code
+    assert "must be one of" in result.stderr
+    assert "recovery" in result.stderr
+
+
+def test_a_benchmark_gets_its_arguments():
+    result = invoke("bench", "saving", "--help")
+    assert result.exit_code == 0
+
+
+def test_the_command_line_starts_without_torch_or_ray():
+    code = "import sys, raysgd.cli; print([n for n in ('torch', 'ray') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

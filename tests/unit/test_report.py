@@ -1,0 +1,113 @@
+"""The page about a run."""
+
+import html
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from raysgd.report import make_report
+from raysgd.runlog import RunLog, goodput
+from tests.unit.test_runlog import call, event, run, write
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=10000",
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    records = [run(100)]
+    for epoch in range(1, 4):
+        records.append(
+            call(
+                100 + 20 * epoch,
+                15,
+                10 * epoch,
+                epoch=epoch,
+                train_loss=1 / epoch,
+                num_samples=640,
+                **{"<script>x": 1.0},
+            )
+        )
+        records.append(
+            call(
+                102 + 20 * epoch,
+                2,
+                10 * epoch,
+                kind="validate",
+                epoch=epoch,
+                val_loss=0.5 / epoch if epoch > 1 else "nan",
+                val_accuracy=0.3 * epoch,
+                note="<b>",
+            )
+        )
+    events = [
+        event("started", 101, ranks=(0, 1)),
+        {**event("lost", 130, 14, num_workers=1), "cause": "<i>OOM</i>"},
+        event("resumed", 130.5, 14, 0.4, num_workers=1),
+        event("grown", 133, 16, 0.1, num_workers=2),
+    ]
+    write(tmp_path, records, events)
+    return tmp_path
+
+
+def tile(text, key):
+    return html.unescape(re.search(rf'<b id="{re.escape(key)}">(.*?)</b>', text)[1])
+
+
+def test_the_page_needs_nothing_from_elsewhere(folder):
+    text = make_report(folder).read_text()
+    outside_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r'(src|href)="(?!data:)', outside_scripts)
+    assert "<script>x" not in outside_scripts
+    assert "<i>OOM" not in outside_scripts
+
+
+def check_numbers(text, folder):
+    log = RunLog.read(folder)
+    assert tile(text, "goodput") == f"{100 * goodput(log):.1f} %"
+    assert tile(text, "lost-workers") == "1"
+    assert tile(text, "duration") == "1 min 2 s"
+    assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
+    assert tile(text, "train_loss") == "0.333333"
+    assert tile(text, "val_accuracy") == "0.9"
+
+
+def test_the_numbers_are_those_of_the_logs(folder):
+    check_numbers(make_report(folder).read_text(), folder)
+
+
+def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
+    write(tmp_path, [run()])
+    assert "No call was finished" in make_report(tmp_path).read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_factory):
+    path = make_report(folder)
+    profile = tmp_path_factory.mktemp("browser")
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", f"file://{path}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    check_numbers(done.stdout, folder)
+    drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+    # loss, accuracy, the odd metric, speed, workers
+    assert drawn.count('class="main-svg"') >= 5
+    assert drawn.count('class="trace scatter') >= 8
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
