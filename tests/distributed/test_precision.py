@@ -16,6 +16,7 @@ from tests.distributed.test_elastic import Killer, kill, kinds
 from tests.distributed.test_exactness import Ids, Weights, ledger_of, plain_training
 from tests.distributed.test_failures import Faulty, order, reached
 from tests.operators import Classifier, parameters, replica_hash
+from tests.unit.torch.test_updates import Adversaries
 
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 PRECISIONS = {
@@ -199,6 +200,33 @@ def test_a_scaler_is_saved_and_loads_on_another_number_of_workers(ray_cluster, t
         trainer.load(tmp_path / "state.pt")
         states = trainer.apply_all_operators(scaler_state)
         assert [(s["scale"], s["_growth_tracker"]) for s in states] == [(2.0**15, 2)] * 3
+
+
+def test_a_missing_apex_is_told_by_the_worker_that_lacks_it(ray_cluster):
+    with pytest.raises(ImportError, match=r"use_fp16=\"apex\" needs NVIDIA Apex"):
+        TorchTrainer(training_operator_cls=Classifier, num_workers=2, use_fp16="apex")
+
+
+# ---- several models
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"), [({"times": 2}, HALF), ({"steps": 2}, HALF), ({"steps": 2}, {})]
+)
+def test_adversaries_stay_identical_on_all_workers(ray_cluster, config, precision):
+    with TorchTrainer(
+        training_operator_cls=Adversaries,
+        config={"batch_size": 3, **config},
+        num_workers=2,
+        **precision,
+    ) as trainer:
+        before = trainer.apply_all_operators(replica_hash)
+        for _ in range(2):
+            metrics = trainer.train()
+        assert (metrics["num_samples"], metrics["batch_count"]) == (20, 4)
+        after = trainer.apply_all_operators(replica_hash)
+        assert len(set(after)) == 1
+        assert after != before
 
 
 # ---- accumulation
