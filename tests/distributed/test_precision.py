@@ -263,6 +263,17 @@ def test_groups_on_two_workers_are_steps_of_one_process_with_all_their_samples(r
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
 
 
+def test_a_static_graph_which_cannot_accumulate_is_refused(ray_cluster):
+    """Torch fails with an internal error."""
+
+    class Static(Accumulating):
+        def register(self, **given):
+            return super().register(**given, ddp_args={"static_graph": True})
+
+    with pytest.raises(ValueError, match="static_graph"):
+        TorchTrainer(training_operator_cls=Static, config={"steps": 2}, num_workers=2)
+
+
 def test_an_uneven_end_of_an_epoch_is_trained_on_by_both(ray_cluster):
     """125 samples: seven full batches on each worker, then 7 and 6; groups of three."""
     config = {"steps": 3, "batch_size": 8, "num_samples": 125, "momentum": 0.9}
