@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
@@ -19,6 +18,12 @@ from raysgd.torch import replica
 from raysgd.torch.fitting import check_fits
 from raysgd.torch.loading import Source, dataset_loader, wrap_loader
 from raysgd.torch.precision import create_precision
+from raysgd.torch.registration import (
+    check_plateau,
+    check_static_graphs,
+    checked,
+    shaped_like,
+)
 from raysgd.torch.updates import Updates
 
 __all__ = ["Components", "OperatorSettings"]
@@ -89,16 +94,16 @@ class Components:
         for name, given in (("ddp_args", ddp_args), ("apex_args", apex_args)):
             if given is not None and not isinstance(given, dict):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
-        self.models = [self._placed(m) for m in _checked("models", models, torch.nn.Module)]
-        self.optimizers = _checked("optimizers", optimizers, torch.optim.Optimizer)
+        self.models = [self._placed(m) for m in checked("models", models, torch.nn.Module)]
+        self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
         if schedulers is not None:
-            self.schedulers = _checked("schedulers", schedulers, None)
+            self.schedulers = checked("schedulers", schedulers, None)
             if self.settings.scheduler_step_freq is None:
                 raise ValueError(
                     "register(schedulers=...) needs to know when to step them: pass "
                     'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
                 )
-            _check_plateau(self.schedulers, self.settings.scheduler_step_freq)
+            check_plateau(self.schedulers, self.settings.scheduler_step_freq)
         self.updates.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.models = self.updates.precision.prepare(self.models, self.optimizers, apex_args)
         if self.settings.wrap_ddp and self.settings.context.distributed:
@@ -114,7 +119,7 @@ class Components:
         ]
         self.registered = True
         self.commit_buffers()
-        given = [_shaped_like(models, self.models), optimizers]
+        given = [shaped_like(models, self.models), optimizers]
         return tuple(
             given
             + ([criterion] if criterion is not None else [])
@@ -134,6 +139,8 @@ class Components:
             replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
             for m in self.models
         ]
+        if self.updates.accumulation_steps > 1:
+            check_static_graphs(self.models)
 
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         """See :meth:`TrainingOperator.register_data`."""
@@ -357,34 +364,3 @@ class Components:
         self.seed = seed
         for source in self._sources.values():
             source.reseed(seed)
-
-
-def _check_plateau(schedulers: list[Any], frequency: str) -> None:
-    for scheduler in schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau) and frequency != "manual":
-            raise ValueError(
-                f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
-                'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
-            )
-
-
-def _checked(name: str, given: Any, kind: type | None) -> list[Any]:
-    """Return what was given as a list, each of its members checked."""
-    members = list(given) if isinstance(given, list | tuple) else [given]
-    for member in members:
-        fits = isinstance(member, kind) if kind else hasattr(member, "step")
-        if not fits:
-            expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
-            raise TypeError(
-                f"register({name}=...) must be one or a list of {expected}, but got {member!r}."
-            )
-    if not members:
-        raise ValueError(f"register({name}=...) is empty; at least one is needed.")
-    return members
-
-
-def _shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
-    if isinstance(given, tuple):
-        return tuple(members)
-    return members if isinstance(given, list) else members[0]

@@ -16,6 +16,7 @@ from tests.distributed.test_elastic import Killer, kill, kinds
 from tests.distributed.test_exactness import Ids, Weights, ledger_of, plain_training
 from tests.distributed.test_failures import Faulty, order, reached
 from tests.operators import Classifier, parameters, replica_hash
+from tests.unit.torch.test_updates import Adversaries
 
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 PRECISIONS = {
@@ -201,6 +202,33 @@ def test_a_scaler_is_saved_and_loads_on_another_number_of_workers(ray_cluster, t
         assert [(s["scale"], s["_growth_tracker"]) for s in states] == [(2.0**15, 2)] * 3
 
 
+def test_a_missing_apex_is_told_by_the_worker_that_lacks_it(ray_cluster):
+    with pytest.raises(ImportError, match=r"use_fp16=\"apex\" needs NVIDIA Apex"):
+        TorchTrainer(training_operator_cls=Classifier, num_workers=2, use_fp16="apex")
+
+
+# ---- several models
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"), [({"times": 2}, HALF), ({"steps": 2}, HALF), ({"steps": 2}, {})]
+)
+def test_adversaries_stay_identical_on_all_workers(ray_cluster, config, precision):
+    with TorchTrainer(
+        training_operator_cls=Adversaries,
+        config={"batch_size": 3, **config},
+        num_workers=2,
+        **precision,
+    ) as trainer:
+        before = trainer.apply_all_operators(replica_hash)
+        for _ in range(2):
+            metrics = trainer.train()
+        assert (metrics["num_samples"], metrics["batch_count"]) == (20, 4)
+        after = trainer.apply_all_operators(replica_hash)
+        assert len(set(after)) == 1
+        assert after != before
+
+
 # ---- accumulation
 
 
@@ -233,6 +261,17 @@ def test_groups_on_two_workers_are_steps_of_one_process_with_all_their_samples(r
     expected = torch.cat([p.reshape(-1) for p in plain_training(4, 48).parameters()]).detach()
     assert torch.equal(found[0], found[1])
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
+
+
+def test_a_static_graph_which_cannot_accumulate_is_refused(ray_cluster):
+    """Torch fails with an internal error."""
+
+    class Static(Accumulating):
+        def register(self, **given):
+            return super().register(**given, ddp_args={"static_graph": True})
+
+    with pytest.raises(ValueError, match="static_graph"):
+        TorchTrainer(training_operator_cls=Static, config={"steps": 2}, num_workers=2)
 
 
 def test_an_uneven_end_of_an_epoch_is_trained_on_by_both(ray_cluster):
@@ -278,7 +317,8 @@ class GroupedLedger(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         if self.world_size < self.config["num_workers"]:
-            time.sleep(0.02)  # for the newcomer to arrive within the epoch
+            # for the newcomer to arrive within the epoch, also on a busy machine
+            time.sleep(0.02 if self.global_step < 150 else 0.2)
         self.backward(-self.model(batch).mean(), num_samples=len(batch))
         self.optimizer_step(self.optimizer)
         return {"num_samples": len(batch)}

@@ -1,0 +1,66 @@
+"""What may be registered, and in which shape it is handed back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+__all__ = ["check_plateau", "check_static_graphs", "checked", "shaped_like"]
+
+
+def check_static_graphs(models: list[torch.nn.Module]) -> None:
+    """Refuse models whose wrappers cannot leave out an exchange of gradients.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models):
+        raise ValueError(
+            "DistributedDataParallel with static_graph=True exchanges gradients in its first "
+            "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "
+            "last one of a group. Leave static_graph out, or do not accumulate."
+        )
+
+
+def check_plateau(schedulers: list[Any], frequency: str) -> None:
+    """Refuse schedulers that need a metric where they would step without one.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau) and frequency != "manual":
+            raise ValueError(
+                f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
+                'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
+            )
+
+
+def checked(name: str, given: Any, kind: type | None) -> list[Any]:
+    """Return what was given as a list, each of its members checked.
+
+    Raises:
+        TypeError: if a member is not of `kind`, or, without a kind, has no ``step``.
+        ValueError: if there is none.
+    """
+    members = list(given) if isinstance(given, list | tuple) else [given]
+    for member in members:
+        fits = isinstance(member, kind) if kind else hasattr(member, "step")
+        if not fits:
+            expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
+            raise TypeError(
+                f"register({name}=...) must be one or a list of {expected}, but got {member!r}."
+            )
+    if not members:
+        raise ValueError(f"register({name}=...) is empty; at least one is needed.")
+    return members
+
+
+def shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]
