@@ -37,9 +37,6 @@ except ImportError as error:
 
 __all__ = ["BaseTorchTrainable", "BaseTrainable", "trainable_class"]
 
-SHARED = ("num_workers", "num_cpus_per_worker", "use_gpu")
-"""Keys of a trial's config that are arguments of the trainer as well."""
-
 _STATE = "trainer.checkpoint"
 _OPTIONS = "optimizer_options.json"
 
@@ -52,6 +49,12 @@ class BaseTrainable(Trainable):
     Subclasses may override what Tune calls, and reach the trainer as ``self.trainer``.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_workers": 1,
+        "num_cpus_per_worker": 1,
+        "use_gpu": "auto",
+    }
+    """The arguments of the trainer that a trial's config may set too, and its defaults for them."""
     trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
     trainer_kwargs: ClassVar[Mapping[str, Any]]
     override_tune_step: ClassVar[TuneStep | None] = None
@@ -164,13 +167,11 @@ class BaseTrainable(Trainable):
             ValueError: if the number of workers, their CPUs or GPUs cannot be.
         """
         given = dict(cls.trainer_kwargs)
-        parameters = inspect.signature(cls.trainer_cls).parameters
-        arguments = {name: given.get(name, parameters[name].default) for name in SHARED}
-        for name in SHARED:
-            if name in config:
-                value = config[name]
-                # what numpy drew is a number as well
-                arguments[name] = value.item() if isinstance(value, np.generic) else value
+        arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
+        for name in cls.defaults.keys() & config.keys():
+            value = config[name]
+            # what numpy drew is a number as well
+            arguments[name] = value.item() if isinstance(value, np.generic) else value
         _check(arguments)
         return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
 
@@ -202,7 +203,7 @@ def trainable_class(
 
     Args:
         base: what the trainers of the family have in common.
-        trainer_cls: creates the trainer; takes `SHARED` and ``config`` as keywords.
+        trainer_cls: creates the trainer; takes ``config`` and what `base.defaults` has as keywords.
         override_tune_step: replaces ``step``; called with the trainer and ``{"iteration": n}``, the
             results that were reported before.
         trainer_kwargs: arguments of the trainer.
@@ -240,7 +241,8 @@ def _check_step(step: Any) -> None:
 
 def _check(arguments: Mapping[str, Any]) -> None:
     """Check what the room of a trial follows from: before Tune waits for room that cannot be."""
-    workers, cpus, gpu = (arguments[name] for name in SHARED)
+    workers, cpus = arguments["num_workers"], arguments["num_cpus_per_worker"]
+    gpu = arguments["use_gpu"]
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ValueError(f"num_workers={workers!r} of a trial: must be an int of at least 1.")
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not cpus > 0:
