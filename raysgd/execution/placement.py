@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -97,9 +98,9 @@ class Slot:
 class Reservation:
     """Room for workers: placement groups of our own, or the caller's (Tune's)."""
 
-    def __init__(self, group: PlacementGroup, num_workers: int, owned: bool) -> None:
+    def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
         self._owned = [group] if owned else []
-        self.slots = [Slot(group, index if owned else -1) for index in range(num_workers)]
+        self.slots = [Slot(group, index) for index in indexes]
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
         """Request room for one more worker; None where the room is the caller's."""
@@ -136,14 +137,14 @@ def reserve(
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
     Inside of a placement group that captures its child tasks, as Tune makes one a trial, that
-    one's room is used.
+    one's room is used: as many workers as its bundles hold beside the caller.
 
     Raises:
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
     """
     current = get_current_placement_group()
     if current is not None:
-        return Reservation(current, num_workers, owned=False)
+        return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
     sizes = start_sizes(
         num_workers,
@@ -160,11 +161,11 @@ def reserve(
                     num_workers,
                     _described(bundle),
                 )
-            return Reservation(group, size, owned=True)
+            return Reservation(group, range(size), owned=True)
     # a request that stays is what an autoscaler adds nodes for
     group = _granted(bundle, min_workers, deadline - time.monotonic(), log=True)
     if group is not None:
-        return Reservation(group, min_workers, owned=True)
+        return Reservation(group, range(min_workers), owned=True)
     raise InsufficientResourcesError(
         f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
         "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S).",
@@ -172,6 +173,57 @@ def reserve(
         total=ray.cluster_resources(),
         available=ray.available_resources(),
     )
+
+
+def _reserve_within(
+    group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
+) -> Reservation:
+    """Take room in the placement group that the caller runs in, which never gets more."""
+    own = _own_bundle()
+    if own is None:  # anywhere in the group, as Ray sees fit
+        return Reservation(group, [-1] * num_workers, owned=False)
+    holds = [dict(held) for held in group.bundle_specs]
+    for name, taken in ray.get_runtime_context().get_assigned_resources().items():
+        holds[own][name] = holds[own].get(name, 0) - taken
+    indexes = [
+        index for index, held in enumerate(holds) for _ in range(workers_that_fit(held, bundle))
+    ]
+    if len(indexes) < min_workers:
+        raise InsufficientResourcesError(
+            f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
+            f"group that this trainer runs in: its bundles hold {len(indexes)} beside the caller. "
+            "Give it a bundle for each worker.",
+            requested=bundle,
+            total=_sum(group.bundle_specs),
+            available=_sum(holds),
+        )
+    if len(indexes) < num_workers:
+        logger.warning(
+            "Starting with %d of %d workers (%s each): there is no room for more in the placement "
+            "group that this trainer runs in.",
+            len(indexes),
+            num_workers,
+            _described(bundle),
+        )
+    return Reservation(group, indexes[:num_workers], owned=False)
+
+
+def _own_bundle() -> int | None:
+    """Return the index of the bundle that this process has been given, if it is a certain one."""
+    # get_assigned_resources() reads the same, and leaves the index out
+    held = ray.get_runtime_context().worker.core_worker.resource_ids()
+    for name in held:
+        if found := re.search(r"_group_(\d+)_[0-9a-f]+$", name):
+            return int(found[1])
+    return None
+
+
+def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0) + amount
+    return total
 
 
 def _request(bundle: Mapping[str, float], size: int) -> PlacementGroup:
@@ -210,10 +262,14 @@ def _is_created(group: PlacementGroup) -> bool:
 
 def _demand(bundle: Mapping[str, float], size: int) -> str:
     return (
-        f"{size} worker{'s' * (size > 1)} with {_described(bundle)} each: the cluster has "
+        f"{_plural(size)} with {_described(bundle)} each: the cluster has "
         f"{_described(ray.cluster_resources(), bundle)}, of which "
         f"{_described(ray.available_resources(), bundle)} are free."
     )
+
+
+def _plural(num_workers: int) -> str:
+    return f"{num_workers} worker{'s' * (num_workers > 1)}"
 
 
 def free_resources(bundle: Mapping[str, float]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -202,6 +204,44 @@ class TorchTrainer(OperatorTrainer):
         runner: Any = member.worker.runner
         operator: TrainingOperator = runner.operator
         return operator
+
+    @classmethod
+    def as_trainable(
+        cls,
+        *,
+        override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
+        **trainer_kwargs: Any,
+    ) -> type[Any]:
+        """Return a ``ray.tune.Trainable`` subclass that trains with such a trainer.
+
+        A trial's config is merged over `config`, key by key. Its ``num_workers``,
+        ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer, and set what
+        the trial reserves; the operator finds them in its config like all others. See the guide
+        on Ray Tune.
+
+        Args:
+            override_tune_step: function of two arguments, the trainer and ``{"iteration": n}`` (the
+                results reported before), that returns the metrics of one step. Without it a
+                step is one ``train()`` and, where there is a validation loader, one
+                ``validate()``, their metrics in one dict.
+            trainer_kwargs: arguments of the trainer.
+
+        Raises:
+            RuntimeError: if Ray Tune is not installed.
+            TypeError: if an argument is unknown, or `training_operator_cls` no TrainingOperator.
+            ValueError: if `override_tune_step` does not take two arguments.
+        """
+        known = {**inspect.signature(TorchTrainer).parameters, **inspect.signature(cls).parameters}
+        _refuse({name: value for name, value in trainer_kwargs.items() if name not in known})
+        _checked_operator(trainer_kwargs.get("training_operator_cls"))
+        _checked_config(trainer_kwargs.get("config"))
+        tune = importlib.import_module(
+            "raysgd.tune"
+        )  # a layer above, and only where it is asked for
+        trainable: type[Any] = tune.trainable_class(
+            tune.BaseTorchTrainable, cls, override_tune_step, trainer_kwargs
+        )
+        return trainable
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

@@ -77,6 +77,7 @@ SURFACE = {
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
     "raysgd.torch.torch_trainer": ["TorchTrainer"],
     "raysgd.torch.training_operator": ["TrainingOperator"],
+    "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "trainable_class"],
     "raysgd.utils": [
         "BATCH_COUNT",
         "BATCH_SIZE",

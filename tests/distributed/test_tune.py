@@ -1,0 +1,232 @@
+"""Trials of Ray Tune: the room they take, schedulers that stop and copy them, and their deaths."""
+
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.util.placement_group import placement_group_table
+
+from raysgd import TorchTrainer
+from raysgd.testing import chaos
+from tests.conftest import wait_until
+from tests.operators import Classifier
+
+SMALL = {"num_samples": 320, "batch_size": 32}
+
+
+class Reporting(Classifier):
+    """Reports the learning rate that the optimizer really has."""
+
+    def train_batch(self, batch, batch_info):
+        lr = self.optimizer.param_groups[0]["lr"]
+        return {**super().train_batch(batch, batch_info), "optimizer_lr": lr}
+
+
+def one_process(**arguments):
+    """A trial that is one process: the trial's actor, in which the only worker lives."""
+    return TorchTrainer.as_trainable(
+        training_operator_cls=Reporting, config=SMALL, use_local=True, use_gpu=False, **arguments
+    )
+
+
+def fit(trainable, tmp_path, param_space, num_iterations, *, run=None, **tune_config):
+    tuner = tune.Tuner(
+        trainable,
+        param_space=param_space,
+        tune_config=tune.TuneConfig(**tune_config),
+        run_config=tune.RunConfig(
+            name="run",
+            storage_path=str(tmp_path),
+            stop={"training_iteration": num_iterations},
+            verbose=0,
+            **(run or {}),
+        ),
+    )
+    return tuner.fit()
+
+
+def bundle_of_process():
+    """The bundle of a placement group in which this process runs."""
+    import ray
+
+    held = ray.get_runtime_context().worker.core_worker.resource_ids()
+    found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
+    return next(int(match[1]) for match in found if match)
+
+
+def lose_a_worker(trainer, info):
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    before = trainer.apply_all_workers(bundle_of_process)
+    metrics = trainer.train()
+    chaos.kill(trainer, 1)
+    trainer.train()
+    while trainer.num_workers < 2:  # the newcomer joins at the start of a call
+        trainer.validate()
+    return {
+        **metrics,
+        "bundles": [list(group["bundles"].values()) for group in groups],
+        "strategies": [group["strategy"] for group in groups],
+        "own": bundle_of_process(),
+        "before": before,
+        "after": trainer.apply_all_workers(bundle_of_process),
+        "lost": [event.kind for event in trainer.events].count("lost"),
+        "seen_by_operator": trainer.apply_all_operators(lambda op: op.config["num_workers"]),
+        "num_groups": sum(g["state"] != "REMOVED" for g in placement_group_table().values()),
+    }
+
+
+def test_a_trial_and_its_workers_live_and_recover_in_the_room_that_tune_reserved(
+    ray_cluster, tmp_path
+):
+    trainable = TorchTrainer.as_trainable(
+        training_operator_cls=Classifier,
+        config=SMALL,
+        num_workers=4,  # the trial's config says otherwise
+        override_tune_step=lose_a_worker,
+    )
+    (result,) = fit(trainable, tmp_path, {"num_workers": 2, "num_cpus_per_worker": 1.5}, 1)
+    metrics = result.metrics
+    assert result.error is None
+    assert metrics["strategies"] == ["PACK"]
+    assert metrics["bundles"] == [[{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}]]
+    assert metrics["own"] == 0
+    assert sorted(metrics["before"]) == sorted(metrics["after"]) == [1, 2]
+    assert metrics["lost"] == 1
+    assert metrics["seen_by_operator"] == [2, 2]
+    assert metrics["num_groups"] == 1
+    assert metrics["num_samples"] == 320
+
+
+def test_asha_stops_the_bad_trials_and_reuses_their_process(ray_cluster, tmp_path):
+    results = fit(
+        one_process(),
+        tmp_path,
+        {"lr": tune.grid_search([0.5, 1e-7, 1e-6])},
+        4,
+        metric="val_loss",
+        mode="min",
+        scheduler=ASHAScheduler(max_t=4, grace_period=1, reduction_factor=2),
+        max_concurrent_trials=1,
+        reuse_actors=True,
+    )
+    assert not results.errors
+    iterations = [result.metrics["training_iteration"] for result in results]
+    assert iterations == [4, 1, 1]
+    # each trial was trained from the beginning, with its own config
+    assert [result.metrics["epoch"] for result in results] == iterations
+    rates = [result.metrics["optimizer_lr"] for result in results]
+    assert rates == pytest.approx([0.5, 1e-7, 1e-6], rel=1e-6)
+    assert len({result.metrics["pid"] for result in results}) == 1
+    assert results.get_best_result().metrics["val_accuracy"] > 0.8
+
+
+def test_pbt_copies_the_better_trial_and_trains_with_the_changed_options(ray_cluster, tmp_path):
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        metric="val_loss",
+        mode="min",
+        perturbation_interval=2,
+        hyperparam_mutations={"lr": tune.uniform(0, 1)},
+        resample_probability=0,
+        quantile_fraction=0.5,
+        synch=True,
+    )
+    results = fit(
+        one_process(),
+        tmp_path,
+        # there is room for one at a time: they take turns in one process
+        {"lr": tune.grid_search([1e-7, 0.5]), "num_cpus_per_worker": 3},
+        3,
+        scheduler=scheduler,
+        reuse_actors=True,
+    )
+    assert not results.errors
+    worse, better = results
+    # its first two epochs were those of the other, its third was trained at a rate near the other's
+    assert worse.config["lr"] == pytest.approx(0.4) or worse.config["lr"] == pytest.approx(0.6)
+    assert worse.metrics["optimizer_lr"] == pytest.approx(worse.config["lr"])
+    assert worse.metrics["epoch"] == better.metrics["epoch"] == 3
+    history = worse.metrics_dataframe["val_loss"]
+    assert history.iloc[-1] < 0.8 * history.iloc[0]
+    assert better.metrics["optimizer_lr"] == pytest.approx(0.5)
+
+
+class Killer(tune.Callback):
+    """Kills the process of a trial when it has reported its second result, once."""
+
+    def __init__(self):
+        self.processes = []
+        self.killed = None
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if result["training_iteration"] == 2 and self.killed is None:
+            self.killed = result["pid"]
+            self.processes = [psutil.Process(pid) for pid in result["workers"]]
+            os.kill(result["pid"], signal.SIGKILL)
+
+
+def tell_processes(trainer, info):
+    return {
+        **trainer.train(),
+        "workers": trainer.apply_all_workers(os.getpid),
+        "global_step": trainer.global_step,
+        "told": info["iteration"],
+    }
+
+
+def test_a_killed_trial_leaves_no_worker_and_goes_on_from_its_checkpoint(ray_cluster, tmp_path):
+    killer = Killer()
+    (result,) = fit(
+        TorchTrainer.as_trainable(
+            training_operator_cls=Classifier,
+            config=SMALL,
+            num_workers=2,
+            use_local=True,  # worker 0 is in the trial's process, and dies with it
+            override_tune_step=tell_processes,
+        ),
+        tmp_path,
+        {},
+        3,
+        run={
+            "callbacks": [killer],
+            "failure_config": tune.FailureConfig(max_failures=1),
+            "checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1),
+        },
+    )
+    assert result.error is None
+    assert killer.processes[0].pid == killer.killed
+    assert len(killer.processes) == 2
+    wait_until(lambda: not any(map(psutil.Process.is_running, killer.processes)))
+    assert result.metrics["pid"] != killer.killed
+    # it began anew with what was saved: no epoch is trained twice, none is missing
+    assert result.metrics["iterations_since_restore"] < 3
+    assert result.metrics["epoch"] == result.metrics["training_iteration"] == 3
+    assert result.metrics["global_step"] == 3 * 5
+    assert result.metrics["told"] == 2
+
+
+def fail_once(trainer, info):
+    metrics = trainer.train()
+    if metrics["epoch"] == 2 and not os.path.exists(trainer.config["failed"]):
+        with open(trainer.config["failed"], "w"):
+            pass
+        raise KeyError("a mistake of the user")
+    return {**metrics, **trainer.validate()}
+
+
+def test_a_run_that_failed_is_restored_and_goes_on(ray_cluster, tmp_path):
+    trainable = one_process(override_tune_step=fail_once)
+    config = {"failed": str(tmp_path / "failed")}
+    every = {"checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1)}
+    (failed,) = fit(trainable, tmp_path, config, 3, run=every)
+    assert "a mistake of the user" in str(failed.error)
+    assert failed.metrics["epoch"] == 1
+    tuner = tune.Tuner.restore(str(tmp_path / "run"), trainable, resume_errored=True)
+    (result,) = tuner.fit()
+    assert result.error is None
+    assert result.metrics["iterations_since_restore"] == 2
+    assert result.metrics["epoch"] == result.metrics["training_iteration"] == 3

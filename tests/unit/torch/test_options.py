@@ -1,0 +1,119 @@
+"""Options of optimizers that follow from a config: which ones change in a state, and how."""
+
+import copy
+
+import pytest
+import torch
+
+from raysgd import TrainingOperator
+from raysgd.testing import run_operator
+from raysgd.torch.options import facts, with_options
+from tests.operators import Classifier
+
+Lr = torch.optim.lr_scheduler
+
+
+class Tuned(TrainingOperator):
+    """An optimizer with two groups of parameters, a scheduler of choice, and no loaders."""
+
+    def setup(self, config):
+        weight, bias = torch.nn.Linear(2, 2).parameters()
+        model = torch.nn.ParameterList([weight, bias])
+        lr = config["lr"]
+        optimizer = torch.optim.Adam(
+            [{"params": [weight]}, {"params": [bias], "lr": lr / 2}],
+            lr=lr,
+            betas=(config.get("beta", 0.9), 0.99),
+            weight_decay=config.get("decay", 0.0),
+        )
+        schedulers = config.get("schedulers", lambda optimizer: None)(optimizer)
+        self.model, self.optimizer, *rest = self.register(
+            models=model, optimizers=optimizer, schedulers=schedulers
+        )
+        self.scheduler = rest[0] if rest else None
+
+
+def tuned(**config):
+    return run_operator(Tuned, config, scheduler_step_freq="manual")
+
+
+def state_of(operator):
+    state = {"optimizers": [operator.optimizer.state_dict()]}
+    if operator.scheduler is not None:
+        state["schedulers"] = [operator.scheduler.state_dict()]
+    return copy.deepcopy(state)
+
+
+def moved_to(donor, heir):
+    """Load the donor's state into the heir, as its config wants it."""
+    state = with_options(state_of(donor), facts(donor_at_start(donor))[1], facts(heir)[1])
+    heir.optimizer.load_state_dict(state["optimizers"][0])
+    if heir.scheduler is not None:
+        heir.scheduler.load_state_dict(state["schedulers"][0])
+    return heir
+
+
+def donor_at_start(donor):
+    return tuned(**donor.config)
+
+
+def rates(operator):
+    return [group["lr"] for group in operator.optimizer.param_groups]
+
+
+def test_options_that_the_configs_set_differently_change_and_no_other():
+    donor = tuned(lr=0.1, decay=0.5)
+    donor.optimizer.param_groups[0]["eps"] = 1e-3  # changed on the way, by the user's own code
+    heir = moved_to(donor, tuned(lr=0.3, beta=0.8, decay=0.5))
+    assert rates(heir) == [0.3, 0.15]
+    assert [group["betas"] for group in heir.optimizer.param_groups] == [(0.8, 0.99)] * 2
+    assert [group["weight_decay"] for group in heir.optimizer.param_groups] == [0.5] * 2
+    assert heir.optimizer.param_groups[0]["eps"] == 1e-3
+
+
+def test_a_flag_and_an_option_that_was_zero_take_the_new_value():
+    donor, heir = tuned(lr=0.1, decay=0.0), tuned(lr=0.1, decay=0.2)
+    donor.optimizer.param_groups[0]["weight_decay"] = 0.7
+    assert moved_to(donor, heir).optimizer.param_groups[0]["weight_decay"] == 0.2
+    state = {"optimizers": [{"param_groups": [{"nesterov": False}]}]}
+    with_options(state, [[{"nesterov": False}]], [[{"nesterov": True}]])
+    assert state["optimizers"][0]["param_groups"][0]["nesterov"] is True
+
+
+@pytest.mark.parametrize(
+    "schedulers",
+    [
+        lambda optimizer: Lr.StepLR(optimizer, 2, gamma=0.1),
+        lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        lambda optimizer: Lr.CosineAnnealingLR(optimizer, T_max=20),
+        lambda optimizer: Lr.SequentialLR(
+            optimizer,
+            [Lr.LinearLR(optimizer, 0.1, total_iters=3), Lr.ExponentialLR(optimizer, 0.9)],
+            milestones=[3],
+        ),
+    ],
+    ids=["step", "lambda", "cosine", "sequential"],
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in:UserWarning")
+def test_a_schedule_goes_on_as_if_it_had_begun_with_the_new_rate(schedulers):
+    always = tuned(lr=0.4, schedulers=schedulers)
+    donor = tuned(lr=0.1, schedulers=schedulers)
+    for operator in (always, donor):
+        for _ in range(4):
+            operator.scheduler.step()
+    heir = moved_to(donor, tuned(lr=0.4, schedulers=schedulers))
+    assert rates(heir) == pytest.approx(rates(always))
+    assert heir.scheduler.get_last_lr() == pytest.approx(always.scheduler.get_last_lr())
+    for _ in range(4):
+        heir.scheduler.step()
+        always.scheduler.step()
+        assert rates(heir) == pytest.approx(rates(always))
+
+
+def test_whether_there_is_a_validation_loader_is_found_out():
+    assert facts(run_operator(Classifier))[0] is True
+    assert facts(tuned(lr=0.1))[0] is False
+    own = tuned(lr=0.1)
+    own.validation_loader = [1, 2]  # set by hand
+    assert facts(own)[0] is True
