@@ -35,28 +35,28 @@ def _is_data(value: Any) -> bool:
 class ConfiguredOperator(TrainingOperator):
     """Sets itself up from a config, and lets subclasses override each part of that.
 
-    ==============================  ==========  ================================================
-    key                             default     meaning
-    ==============================  ==========  ================================================
-    ``lr``                          0.001       learning rate
-    ``optimizer``                   "adamw"     "adam", "adamw" or "sgd"; or a function of
-                                                (parameters, config) that makes one
-    ``weight_decay``                0.0         as the optimizer defines it
-    ``momentum``                    0.9         of "sgd"
-    ``scheduler``                   None        function of (optimizer, config) that makes a
-                                                scheduler; the trainer needs a
-                                                ``scheduler_step_freq`` then
-    ``gradient_accumulation_steps`` 1           batches that make one update together
-    ``max_grad_norm``               None        2-norm to which gradients are clipped
-    ``train_data``                  None        a Dataset, a tuple of tensors, an iterable of
-                                                batches, or a function of the config that
-                                                returns one of them
-    ``validation_data``             None        likewise
-    ``batch_size``                  32          samples that each worker takes at a step;
-                                                ``config[BATCH_SIZE]`` sets those of all workers
-    ``num_loader_workers``          0           processes that load data, for each worker
-    ``seed``                        None        of torch's random numbers from `setup` on
-    ==============================  ==========  ================================================
+    ===============================  ==========  ================================================
+    key                              default     meaning
+    ===============================  ==========  ================================================
+    ``lr``                           0.001       learning rate
+    ``optimizer``                    "adamw"     "adam", "adamw" or "sgd"; or a function of
+                                                 (parameters, config) that makes one
+    ``weight_decay``                 0.0         as the optimizer defines it
+    ``momentum``                     0.9         of "sgd"
+    ``scheduler``                    None        function of (optimizer, config) that makes a
+                                                 scheduler; the trainer needs a
+                                                 ``scheduler_step_freq`` then
+    ``gradient_accumulation_steps``  1          batches that make one update together
+    ``max_grad_norm``                None        2-norm to which gradients are clipped
+    ``train_data``                   None        a Dataset, a tuple of tensors, an iterable of
+                                                 batches, or a function of the config that
+                                                 returns one of them
+    ``validation_data``              None        likewise
+    ``batch_size``                   32          samples that each worker takes at a step;
+                                                 ``config[BATCH_SIZE]`` sets those of all workers
+    ``num_loader_workers``           0           processes that load data, for each worker
+    ``seed``                         None        of torch's random numbers from `setup` on
+    ===============================  ==========  ================================================
 
     Data sets and tuples of tensors get a DataLoader, which shuffles those to train on; iterables
     are used as they are. Other keys are for your own functions; one that looks like an option

@@ -120,7 +120,7 @@ class LanguageModel(SupervisedOperator):
 
     def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
         """Return how many tokens count."""
-        counts = target != self.options["ignore_index"]
+        counts: torch.Tensor = target != self.options["ignore_index"]
         return counts.sum()
 
     def loss_metrics(self, total: torch.Tensor, count: int | torch.Tensor) -> dict[str, Any]:

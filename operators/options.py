@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.config import BATCH_SIZE
+
 __all__ = [
     "REQUIRED",
     "Option",
@@ -119,7 +121,7 @@ def read_options(
         if key not in config and option.default is REQUIRED:
             raise ValueError(f"{owner}: config[{key!r}] is missing; it must be {option.allowed}.")
     for key in config:
-        if key in options or not isinstance(key, str):
+        if key in options or key == BATCH_SIZE or not isinstance(key, str):
             continue
         meant = difflib.get_close_matches(key, options.keys() - config.keys(), n=1, cutoff=0.85)
         if meant:

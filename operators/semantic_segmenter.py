@@ -79,7 +79,7 @@ class SemanticSegmenter(SupervisedOperator):
 
     def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
         """Return how many pixels count."""
-        counts = target != self.options["ignore_index"]
+        counts: torch.Tensor = target != self.options["ignore_index"]
         return counts.sum()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class SequenceClassifier(SupervisedOperator):
     ``num_classes``                 required    number of classes
     ``model_type``                  "bert"      architecture, as transformers calls it:
                                                 "distilbert", "roberta", "gpt2", ...
-    ``model_config``                {}          what its config class takes, such as
+    ``model_config``                None        what its config class takes, such as
                                                 ``{"hidden_size": 64, "vocab_size": 300}``; the
                                                 names differ between architectures
     ``label_smoothing``             0.0         from 0 to 1

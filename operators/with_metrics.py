@@ -64,9 +64,10 @@ class WithMetrics(TrainingOperator):
     def build_metrics(self, config: dict[str, Any]) -> Any:
         """Return the metrics, in one of the forms that ``config["metrics"]`` may have."""
         given = config.get("metrics")
-        # a MetricCollection can be called as well
-        is_function = callable(given) and not isinstance(given, torch.nn.Module)
-        return given(config) if is_function else given
+        # a metric can be called as well
+        if callable(given) and not isinstance(given, torch.nn.Module):
+            return given(config)
+        return given
 
     validation_metrics: dict[str, Metric]
     """The metrics by name, from `setup` on; each validation starts them anew."""
