@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raysgd.metrics import BATCH_COUNT, Computed, MergeableMetric
+from raysgd.metrics import BATCH_COUNT, MergeableMetric, computed
 from raysgd.operators.optional import optional_module
 from raysgd.operators.options import shown
 from raysgd.operators.supervised import in_full_precision
@@ -69,8 +68,10 @@ class WithMetrics(TrainingOperator):
             return given(config)
         return given
 
-    validation_metrics: dict[str, Metric]
-    """The metrics by name, from `setup` on; each validation starts them anew."""
+    @property
+    def validation_metrics(self) -> dict[str, Metric]:
+        """The metrics by name; each validation starts them anew."""
+        return self._prepare_metrics()
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
@@ -86,9 +87,7 @@ class WithMetrics(TrainingOperator):
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Evaluate, and add the metrics to the result."""
-        if "validation_metrics" not in vars(self):
-            self._prepare_metrics()  # a setup of the user's own may not have called that of here
-        metrics = self.validation_metrics
+        metrics = self._prepare_metrics()
         for metric in metrics.values():
             metric.reset()
         result = super().validate(val_iterator, info)
@@ -100,9 +99,7 @@ class WithMetrics(TrainingOperator):
             )
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
-                states = _States.of(metric)
-                for key in states.values:
-                    result[f"val_{name}{key}"] = Computed(MergedStates(states, key))
+                result.update(computed(f"val_{name}", MergedStates.of(metric)))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -119,39 +116,25 @@ class WithMetrics(TrainingOperator):
         self.update_metrics(outputs[-1], self.to_device(batch[-1]))
         return found
 
-    def _prepare_metrics(self) -> None:
-        given = _by_name(type(self).__name__, self.build_metrics(self.config))
-        self.validation_metrics = {
-            name: _alone(metric).to(self.device) for name, metric in given.items()
-        }
+    _metrics: dict[str, Metric] | None = None
+
+    def _prepare_metrics(self) -> dict[str, Metric]:
+        # not in setup alone: that of a user's own class may not call the one of here
+        if self._metrics is None:
+            given = _by_name(type(self).__name__, self.build_metrics(self.config))
+            self._metrics = {name: _alone(metric).to(self.device) for name, metric in given.items()}
+        return self._metrics
 
 
 class MergedStates(MergeableMetric):
-    """One number of a torchmetrics.Metric, with the states of all parts of the data.
-
-    Args:
-        states: the states.
-        key: which of the metric's numbers; empty for a metric that computes one.
-    """
-
-    def __init__(self, states: _States, key: str) -> None:
-        self.states = states
-        self.key = key
-
-    def merge(self, other: Self) -> Self:
-        """Return the number over the data of both."""
-        return type(self)(self.states.joined(other.states), self.key)
-
-    def compute(self) -> float:
-        """Return the number."""
-        return self.states.values.get(self.key, float("nan"))
-
-
-class _States:
-    """The states of a metric, one a part of the data, and a metric to compute with them.
+    """A torchmetrics.Metric with the states of all parts of the data.
 
     They are kept apart until something is computed, and then reduced all at once: that is what
     TorchMetrics does with the states of its processes, and some metrics count on it.
+
+    Args:
+        metric: the metric, without any data.
+        parts: for each part the states of the metric and of those inside of it.
     """
 
     def __init__(self, metric: Metric, parts: Sequence[list[dict[str, Any]]]) -> None:
@@ -160,6 +143,7 @@ class _States:
 
     @classmethod
     def of(cls, metric: Metric) -> Self:
+        """Return the states that a metric has now."""
         part = [
             {name: _on_cpu(value) for name, value in each.metric_state.items()}
             for each in _members(metric)
@@ -168,22 +152,20 @@ class _States:
         empty.reset()
         return cls(empty, [part])
 
-    def joined(self, other: Self) -> Self:
+    def merge(self, other: Self) -> Self:
+        """Return the metric over the data of both."""
         return type(self)(self.metric, [*self.parts, *other.parts])
 
-    @functools.cached_property
-    def values(self) -> dict[str, float]:
-        """What the metric computes, as numbers by the end of their names."""
+    def compute(self) -> float | Mapping[str, float]:
+        """Return what the metric computes."""
         metric = copy.deepcopy(self.metric)
         for index, member in enumerate(_members(metric)):
             held = [part[index] for part in self.parts]
             for name, reduce in member._reductions.items():
                 setattr(member, name, _reduced([state[name] for state in held], reduce))
             member._update_count = 1
-        return _numbers(type(metric).__name__, metric.compute())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"metric": self.metric, "parts": self.parts}
+        found = _numbers(type(metric).__name__, metric.compute())
+        return found.get("", found)
 
 
 def _reduced(states: list[Any], reduce: Any) -> Any:

@@ -9,8 +9,8 @@ Sums are float64. The idea of mergeable metrics with the division at the end is 
 
 from __future__ import annotations
 
-import functools
 import numbers
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -25,6 +25,7 @@ __all__ = [
     "MergeableMetric",
     "Summary",
     "Sums",
+    "computed",
     "is_number",
     "merge_segments",
     "merge_workers",
@@ -82,8 +83,12 @@ class MergeableMetric(ABC):
         """Return the metric over the data of both, and leave both as they are."""
 
     @abstractmethod
-    def compute(self) -> float:
-        """Return the value as a number."""
+    def compute(self) -> float | Mapping[str, float]:
+        """Return the value: a number, or several by the end of their names.
+
+        A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
+        result as ``val_f1_cat`` and ``val_f1_dog``.
+        """
 
 
 class Sums(MergeableMetric):
@@ -139,22 +144,56 @@ class Computed(float):
     """A number that remembers the metric that it was computed from, so that it can be merged.
 
     What is computed with it is a plain number.
+
+    Args:
+        value: the number.
+        metric: what it was computed from.
+        end: the end of its name, if the metric computes several.
     """
 
     metric: MergeableMetric
+    end: str
 
-    def __new__(cls, metric: MergeableMetric) -> Self:
-        """Compute the number."""
-        number = super().__new__(cls, metric.compute())
-        number.metric = metric
+    def __new__(cls, value: float, metric: MergeableMetric, end: str = "") -> Self:
+        """Make the number."""
+        number = super().__new__(cls, value)
+        number.metric, number.end = metric, end
         return number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Computed, (self.metric,)
+        return Computed, (float(self), self.metric, self.end)
 
 
-def _merged(metrics: Iterable[MergeableMetric]) -> MergeableMetric:
-    return functools.reduce(lambda one, other: one.merge(other), metrics)
+def computed(name: str, metric: MergeableMetric) -> dict[str, Computed]:
+    """Return what a worker gives as a metric: its values over this worker's part of the data.
+
+    Where that part alone is too little to compute something the value is NaN. Errors and warnings
+    are left to the merged metric.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value = metric.compute()
+        except Exception:
+            value = float("nan")
+    if isinstance(value, Mapping):
+        return {f"{name}{end}": Computed(v, metric, end) for end, v in value.items()}
+    return {name: Computed(value, metric)}
+
+
+def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
+    """Merge the metrics in some results, by name."""
+    merged: dict[str, MergeableMetric] = {}
+    for part in parts:
+        # all numbers of a metric lead to the same one, also where a part has only NaN for it
+        own = {
+            name.removesuffix(value.end): value.metric
+            for name, value in part.items()
+            if isinstance(value, Computed)
+        }
+        for name, metric in own.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
 
 
 class AverageMeter:
@@ -255,7 +294,7 @@ class AverageMeterCollection:
     def last(self, name: str) -> Any:
         """Return the newest value of a metric, or None."""
         if name in self._mergeable:
-            return self._mergeable[name][1].compute()
+            return computed(name, self._mergeable[name][1]).get(name)
         meter = self._meters.get(name)
         return None if meter is None else meter.val
 
@@ -271,7 +310,8 @@ class AverageMeterCollection:
             values[f"last_{name}"] = meter.val
             weights[name] = meter.count
         for name, (merged, last) in self._mergeable.items():
-            values[name], values[f"last_{name}"] = Computed(merged), last.compute()
+            values.update(computed(name, merged))
+            values.update({k: float(v) for k, v in computed(f"last_{name}", last).items()})
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
         return Summary(values, weights)
@@ -315,10 +355,11 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
             merged[name] = values[-1]
         elif name in (NUM_SAMPLES, BATCH_COUNT):
             merged[name] = sum(values)
-        elif all(isinstance(value, Computed) for value in values):
-            merged[name] = Computed(_merged(value.metric for value in values))
-        else:
+        elif not all(isinstance(value, Computed) for value in values):
             merged[name], weights[name] = _mean(values, [_weight(p, name) for p in held])
+    for name, metric in _merged_metrics(parts).items():
+        for key, value in computed(name, metric).items():
+            merged.setdefault(key, value)
     return Summary(merged, weights)
 
 
@@ -345,8 +386,10 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = max(_plain(value) for value in values)
         elif name == BATCH_COUNT or name.startswith("last_"):
             merged[name], _ = _mean(values, [1.0] * len(values))
-        elif all(isinstance(value, Computed) for value in values):
-            merged[name] = _merged(value.metric for value in values).compute()
-        else:
+        elif not all(isinstance(value, Computed) for value in values):
             merged[name], _ = _mean(values, [_weight(part, name) for part in held])
+    for name, metric in _merged_metrics(parts).items():
+        value = metric.compute()
+        for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
+            merged.setdefault(f"{name}{end}", float(number))
     return merged

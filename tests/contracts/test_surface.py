@@ -51,6 +51,7 @@ SURFACE = {
         "MergeableMetric",
         "Summary",
         "Sums",
+        "computed",
         "is_number",
         "merge_segments",
         "merge_workers",

@@ -416,3 +416,49 @@ def test_a_metric_of_ones_own_is_merged_by_its_own_rule():
     for index, value in enumerate([3, 9, 1, 4]):
         meters[index % 2].update({"largest": Largest(value)}, n=1)
     assert merge_workers([m.summary() for m in meters])["largest"] == 9.0
+
+
+class Shares(MergeableMetric):
+    """Several numbers, which a part of one sample is too little for."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def merge(self, other):
+        return Shares([a + b for a, b in zip(self.counts, other.counts, strict=True)])
+
+    def compute(self):
+        if sum(self.counts) < 2:
+            raise ZeroDivisionError("too few")
+        return {f"_{i}": count / sum(self.counts) for i, count in enumerate(self.counts)}
+
+
+def shares_of(*batches):
+    meters = AverageMeterCollection()
+    for counts in batches:
+        meters.update({"share": Shares(counts)}, n=1)
+    return meters.summary()
+
+
+def test_a_metric_may_compute_several_numbers():
+    part = shares_of([1, 0], [1, 2])
+    assert (part["share_0"], part["share_1"]) == (0.5, 0.5)
+    assert (part["last_share_0"], part["last_share_1"]) == close((1 / 3, 2 / 3))
+    merged = merge_workers([part, merge_segments([shares_of([0, 3]), shares_of([0, 1])])])
+    assert (merged["share_0"], merged["share_1"]) == (0.25, 0.75)
+    assert "share" not in merged
+
+
+@pytest.mark.parametrize("merge", [merge_workers, merge_segments])
+def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
+    small = shares_of([1, 0])
+    assert math.isnan(small["share"])
+    for parts in ([small, shares_of([0, 3])], [shares_of([0, 3]), small]):
+        merged = merge(parts)
+        assert merged["share_0"] == 0.25
+        assert "share" not in merged
+
+
+def test_what_cannot_be_computed_of_all_data_is_an_error():
+    with pytest.raises(ZeroDivisionError):
+        merge_workers([shares_of([1, 0])])

@@ -32,11 +32,15 @@ def diabetes():
     return shuffled(features, torch.tensor(target, dtype=torch.float32), num_held_out=100)
 
 
-def library_text(size=60_000):
-    """Python's own library: bytes of one module and then of another."""
+def library_text():
+    """Python's own library: the bytes of some modules, and of another."""
+    text, held_out = (
+        b"".join(Path(module.__file__).read_bytes() for module in modules)
+        for modules in ((argparse, typing), (textwrap,))
+    )
     return [
-        torch.frombuffer(bytearray(Path(module.__file__).read_bytes()[:size]), dtype=torch.uint8)
-        for module in (tokenize, textwrap)
+        torch.tensor([min(byte, 127) for byte in part], dtype=torch.uint8)
+        for part in (text[:120_000], held_out)
     ]
 
 
