@@ -8,7 +8,6 @@ import typing
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_diabetes, load_digits
 
 
 def shuffled(*columns, num_held_out, seed=0):
@@ -20,6 +19,8 @@ def shuffled(*columns, num_held_out, seed=0):
 
 def digits():
     """1,440 and 357 images (1, 8, 8) in 0..1, and their digits."""
+    from sklearn.datasets import load_digits  # not above: workers import this module as well
+
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     return shuffled(images, torch.tensor(data.target), num_held_out=357)
@@ -27,6 +28,8 @@ def digits():
 
 def diabetes():
     """342 and 100 patients: ten measurements, and their disease's progress after a year."""
+    from sklearn.datasets import load_diabetes
+
     features, target = load_diabetes(return_X_y=True)
     features = torch.tensor(features, dtype=torch.float32) * 20
     return shuffled(features, torch.tensor(target, dtype=torch.float32), num_held_out=100)
