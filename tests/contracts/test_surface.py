@@ -57,6 +57,17 @@ SURFACE = {
         "merge_workers",
         "ratio",
     ],
+    "raysgd.operators": [
+        "GAN",
+        "ConfiguredOperator",
+        "ImageClassifier",
+        "LanguageModel",
+        "Regressor",
+        "SemanticSegmenter",
+        "SequenceClassifier",
+        "SupervisedOperator",
+        "WithMetrics",
+    ],
     "raysgd.testing": ["run_operator"],
     "raysgd.testing.chaos": [
         "Chaos",
