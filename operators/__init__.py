@@ -1,1 +1,77 @@
-"""Ready-made training operators."""
+"""Ready-made training operators: subclass them, or just configure them.
+
+::
+
+    from raysgd import TorchTrainer
+    from raysgd.operators import ImageClassifier
+
+    config = {"model": make_model, "train_data": digits, "validation_data": held_out, "lr": 1e-3}
+    with TorchTrainer(training_operator_cls=ImageClassifier, config=config, num_workers=2) as t:
+        t.train()
+        print(t.validate())
+
+=========================  ============================================================
+`ImageClassifier`          cross-entropy, accuracy top-1 and top-k, mixup
+`SemanticSegmenter`        a class for each pixel; exact mean intersection over union
+`GAN`                      two models and two optimizers; Fréchet distance
+`LanguageModel`            the next token; exact perplexity, tied weights
+`SequenceClassifier`       transformers models made from a config; exact macro F1
+`Regressor`                MSE, L1 or Huber; exact R²
+`WithMetrics`              metrics of TorchMetrics for any operator, exact over workers
+`ConfiguredOperator`       what all of the above are made of
+`SupervisedOperator`       the same, for one model and a target
+=========================  ============================================================
+
+What they need beside torch (torchmetrics, transformers) is imported where it is used:
+``pip install "raysgd[operators]"`` brings it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.operators.configured import ConfiguredOperator
+    from raysgd.operators.gan import GAN
+    from raysgd.operators.image_classifier import ImageClassifier
+    from raysgd.operators.language_model import LanguageModel
+    from raysgd.operators.regressor import Regressor
+    from raysgd.operators.semantic_segmenter import SemanticSegmenter
+    from raysgd.operators.sequence_classifier import SequenceClassifier
+    from raysgd.operators.supervised import SupervisedOperator
+    from raysgd.operators.with_metrics import WithMetrics
+
+__all__ = [
+    "GAN",
+    "ConfiguredOperator",
+    "ImageClassifier",
+    "LanguageModel",
+    "Regressor",
+    "SemanticSegmenter",
+    "SequenceClassifier",
+    "SupervisedOperator",
+    "WithMetrics",
+]
+
+_HOMES = {
+    "ConfiguredOperator": "configured",
+    "GAN": "gan",
+    "ImageClassifier": "image_classifier",
+    "LanguageModel": "language_model",
+    "Regressor": "regressor",
+    "SemanticSegmenter": "semantic_segmenter",
+    "SequenceClassifier": "sequence_classifier",
+    "SupervisedOperator": "supervised",
+    "WithMetrics": "with_metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raysgd.operators' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"raysgd.operators.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,8 @@
-"""Exact means over batches and over workers.
+"""Exact metrics over batches and over workers: means, and whatever else can be merged.
 
 A metric is a (total, weight) pair until the edge, so that a mean over uneven batches and
-shards equals the one that a single process would have computed over the same data.
+shards equals the one that a single process would have computed over the same data. What is no
+mean, such as a perplexity, is a :class:`MergeableMetric` until the edge.
 Sums are float64. The idea of mergeable metrics with the division at the end is that of
 ``clu.metrics`` and TorchMetrics.
 """
@@ -9,8 +10,10 @@ Sums are float64. The idea of mergeable metrics with the division at the end is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 __all__ = [
     "BATCH_COUNT",
@@ -18,10 +21,15 @@ __all__ = [
     "NUM_SKIPPED_STEPS",
     "AverageMeter",
     "AverageMeterCollection",
+    "Computed",
+    "MergeableMetric",
     "Summary",
+    "Sums",
+    "computed",
     "is_number",
     "merge_segments",
     "merge_workers",
+    "ratio",
 ]
 
 NUM_SAMPLES = "num_samples"
@@ -61,6 +69,131 @@ def _summable(value: Any) -> Any:
         return value.detach().double()
     value = _plain(value)
     return float(value) if isinstance(value, numbers.Real) else value
+
+
+class MergeableMetric(ABC):
+    """A metric that is more than a mean of numbers: a batch returns one in place of a number.
+
+    Those of all batches, and then of all workers, are merged before anything is computed, so
+    that the result is that of one process over all of the data. It has to pickle.
+    """
+
+    @abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Return the metric over the data of both, and leave both as they are."""
+
+    @abstractmethod
+    def compute(self) -> float | Mapping[str, float]:
+        """Return the value: a number, or several by the end of their names.
+
+        A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
+        result as ``val_f1_cat`` and ``val_f1_dog``.
+        """
+
+
+class Sums(MergeableMetric):
+    """Sums over samples, and the function that makes a number of them in the end.
+
+    >>> from math import sqrt
+    >>> def rmse(squares, count):
+    ...     return sqrt(squares / count)
+    >>> Sums(rmse, squares=7.0, count=3).merge(Sums(rmse, squares=9.0, count=1)).compute()
+    2.0
+
+    Args:
+        function: called with the sums by name; it has to pickle, as functions of a module do.
+        sums: numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
+    """
+
+    def __init__(self, function: Callable[..., Any], /, **sums: Any) -> None:
+        self.function = function
+        self._sums = {name: _summable(value) for name, value in sums.items()}
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """The sums by name: float for one number, float64 on the CPU for several."""
+        return {name: _plain(value) for name, value in self._sums.items()}
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        added = {name: value + other._sums[name] for name, value in self._sums.items()}
+        return type(self)(self.function, **added)
+
+    def compute(self) -> float:
+        """Call the function."""
+        return float(self.function(**self.sums))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": self.function, "_sums": self.sums}
+
+    def __repr__(self) -> str:
+        return f"Sums({getattr(self.function, '__name__', self.function)}, {self.sums})"
+
+
+def ratio(total: Any, weight: Any) -> Any:
+    """Return ``total / weight``, a mean; NaN without weight. A function for `Sums`.
+
+    It weights a mean by something else than samples::
+
+        return {"val_loss": Sums(ratio, total=nats, weight=num_tokens), "num_samples": len(batch)}
+    """
+    return total / weight if weight else float("nan")
+
+
+class Computed(float):
+    """A number that remembers the metric that it was computed from, so that it can be merged.
+
+    What is computed with it is a plain number.
+
+    Args:
+        value: the number.
+        metric: what it was computed from.
+        end: the end of its name, if the metric computes several.
+    """
+
+    metric: MergeableMetric
+    end: str
+
+    def __new__(cls, value: float, metric: MergeableMetric, end: str = "") -> Self:
+        """Make the number."""
+        number = super().__new__(cls, value)
+        number.metric, number.end = metric, end
+        return number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Computed, (float(self), self.metric, self.end)
+
+
+def computed(name: str, metric: MergeableMetric) -> dict[str, Computed]:
+    """Return what a worker gives as a metric: its values over this worker's part of the data.
+
+    Where that part alone is too little to compute something the value is NaN. Errors and warnings
+    are left to the merged metric.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value = metric.compute()
+        except Exception:
+            value = float("nan")
+    if isinstance(value, Mapping):
+        return {f"{name}{end}": Computed(v, metric, end) for end, v in value.items()}
+    return {name: Computed(value, metric)}
+
+
+def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
+    """Merge the metrics in some results, by name."""
+    merged: dict[str, MergeableMetric] = {}
+    for part in parts:
+        # all numbers of a metric lead to the same one, also where a part has only NaN for it
+        own = {
+            name.removesuffix(value.end): value.metric
+            for name, value in part.items()
+            if isinstance(value, Computed)
+        }
+        for name, metric in own.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
 
 
 class AverageMeter:
@@ -134,10 +267,14 @@ class AverageMeterCollection:
         self.batch_count = 0
         self.num_samples: float = 0
         self._meters: dict[str, AverageMeter] = {}
+        self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._others: dict[str, Any] = {}
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
-        """Add the metrics of one batch of `n` samples; values that are not numbers replace."""
+        """Add the metrics of one batch of `n` samples.
+
+        Numbers are averaged, mergeable metrics merged; of other values the newest counts.
+        """
         self.batch_count += 1
         n = _plain(n)
         self.num_samples += n
@@ -148,22 +285,33 @@ class AverageMeterCollection:
                 if name not in self._meters:
                     self._meters[name] = AverageMeter()
                 self._meters[name].update(value, n)
+            elif isinstance(value, MergeableMetric):
+                held = self._mergeable.get(name)
+                self._mergeable[name] = (held[0].merge(value) if held else value), value
             else:
                 self._others[name] = value
 
     def last(self, name: str) -> Any:
         """Return the newest value of a metric, or None."""
+        if name in self._mergeable:
+            return computed(name, self._mergeable[name][1]).get(name)
         meter = self._meters.get(name)
         return None if meter is None else meter.val
 
     def summary(self) -> Summary:
-        """Return ``num_samples``, ``batch_count`` and, for each key, its mean and last value."""
+        """Return ``num_samples``, ``batch_count`` and, for each key, its mean and last value.
+
+        In place of its mean a mergeable metric has its value, as :class:`Computed`.
+        """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         weights: dict[str, float] = {}
         for name, meter in self._meters.items():
             values[name] = meter.avg
             values[f"last_{name}"] = meter.val
             weights[name] = meter.count
+        for name, (merged, last) in self._mergeable.items():
+            values.update(computed(name, merged))
+            values.update({k: float(v) for k, v in computed(f"last_{name}", last).items()})
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
         return Summary(values, weights)
@@ -193,8 +341,8 @@ def _keys(parts: Iterable[Mapping[str, Any]]) -> list[str]:
 def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
     """Merge what one worker returned for consecutive stretches of one call.
 
-    Samples and batches are summed, means weighted, and of ``last_k`` and of values that are
-    not numbers the newest one counts.
+    Samples and batches are summed, means weighted, mergeable metrics merged, and of ``last_k``
+    and of values that are not numbers the newest one counts.
     """
     if len(parts) == 1 and isinstance(parts[0], Summary):
         return parts[0]
@@ -207,8 +355,11 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
             merged[name] = values[-1]
         elif name in (NUM_SAMPLES, BATCH_COUNT):
             merged[name] = sum(values)
-        else:
+        elif not all(isinstance(value, Computed) for value in values):
             merged[name], weights[name] = _mean(values, [_weight(p, name) for p in held])
+    for name, metric in _merged_metrics(parts).items():
+        for key, value in computed(name, metric).items():
+            merged.setdefault(key, value)
     return Summary(merged, weights)
 
 
@@ -216,9 +367,9 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks, into one.
 
     ``num_samples`` is summed; ``batch_count`` and ``last_k`` are plain means; of
-    ``num_skipped_steps``, which workers skip together, the largest counts; other numbers are means
-    weighted by each worker's samples; of values that are not numbers the one of the lowest rank
-    counts. Keys are the union over the workers.
+    ``num_skipped_steps``, which workers skip together, the largest counts; mergeable metrics are
+    merged and computed; other numbers are means weighted by each worker's samples; of values that
+    are not numbers the one of the lowest rank counts. Keys are the union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -235,6 +386,10 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = max(_plain(value) for value in values)
         elif name == BATCH_COUNT or name.startswith("last_"):
             merged[name], _ = _mean(values, [1.0] * len(values))
-        else:
+        elif not all(isinstance(value, Computed) for value in values):
             merged[name], _ = _mean(values, [_weight(part, name) for part in held])
+    for name, metric in _merged_metrics(parts).items():
+        value = metric.compute()
+        for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
+            merged.setdefault(f"{name}{end}", float(number))
     return merged

@@ -85,6 +85,18 @@ def test_importing_the_torch_family_imports_neither_ray_nor_another_framework():
     assert loaded_by("import raysgd.torch, raysgd.testing; raysgd.TorchTrainer") == ["torch"]
 
 
+def test_the_operators_import_their_optional_packages_only_where_these_are_used():
+    code = """
+import sys
+import raysgd.operators as operators
+assert "torch" not in sys.modules
+for name in operators.__all__:
+    getattr(operators, name)
+assert not {"torchmetrics", "transformers"} & set(sys.modules)
+"""
+    assert loaded_by(code) == ["torch"]
+
+
 def test_one_local_worker_trains_without_ray(tmp_path):
     assert loaded_by(TRAIN, str(tmp_path / "state.pt")) == ["torch"]
 

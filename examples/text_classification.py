@@ -1,0 +1,143 @@
+"""Train a transformers model, made from a config, to tell comments from code.
+
+    python examples/text_classification.py
+    python examples/text_classification.py --num-workers 1 --smoke-test
+
+The lines come from Python's own library, without the mark that begins a comment and all
+indentation. The model is a small DistilBERT over characters with fresh weights; nothing is
+downloaded.
+"""
+
+import argparse
+import random
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.operators import SequenceClassifier
+from raysgd.utils import BATCH_SIZE
+
+WIDTH = 48
+KINDS = ["code", "comment"]
+EXAMPLES = [
+    "return the largest of the values that were given",
+    "return max(values, key=operator.itemgetter(1))",
+    "if the file is closed, there is nothing to do",
+    "if self.closed: return None",
+]
+
+
+def encoded(text):
+    """Return the numbers of the characters, filled up with zeros."""
+    numbers = [min(ord(character), 127) for character in text[:WIDTH]]
+    return numbers + [0] * (WIDTH - len(numbers))
+
+
+def lines(num_lines):
+    """Return so many lines, half of them comments, in an order that is always the same."""
+    found = {kind: [] for kind in KINDS}
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            kind = "comment" if line.strip().startswith("# ") else "code"
+            text = line.strip().lstrip("#").strip()
+            if len(text) > 15:
+                found[kind].append(text)
+    draw = random.Random(0)
+    chosen = [(t, k) for k in KINDS for t in draw.sample(found[k], num_lines // 2)]
+    draw.shuffle(chosen)
+    return chosen
+
+
+class Lines(torch.utils.data.Dataset):
+    """Dicts, as transformers users know them."""
+
+    def __init__(self, chosen):
+        self.chosen = chosen
+
+    def __len__(self):
+        return len(self.chosen)
+
+    def __getitem__(self, index):
+        text, kind = self.chosen[index]
+        tokens = torch.tensor(encoded(text))
+        return {
+            "input_ids": tokens,
+            "attention_mask": (tokens != 0).long(),
+            "labels": KINDS.index(kind),
+        }
+
+
+class LineClassifier(SequenceClassifier):
+    """A small DistilBERT."""
+
+    def build_train_data(self, config):
+        return Lines(lines(config["num_lines"])[config["num_lines"] // 5 :])
+
+    def build_validation_data(self, config):
+        return Lines(lines(config["num_lines"])[: config["num_lines"] // 5])
+
+
+def judged(operator):
+    """Return what an operator's model says about the examples."""
+    tokens = torch.tensor([encoded(text) for text in EXAMPLES], device=operator.device)
+    operator.train_mode(False)
+    with torch.no_grad():
+        scores, _ = operator.predict((tokens, (tokens != 0).long(), torch.zeros(len(tokens))))
+    return scores.softmax(dim=1).cpu()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--num-epochs", type=int, default=5)
+    parser.add_argument("--use-gpu", action="store_true", help="one GPU a worker")
+    parser.add_argument("--smoke-test", action="store_true", help="one short epoch, no more")
+    args = parser.parse_args()
+    num_epochs = 1 if args.smoke_test else args.num_epochs
+
+    started = time.perf_counter()
+    config = {
+        "num_lines": 1_000 if args.smoke_test else 10_000,
+        "num_classes": len(KINDS),
+        "model_type": "distilbert",
+        "model_config": {
+            "vocab_size": 128,
+            "max_position_embeddings": WIDTH,
+            "dim": 64,
+            "hidden_dim": 128,
+            "n_layers": 2,
+            "n_heads": 4,
+        },
+        "lr": 1e-3,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+        BATCH_SIZE: 64,
+    }
+    with TorchTrainer(
+        training_operator_cls=LineClassifier,
+        config=config,
+        num_workers=args.num_workers,
+        use_gpu=args.use_gpu,
+    ) as trainer:
+        print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")
+        for _ in range(num_epochs):
+            train, validation = trainer.train(), trainer.validate()
+            print(
+                f"epoch {train['epoch']:2d}   train_loss {train['train_loss']:.3f}   "
+                f"val_loss {validation['val_loss']:.3f}   "
+                f"val_accuracy {validation['val_accuracy']:.1%}   "
+                f"val_f1 {validation['val_f1']:.1%}"
+            )
+        chances = trainer.apply_all_operators(judged)[0]
+    for text, row in zip(EXAMPLES, chances, strict=True):
+        print(f"{KINDS[row.argmax()]:>8} ({row.max():4.0%})   {text}")
+    print(f"done in {time.perf_counter() - started:.1f} s")
+    if not args.smoke_test and validation["val_accuracy"] < 0.9:
+        raise SystemExit(f"val_accuracy {validation['val_accuracy']:.1%} is below 90 %")
+
+
+if __name__ == "__main__":
+    main()

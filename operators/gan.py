@@ -1,0 +1,234 @@
+"""A generator and a discriminator that train each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import softplus
+
+from raysgd.metrics import NUM_SAMPLES
+from raysgd.operators.configured import ConfiguredOperator
+from raysgd.operators.frechet import moments
+from raysgd.operators.options import Option, any_of, integer, number
+from raysgd.operators.supervised import in_full_precision
+from raysgd.torch.replica import unwrap
+
+__all__ = ["GAN"]
+
+
+class GAN(ConfiguredOperator):
+    """Trains a generator G, and a discriminator that tells its samples from real ones.
+
+    Goodfellow et al. 2014, "Generative Adversarial Nets", arXiv:1406.2661. The discriminator gives
+    each sample a score, whose logistic function is D(x), the probability that x is real. Each
+    batch makes one step of
+
+    - the discriminator down ``-log D(x) - log(1 - D(G(z)))`` and one of
+    - the generator down ``-log D(G(z))``, the non-saturating loss of section 3 of that paper,
+
+    as means over the samples x of the batch and as many z, drawn from a standard normal
+    distribution. With one-sided label smoothing s (Salimans et al. 2016, arXiv:1606.03498) the
+    first loss has ``-(1 - s) log D(x) - s log(1 - D(x))`` for x.
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``generator``                   None        a module that makes samples of noise (batch,
+                                                latent_size), or a function of the config that
+                                                makes one; unless `build_generator` is overridden
+    ``discriminator``               None        likewise, a module that gives each sample a
+                                                score, any number
+    ``latent_size``                 64          numbers in z
+    ``generator_lr``                None        learning rate of G; None for ``lr``
+    ``discriminator_lr``            None        of D; None for ``lr``
+    ``lr``                          0.0002      with ``betas`` (0.5, 0.999) for "adam" and
+                                                "adamw" as in Radford et al. 2016 (DCGAN,
+                                                arXiv:1511.06434)
+    ``optimizer``                   "adam"
+    ``label_smoothing``             0.0         s above, from 0 to below 0.5
+    ``features``                    None        function of a batch of samples that gives (batch,
+                                                features), for ``val_frechet_distance``
+    ==============================  ==========  ================================================
+
+    and the other keys of :class:`ConfiguredOperator`. Batches are samples, or tuples that begin
+    with them.
+
+    Metrics, as ``train_`` and ``val_``: ``discriminator_loss`` and ``generator_loss`` in nats;
+    ``real_score`` and ``fake_score``, the means of D(x) and D(G(z)); in validation also
+    ``val_discriminator_accuracy``, the share of real and generated samples that are told right
+    (0.5 by guessing), and with ``features`` ``val_frechet_distance`` between real and generated
+    samples (see :func:`raysgd.operators.frechet.frechet_distance`), exact over workers.
+    The noise of a validation is the same each time. Metrics of :class:`WithMetrics` are updated
+    with (generated samples, real samples).
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **ConfiguredOperator.OPTIONS,
+        "generator": any_of(None, callable, "a torch.nn.Module or a function that makes one"),
+        "discriminator": any_of(None, callable, "a torch.nn.Module or a function that makes one"),
+        "latent_size": integer(64, 1),
+        "generator_lr": number(None, 0.0, above=True),
+        "discriminator_lr": number(None, 0.0, above=True),
+        "lr": number(2e-4, 0.0, above=True),
+        "optimizer": any_of(
+            "adam",
+            ConfiguredOperator.OPTIONS["optimizer"].fits,
+            ConfiguredOperator.OPTIONS["optimizer"].allowed,
+        ),
+        "label_smoothing": number(0.0, 0.0, 0.499),
+        "features": any_of(None, callable, "a function of a batch of samples, or None"),
+    }
+
+    # ---- what users override
+
+    def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Return the generator."""
+        return self._built("generator", config)
+
+    def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Return the discriminator."""
+        return self._built("discriminator", config)
+
+    def real_samples(self, batch: Any) -> torch.Tensor:
+        """Return the samples of a batch."""
+        samples: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+        return samples
+
+    def noise(self, num_samples: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Draw z, (num_samples, latent_size)."""
+        shape = (num_samples, self.options["latent_size"])
+        if generator is not None:
+            return torch.randn(shape, generator=generator).to(self.device)
+        return torch.randn(shape, device=self.device)
+
+    # ---- the steps
+
+    def setup_models(self, config: dict[str, Any]) -> None:
+        """Register both models and their optimizers."""
+        models = self.build_generator(config), self.build_discriminator(config)
+        optimizers = []
+        for model, key in zip(models, ("generator_lr", "discriminator_lr"), strict=True):
+            optimizer = self.build_optimizer(model.parameters(), config)
+            for group in optimizer.param_groups:
+                if "betas" in group and not callable(self.options["optimizer"]):
+                    group["betas"] = (0.5, 0.999)
+                if self.options[key] is not None:
+                    group["lr"] = self.options[key]
+            optimizers.append(optimizer)
+        schedulers = [self.build_scheduler(optimizer, config) for optimizer in optimizers]
+        (self.generator, self.discriminator), optimizers, *_ = self.register(
+            models=list(models),
+            optimizers=optimizers,
+            schedulers=None if None in schedulers else schedulers,
+            **self.register_options,
+        )
+        self.generator_optimizer, self.discriminator_optimizer = optimizers
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Make one step of the discriminator and one of the generator."""
+        real = self.real_samples(self.to_device(batch))
+        smoothing, count = self.options["label_smoothing"], len(real)
+        with self.timers.record("fwd"), self.autocast():
+            fake = self.generator(self.noise(count))
+            on_real = in_full_precision(self.discriminator(real))
+            loss_real = _loss(on_real, 1 - smoothing)
+        # one by one: normalization layers see real and generated samples apart, and layers that
+        # change their buffers in a forward pass have had their backward pass before the next
+        self.backward(loss_real, num_samples=count)
+        with self.timers.record("fwd"), self.autocast():
+            on_fake = in_full_precision(self.discriminator(fake.detach()))
+            loss_fake = _loss(on_fake, 0.0)
+        self.backward(loss_fake, num_samples=count)
+        self.optimizer_step(self.discriminator_optimizer)
+
+        judge = unwrap(self.discriminator)
+        with _frozen(judge):
+            with self.timers.record("fwd"), self.autocast():
+                loss = _loss(in_full_precision(judge(fake)), 1.0)
+            self.backward(loss, num_samples=count)
+        self.optimizer_step(self.generator_optimizer)
+        return {
+            "train_discriminator_loss": (loss_real + loss_fake).detach(),
+            "train_generator_loss": loss.detach(),
+            "train_real_score": on_real.detach().sigmoid().mean(),
+            "train_fake_score": on_fake.detach().sigmoid().mean(),
+            NUM_SAMPLES: count,
+        }
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Judge real samples and as many generated ones."""
+        real = self.real_samples(self.to_device(batch))
+        noise = self.noise(len(real), self._validation_generator(batch_info["batch_idx"]))
+        with self.timers.record("eval_fwd"), self.autocast():
+            fake = self.generator(noise)
+            on_real = in_full_precision(self.discriminator(real))
+            on_fake = in_full_precision(self.discriminator(fake))
+        right = ((on_real > 0).double().mean() + (on_fake <= 0).double().mean()) / 2
+        metrics = {
+            "val_discriminator_loss": _loss(on_real, 1.0) + _loss(on_fake, 0.0),
+            "val_generator_loss": _loss(on_fake, 1.0),
+            "val_real_score": on_real.sigmoid().mean(),
+            "val_fake_score": on_fake.sigmoid().mean(),
+            "val_discriminator_accuracy": right,
+            NUM_SAMPLES: len(real),
+        }
+        self.update_metrics(fake, real)
+        features = self.options["features"]
+        if features is not None:
+            metrics["val_frechet_distance"] = moments(
+                features(real), features(in_full_precision(fake))
+            )
+        return metrics
+
+    def sample(self, num_samples: int, seed: int | None = None) -> torch.Tensor:
+        """Return generated samples, on the CPU. Runs on a worker.
+
+        Args:
+            num_samples: how many.
+            seed: of the noise; None for torch's random numbers.
+        """
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        model = unwrap(self.generator)
+        was_training = model.training
+        model.eval()
+        with torch.no_grad(), self.autocast():
+            made: torch.Tensor = model(self.noise(num_samples, generator))
+        model.train(was_training)
+        return in_full_precision(made).cpu()
+
+    def _built(self, name: str, config: dict[str, Any]) -> torch.nn.Module:
+        given = self.options[name]
+        model = given if given is None or isinstance(given, torch.nn.Module) else given(config)
+        if not isinstance(model, torch.nn.Module):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind}: config[{name!r}] gave {model!r}, and a torch.nn.Module is needed. Give "
+                f"one, or a function of the config, or override build_{name} in {kind}."
+            )
+        return model
+
+    def _validation_generator(self, batch_idx: int) -> torch.Generator:
+        return torch.Generator().manual_seed(batch_idx * 100_003 + self.world_rank)
+
+
+def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
+    """Return the mean of ``-q log D - (1 - q) log(1 - D)``, with q the share."""
+    # of D = sigmoid(s) these logarithms are softplus(-s) and softplus(s), which never overflow
+    loss = share_real * softplus(-scores) + (1 - share_real) * softplus(scores)
+    return loss.mean()
+
+
+@contextlib.contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Let gradients pass through a model, and none stay in it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -1,0 +1,90 @@
+"""A class for each image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from raysgd.operators.options import Option, integer, number
+from raysgd.operators.supervised import SupervisedOperator, in_full_precision
+
+__all__ = ["ImageClassifier"]
+
+
+class ImageClassifier(SupervisedOperator):
+    """Classifies images, or whatever else a model gives (batch, classes) scores for.
+
+    The loss of a sample with scores z and class y is the cross-entropy
+    ``-log softmax(z)[y]``. With label smoothing s the target is no longer class y alone but
+    ``1 - s`` of it and ``s / K`` of each of the K classes (Szegedy et al. 2016, "Rethinking the
+    Inception Architecture for Computer Vision", arXiv:1512.00567).
+
+    Mixup (Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412)
+    trains on ``λ x + (1 - λ) x'`` with the loss ``λ L(y) + (1 - λ) L(y')``, where x' and y' are
+    the samples of the same batch in another order and λ is drawn from a Beta distribution with
+    both parameters equal, once a batch.
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``label_smoothing``             0.0         s above, from 0 to 1
+    ``mixup_alpha``                 0.0         these parameters, above 0; 0 for no mixup
+    ``top_k``                       None        with 5, ``val_top5_accuracy`` as well
+    ==============================  ==========  ================================================
+
+    and the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images in
+    the model's shape, classes as ints (batch).
+
+    Metrics: ``val_loss``, the cross-entropy without smoothing, in nats; ``val_accuracy``, the
+    share of samples whose class has the highest score; ``val_top{k}_accuracy``, the share whose
+    class has one of the k highest.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **SupervisedOperator.OPTIONS,
+        "label_smoothing": number(0.0, 0.0, 1.0),
+        "mixup_alpha": number(0.0, 0.0),
+        "top_k": integer(None, 1),
+    }
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the smoothed cross-entropy of each sample."""
+        smoothing = self.options["label_smoothing"]
+        return functional.cross_entropy(
+            output, target.long(), label_smoothing=smoothing, reduction="none"
+        )
+
+    def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each sample."""
+        return functional.cross_entropy(output, target.long(), reduction="none")
+
+    def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Return output, target and losses, with mixup if it is asked for."""
+        alpha = self.options["mixup_alpha"]
+        if not alpha:
+            return super().training_pass(batch)
+        images, target = batch
+        share = float(torch.distributions.Beta(alpha, alpha).sample())
+        order = torch.randperm(len(target)).to(target.device)
+        output = in_full_precision(self.model(share * images + (1 - share) * images[order]))
+        losses = share * self.losses(output, target)
+        losses = losses + (1 - share) * self.losses(output, target[order])
+        return None, target, losses
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Return the accuracies."""
+        found = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
+        k = self.options["top_k"]
+        if k is not None:
+            if k > output.shape[1]:
+                raise ValueError(
+                    f"{type(self).__name__}: config['top_k']={k} must be at most the number of "
+                    f"classes, and the model gives scores for {output.shape[1]}."
+                )
+            best = output.topk(k, dim=1).indices
+            hit = (best == target.unsqueeze(1)).any(dim=1)
+            found[f"top{k}_accuracy"] = hit.double().mean()
+        return found

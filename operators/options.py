@@ -1,0 +1,141 @@
+"""What a config may hold for a ready-made operator: defaults, and checks with clear errors."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.config import BATCH_SIZE
+
+__all__ = [
+    "REQUIRED",
+    "Option",
+    "any_of",
+    "choice",
+    "flag",
+    "integer",
+    "number",
+    "read_options",
+    "shown",
+]
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+"""The default of an option that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One key of a config."""
+
+    default: Any
+    """What counts where the config does not have the key. It needs not be `allowed`."""
+    fits: Callable[[Any], bool]
+    """Whether a value is allowed."""
+    allowed: str
+    """What is allowed, in words that follow "must be"."""
+
+
+def number(
+    default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+) -> Option:
+    """Return an option that is a finite number from `low` to `high`.
+
+    Args:
+        default: its default. With None, None is allowed too.
+        low: the smallest allowed number.
+        high: the largest allowed number.
+        above: whether the number has to be above `low`.
+    """
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return value is None and default is None
+        number = float(value)
+        return math.isfinite(number) and low <= number <= high and not (above and number == low)
+
+    allowed = "a number"
+    if low > -math.inf:
+        allowed += f" above {low}" if above else f" of at least {low}"
+    if high < math.inf:
+        allowed += f" and at most {high}"
+    return Option(default=default, fits=fits, allowed=allowed + _or_none(default))
+
+
+def integer(default: Any, low: int) -> Option:
+    """Return an option that is an int of at least `low`, or None if that is the default."""
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            return value is None and default is None
+        return int(value) >= low
+
+    return Option(
+        default=default, fits=fits, allowed=f"an int of at least {low}{_or_none(default)}"
+    )
+
+
+def choice(default: str, *names: str) -> Option:
+    """Return an option that is one of several names."""
+    listed = ", ".join(f'"{name}"' for name in names[:-1]) + f' or "{names[-1]}"'
+    return Option(default=default, fits=lambda v: isinstance(v, str) and v in names, allowed=listed)
+
+
+def flag(default: bool) -> Option:
+    """Return an option that is True or False."""
+    return Option(
+        default=default, fits=lambda value: isinstance(value, bool), allowed="True or False"
+    )
+
+
+def any_of(default: Any, fits: Callable[[Any], bool], allowed: str) -> Option:
+    """Return an option with a check of its own; its default is always allowed."""
+    return Option(
+        default=default, fits=lambda value: value is default or fits(value), allowed=allowed
+    )
+
+
+def read_options(
+    owner: str, options: Mapping[str, Option], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the value of each option: that of `config`, or its default.
+
+    Args:
+        owner: name of the operator, for errors.
+        options: the options by key.
+        config: what the user gave. Keys that are no options are the user's own business; one
+            that looks like an option with a typing error is warned of.
+
+    Raises:
+        ValueError: if a value is missing or not allowed. It names key, value and what is allowed.
+    """
+    for key, option in options.items():
+        if key in config and not option.fits(config[key]):
+            raise ValueError(
+                f"{owner}: config[{key!r}]={shown(config[key])} must be {option.allowed}."
+            )
+        if key not in config and option.default is REQUIRED:
+            raise ValueError(f"{owner}: config[{key!r}] is missing; it must be {option.allowed}.")
+    for key in config:
+        if key in options or key == BATCH_SIZE or not isinstance(key, str):
+            continue
+        meant = difflib.get_close_matches(key, options.keys() - config.keys(), n=1, cutoff=0.85)
+        if meant:
+            warnings.warn(
+                f"{owner} has no option {key!r}: is {meant[0]!r} meant?", UserWarning, stacklevel=2
+            )
+    return {key: config.get(key, option.default) for key, option in options.items()}
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: short, however large the value is."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _or_none(default: Any) -> str:
+    return " or None" if default is None else ""

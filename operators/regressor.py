@@ -1,0 +1,142 @@
+"""Numbers for each sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.nn import functional
+
+from raysgd.metrics import MergeableMetric, Sums, ratio
+from raysgd.operators.options import Option, choice, number
+from raysgd.operators.supervised import SupervisedOperator
+
+__all__ = ["R2", "Regressor"]
+
+
+class Regressor(SupervisedOperator):
+    """Predicts one number, or several, for each sample.
+
+    Losses of a prediction p for the number y, as means over all numbers of all samples:
+
+    - "mse": ``(p - y)²``
+    - "l1": ``|p - y|``
+    - "huber": ``(p - y)² / 2`` where ``|p - y| ≤ δ``, and ``δ (|p - y| - δ / 2)`` beyond (Huber
+      1964, "Robust Estimation of a Location Parameter")
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``loss``                        "mse"       "mse", "l1" or "huber"
+    ``huber_delta``                 1.0         δ above, in the unit of the target
+    ==============================  ==========  ================================================
+
+    and the keys of :class:`SupervisedOperator`. Batches are ``(*features, target)``, the target
+    of the output's shape; an output of shape (batch, 1) fits a target of shape (batch).
+
+    Metrics: ``val_loss``; ``val_mae``, the mean absolute error, and ``val_rmse``, the root of the
+    mean squared error, in the unit of the target; ``val_r2``, the coefficient of determination
+    (see :class:`R2`), computed from sums over all batches and workers.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **SupervisedOperator.OPTIONS,
+        "loss": choice("mse", "mse", "l1", "huber"),
+        "huber_delta": number(1.0, 0.0, above=True),
+    }
+
+    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and target, of one shape."""
+        output, target = super().predict(batch)
+        if output.shape == (*target.shape, 1):
+            output = output.squeeze(-1)
+        if output.shape != target.shape:
+            # the loss would be taken between every output and every target
+            raise ValueError(
+                f"{type(self).__name__}: the model's output has the shape {tuple(output.shape)} "
+                f"and the target {tuple(target.shape)}; they need to be the same."
+            )
+        return output, target.to(output.dtype) if not target.is_floating_point() else target
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each number."""
+        kind = self.options["loss"]
+        if kind == "huber":
+            delta = self.options["huber_delta"]
+            return functional.huber_loss(output, target, delta=delta, reduction="none")
+        loss = functional.mse_loss if kind == "mse" else functional.l1_loss
+        return loss(output, target, reduction="none")
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Return MAE, RMSE and R²."""
+        output, target = output.double(), target.double()
+        error = output - target
+        return {
+            "mae": Sums(ratio, total=error.abs().sum(), weight=error.numel()),
+            "rmse": Sums(_root, total=error.square().sum(), weight=error.numel()),
+            "r2": R2.of(output, target),
+        }
+
+
+def _root(total: float, weight: float) -> float:
+    return math.sqrt(ratio(total, weight))
+
+
+class R2(MergeableMetric):
+    """Coefficient of determination, ``1 - Σ (y - p)² / Σ (y - mean of y)²``.
+
+    1 for perfect predictions, 0 for those that are no better than the mean. Of several outputs it
+    is the mean over outputs. NaN where the targets do not vary.
+
+    Squared deviations of two parts are merged by the formula of Chan, Golub and LeVeque 1979,
+    "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", which stays
+    exact where targets are large and vary little.
+
+    Args:
+        count: number of samples.
+        mean: mean of the targets, one an output.
+        deviations: sums of their squared deviations from it.
+        errors: sums of squared errors.
+    """
+
+    def __init__(
+        self, count: int, mean: torch.Tensor, deviations: torch.Tensor, errors: torch.Tensor
+    ) -> None:
+        self.count = count
+        self.mean = mean
+        self.deviations = deviations
+        self.errors = errors
+
+    @classmethod
+    def of(cls, output: torch.Tensor, target: torch.Tensor) -> Self:
+        """Return that of a batch: (batch, ...), of one shape."""
+        output, target = (t.detach().double().reshape(len(t), -1) for t in (output, target))
+        mean = target.mean(dim=0)
+        deviations = (target - mean).square().sum(dim=0)
+        return cls(len(target), mean, deviations, (target - output).square().sum(dim=0))
+
+    def merge(self, other: Self) -> Self:
+        """Return that of both parts."""
+        count = self.count + other.count
+        distance = other.mean - self.mean
+        share = other.count / count
+        return type(self)(
+            count,
+            self.mean + share * distance,
+            self.deviations + other.deviations + distance.square() * self.count * share,
+            self.errors + other.errors,
+        )
+
+    def compute(self) -> float:
+        """Return R²."""
+        if not bool((self.deviations > 0).all()):
+            return float("nan")
+        return float((1 - self.errors / self.deviations).mean())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }

@@ -1,0 +1,92 @@
+"""A class for each pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from raysgd.metrics import Sums
+from raysgd.operators.confusion import accuracy, confusion_matrix, mean_iou
+from raysgd.operators.options import REQUIRED, Option, any_of, integer
+from raysgd.operators.supervised import SupervisedOperator
+
+__all__ = ["SemanticSegmenter"]
+
+
+class SemanticSegmenter(SupervisedOperator):
+    """Classifies each pixel of an image.
+
+    The loss is the cross-entropy ``-log softmax(z)[y]`` of a pixel with scores z and class y, as
+    a mean over all pixels that are not marked to be ignored.
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``num_classes``                 required    number of classes
+    ``ignore_index``                255         pixels of this class do not count
+    ==============================  ==========  ================================================
+
+    and the keys of :class:`SupervisedOperator`. Batches are ``(images, masks)``; the masks hold
+    classes as ints (batch, height, width), and the model gives (batch, classes, height, width),
+    or a dict with that under ``"out"``, as torchvision's models do.
+
+    Metrics: ``val_loss`` in nats a pixel; ``val_pixel_accuracy``; ``val_mean_iou``, the mean over
+    classes of intersection over union (Long et al. 2015, arXiv:1411.4038). One confusion matrix is
+    summed over all batches and workers, so that both are those of the whole data.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **SupervisedOperator.OPTIONS,
+        "num_classes": integer(REQUIRED, 2),
+        "ignore_index": any_of(
+            255, lambda value: isinstance(value, int) and not isinstance(value, bool), "an int"
+        ),
+    }
+
+    def check_options(self) -> None:
+        """Check that the class to ignore is none of those to learn by mistake."""
+        super().check_options()
+        ignored, num_classes = self.options["ignore_index"], self.options["num_classes"]
+        if num_classes > 255 and ignored == 255 and "ignore_index" not in self.config:
+            raise ValueError(
+                f"{type(self).__name__}: with config['num_classes']={num_classes} the default "
+                "config['ignore_index']=255 would ignore one of the classes. Set it, for example "
+                "to -100."
+            )
+
+    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores (batch, classes, height, width) and masks (batch, height, width)."""
+        *features, target = batch
+        output = self.model(*features)
+        if isinstance(output, Mapping):
+            output = output["out"]
+        expected = (len(target), self.options["num_classes"], *target.shape[1:])
+        if output.shape != expected:
+            raise ValueError(
+                f"{type(self).__name__}: the model gave scores of shape {tuple(output.shape)}, "
+                f"and masks of shape {tuple(target.shape)} with config['num_classes']="
+                f"{self.options['num_classes']} need {expected}."
+            )
+        return output, target.long()
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each pixel."""
+        ignored = self.options["ignore_index"]
+        return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
+
+    def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
+        """Return how many pixels count."""
+        counts: torch.Tensor = target != self.options["ignore_index"]
+        return counts.sum()
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Return pixel accuracy and mean IoU, of a confusion matrix that is yet to be summed."""
+        num_classes, ignored = self.options["num_classes"], self.options["ignore_index"]
+        counts = confusion_matrix(output.argmax(dim=1), target, num_classes, ignored)
+        return {
+            "pixel_accuracy": Sums(accuracy, confusion=counts),
+            "mean_iou": Sums(mean_iou, confusion=counts),
+        }

@@ -1,0 +1,121 @@
+"""A class for each sequence of tokens, by a model of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from raysgd.metrics import Sums
+from raysgd.operators.confusion import confusion_matrix, macro_f1
+from raysgd.operators.optional import optional_module
+from raysgd.operators.options import REQUIRED, Option, any_of, integer, number
+from raysgd.operators.supervised import SupervisedOperator
+
+__all__ = ["SequenceClassifier"]
+
+
+class SequenceClassifier(SupervisedOperator):
+    """Trains a transformers model for sequence classification, made from a config.
+
+    Nothing is downloaded: ``AutoModelForSequenceClassification.from_config`` builds the model with
+    fresh weights. The loss of a sequence with scores z and class y is the cross-entropy
+    ``-log softmax(z)[y]``, smoothed as :class:`ImageClassifier` tells.
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``num_classes``                 required    number of classes
+    ``model_type``                  "bert"      architecture, as transformers calls it:
+                                                "distilbert", "roberta", "gpt2", ...
+    ``model_config``                None        what its config class takes, such as
+                                                ``{"hidden_size": 64, "vocab_size": 300}``; the
+                                                names differ between architectures
+    ``label_smoothing``             0.0         from 0 to 1
+    ==============================  ==========  ================================================
+
+    and the keys of :class:`SupervisedOperator`. With a ``model``, or an overridden `build_model`,
+    that model is trained: any that takes ``input_ids`` and returns scores (batch, classes), or an
+    object that has them as ``logits``.
+
+    Batches are dicts as transformers users know them, with ``input_ids`` and ``labels``, and
+    whatever else the model takes; or tuples ``(input_ids, labels)`` or ``(input_ids,
+    attention_mask, labels)``.
+
+    Metrics: ``val_loss`` in nats; ``val_accuracy``; ``val_f1``, the mean of the classes' F1 (macro
+    F1), computed from one confusion matrix over all batches and workers.
+
+    Raises:
+        ImportError: in `setup`, if transformers is missing and the model is to be made by it.
+        ValueError: in `setup`, if transformers refuses ``model_type`` or ``model_config``.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **SupervisedOperator.OPTIONS,
+        "num_classes": integer(REQUIRED, 2),
+        "model_type": any_of(
+            "bert", lambda value: isinstance(value, str), "the name of an architecture"
+        ),
+        "model_config": any_of(
+            None, lambda value: isinstance(value, Mapping), "a dict of config values"
+        ),
+        "label_smoothing": number(0.0, 0.0, 1.0),
+    }
+
+    def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Return the model, made by transformers if none is given."""
+        if self.options["model"] is not None:
+            return super().build_model(config)
+        transformers = optional_module("transformers", type(self).__name__)
+        kind, values = self.options["model_type"], dict(self.options["model_config"] or {})
+        if (
+            values.setdefault("num_labels", self.options["num_classes"])
+            != (self.options["num_classes"])
+        ):
+            raise ValueError(
+                f"{type(self).__name__}: config['model_config'] has num_labels="
+                f"{values['num_labels']}, and config['num_classes'] is "
+                f"{self.options['num_classes']}. Leave num_labels out."
+            )
+        try:
+            made = transformers.AutoConfig.for_model(kind, **values)
+            model: torch.nn.Module = transformers.AutoModelForSequenceClassification.from_config(
+                made
+            )
+        except Exception as error:
+            raise ValueError(
+                f"{type(self).__name__}: transformers makes no sequence classifier of "
+                f"config['model_type']={kind!r} and config['model_config']={values!r}: {error}"
+            ) from error
+        return model
+
+    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores (batch, classes) and classes (batch)."""
+        if isinstance(batch, Mapping):
+            inputs = dict(batch)
+            target = inputs.pop("labels")
+        else:
+            *values, target = batch
+            inputs = dict(zip(("input_ids", "attention_mask"), values, strict=False))
+        output = self.model(**inputs)
+        return getattr(output, "logits", output), target.long()
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the smoothed cross-entropy of each sequence."""
+        smoothing = self.options["label_smoothing"]
+        return functional.cross_entropy(output, target, label_smoothing=smoothing, reduction="none")
+
+    def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each sequence."""
+        return functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Return accuracy and macro F1."""
+        predicted = output.argmax(dim=1)
+        counts = confusion_matrix(predicted, target, self.options["num_classes"])
+        return {
+            "accuracy": (predicted == target).double().mean(),
+            "f1": Sums(macro_f1, confusion=counts),
+        }

@@ -1,0 +1,164 @@
+"""One model, one target: the training and the validation step of most operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from raysgd.metrics import NUM_SAMPLES, Sums, ratio
+from raysgd.operators.configured import ConfiguredOperator
+from raysgd.operators.options import Option, any_of, flag
+
+__all__ = ["SupervisedOperator", "in_full_precision"]
+
+
+def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 16-bit numbers in float32, others as they are."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class SupervisedOperator(ConfiguredOperator):
+    """Trains one model to give a target.
+
+    ==============================  ==========  ================================================
+    key                             default     meaning
+    ==============================  ==========  ================================================
+    ``model``                       None        a torch.nn.Module, or a function of the config
+                                                that makes one; unless a subclass overrides
+                                                `build_model`
+    ``train_metrics``               False       compute the metrics for training batches as
+                                                well, as ``train_...``
+    ==============================  ==========  ================================================
+
+    and the keys of :class:`ConfiguredOperator`. Batches are ``(*features, target)``.
+
+    A loss is the sum of the losses of all terms (samples, pixels, tokens) divided by their
+    number, over all batches and workers: exact also where batches have different numbers of
+    terms. For the gradients each worker's batch counts the same.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **ConfiguredOperator.OPTIONS,
+        "model": any_of(
+            None,
+            callable,
+            "a torch.nn.Module or a function of the config that returns one",
+        ),
+        "train_metrics": flag(False),
+    }
+
+    # ---- what users override
+
+    def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Return the model."""
+        given = self.options["model"]
+        model = given if given is None or isinstance(given, torch.nn.Module) else given(config)
+        if not isinstance(model, torch.nn.Module):
+            kind = type(self).__name__
+            source = "config['model']" if given is None else "the function config['model']"
+            raise ValueError(
+                f"{kind}: {source} gave {model!r}, and a torch.nn.Module is needed. Give one, or "
+                f"a function of the config that returns one, or override build_model in {kind}."
+            )
+        return model
+
+    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model's output for a batch on this worker's device, and the target."""
+        *features, target = batch
+        return self.model(*features), target
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each term; 0 for those that do not count."""
+        raise NotImplementedError(f"{type(self).__name__} must override losses.")
+
+    def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each term in validation; that of training unless overridden."""
+        return self.losses(output, target)
+
+    def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
+        """Return how many terms count."""
+        return target.numel()
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Return further metrics of a batch by name, without ``val_``.
+
+        They are means over its samples, or :class:`raysgd.metrics.MergeableMetric` objects.
+        """
+        return {}
+
+    def loss_metrics(self, total: torch.Tensor, count: int | torch.Tensor) -> dict[str, Any]:
+        """Return ``loss``, and what follows from it, of the sum of the losses of a batch."""
+        return {"loss": Sums(ratio, total=total, weight=count)}
+
+    # ---- the steps
+
+    def setup_models(self, config: dict[str, Any]) -> None:
+        """Register the model, its optimizer and its scheduler."""
+        model = self.build_model(config)
+        optimizer = self.build_optimizer(model.parameters(), config)
+        scheduler = self.build_scheduler(optimizer, config)
+        self.model, self.optimizer, *_ = self.register(
+            models=model, optimizers=optimizer, schedulers=scheduler, **self.register_options
+        )
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train on one batch.
+
+        Returns:
+            ``train_loss`` and ``num_samples``; with ``train_metrics`` also ``train_...``.
+        """
+        batch = self.to_device(batch)
+        with self.timers.record("fwd"), self.autocast():
+            output, target, losses = self.training_pass(batch)
+            total, count = losses.sum(), self.num_terms(target)
+            loss = total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else count)
+        with self.timers.record("grad"):
+            self.backward(loss, num_samples=self._weight(count, target))
+        with self.timers.record("apply"):
+            self.optimizer_step(self.optimizer)
+        metrics = {
+            NUM_SAMPLES: len(target),
+            **_named("train", self.loss_metrics(total.detach(), count)),
+        }
+        if self.options["train_metrics"] and output is not None:
+            with torch.no_grad():
+                found = self.metrics(in_full_precision(output.detach()), target)
+            metrics.update(_named("train", found))
+        return metrics
+
+    def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Return output, target and losses; None for an output that metrics mean nothing for."""
+        output, target = self.predict(batch)
+        return output, target, self.losses(in_full_precision(output), target)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch.
+
+        Returns:
+            ``val_loss``, ``num_samples``, and `metrics` as ``val_...``.
+        """
+        batch = self.to_device(batch)
+        with self.timers.record("eval_fwd"), self.autocast():
+            output, target = self.predict(batch)
+            output = in_full_precision(output)
+            total = self.validation_losses(output, target).sum()
+        self.update_metrics(output, target)
+        return {
+            NUM_SAMPLES: len(target),
+            **_named("val", self.loss_metrics(total, self.num_terms(target))),
+            **_named("val", self.metrics(output, target)),
+        }
+
+    def _weight(self, count: int | torch.Tensor, target: torch.Tensor) -> float:
+        """Return what a batch counts for in its accumulation group."""
+        if isinstance(count, int):
+            return count
+        if self.options["gradient_accumulation_steps"] == 1:
+            return len(target)  # it has no effect, and the count would have to be waited for
+        return max(float(count), 1e-9)  # without any term its loss is 0, and counts for nothing
+
+
+def _named(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}_{name}": value for name, value in metrics.items()}

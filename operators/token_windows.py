@@ -1,0 +1,54 @@
+"""A long text as a data set of sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+__all__ = ["TokenWindows"]
+
+
+class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Cuts a text into sequences so that each of its tokens but the first is a target once.
+
+    Samples are ``(tokens, targets)``. The last sequence is filled up with targets that do not
+    count.
+
+    >>> [sample[1].tolist() for sample in TokenWindows(torch.arange(6), length=3)]
+    [[1, 2, 3], [4, 5, -100]]
+
+    Args:
+        tokens: the text, ints of one dimension, two tokens at least.
+        length: tokens of a sequence.
+        ignore_index: the target that does not count.
+
+    Raises:
+        ValueError: if there are too few tokens, or they are no ints.
+    """
+
+    def __init__(self, tokens: torch.Tensor, length: int, ignore_index: int = -100) -> None:
+        if tokens.is_floating_point() or len(tokens) < 2:
+            raise ValueError(
+                f"TokenWindows needs two tokens at least, as ints; it was given {len(tokens)} "
+                f"of {tokens.dtype}."
+            )
+        self.tokens = tokens
+        self.length = length
+        self.ignore_index = ignore_index
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return -(-(len(self.tokens) - 1) // self.length)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one sequence."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"TokenWindows has {len(self)} sequences; there is no {index}.")
+        start = index * self.length
+        window = self.tokens[start : start + self.length + 1].long()
+        missing = self.length + 1 - len(window)
+        return (
+            functional.pad(window[:-1], (0, missing)),
+            functional.pad(window[1:], (0, missing), value=self.ignore_index),
+        )

@@ -1,0 +1,196 @@
+"""Metrics of ready-made operators on several workers equal those of one process."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import TorchTrainer
+from raysgd.operators import (
+    GAN,
+    ImageClassifier,
+    LanguageModel,
+    Regressor,
+    SemanticSegmenter,
+    WithMetrics,
+)
+from tests.operators import replica_hash
+from tests.unit.operators.samples import diabetes, digits, shapes
+
+
+def results(operator_cls, config, num_workers, num_steps=3):
+    """Train a little, and return the metrics of validation and the model, as the driver has it."""
+    with TorchTrainer(
+        training_operator_cls=operator_cls,
+        config={"seed": 0, **config},
+        num_workers=num_workers,
+        use_gpu=False,
+    ) as trainer:
+        trainer.train(num_steps=num_steps)
+        found = trainer.validate()
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        # parametrized modules, which spectral normalization makes, cannot be pickled
+        return found, None if operator_cls is GAN else trainer.get_model().eval()
+
+
+@torch.no_grad()
+def test_mean_iou_is_that_of_all_pixels(ray_cluster):
+    """37 images in batches of 5 on 3 workers: the last of eight batches is not full."""
+    images, masks = shapes(37, seed=3)
+    masks[7] = 255
+    config = {
+        "model": nn.Sequential(nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 3, 1)),
+        "num_classes": 3,
+        "train_data": shapes(64, seed=4),
+        "validation_data": (images, masks),
+        "batch_size": 5,
+        "lr": 0.02,
+    }
+    found, model = results(SemanticSegmenter, config, num_workers=3, num_steps=12)
+    from sklearn.metrics import jaccard_score
+
+    scores = model(images)
+    counts = masks != 255
+    predicted, target = scores.argmax(dim=1)[counts], masks[counts]
+    logs = scores.double().log_softmax(dim=1).permute(0, 2, 3, 1)[counts]
+    expected = {
+        "num_samples": 37,
+        "val_loss": -logs[torch.arange(len(target)), target].mean().item(),
+        "val_pixel_accuracy": (predicted == target).double().mean().item(),
+        "val_mean_iou": jaccard_score(target, predicted, average="macro"),
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    assert 0.34 < found["val_mean_iou"] < 1
+
+
+@torch.no_grad()
+def test_perplexity_is_that_of_all_tokens(ray_cluster):
+    """Seven sequences in batches of 2 on 2 workers, the last one of 5 tokens."""
+    text = torch.arange(6 * 16 + 6) * 11 % 31
+    config = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "sequence_length": 16,
+        "train_data": torch.arange(400) * 11 % 31,
+        "validation_data": text,
+        "batch_size": 2,
+        "lr": 0.01,
+    }
+    found, model = results(LanguageModel, config, num_workers=2)
+    assert model.tokens.weight is model.scores.weight
+    nats = []
+    for start in range(0, len(text) - 1, 16):
+        window = text[start : start + 17]
+        logs = model(window[None, :-1])[0].double().log_softmax(dim=1)
+        nats += (-logs[torch.arange(len(window) - 1), window[1:]]).tolist()
+    assert len(nats) == len(text) - 1
+    mean = math.fsum(nats) / len(nats)
+    assert found["val_loss"] == pytest.approx(mean, abs=1e-6)
+    assert found["val_perplexity"] == pytest.approx(math.exp(mean), abs=1e-5, rel=1e-6)
+    assert found["num_samples"] == 7
+
+
+@torch.no_grad()
+def test_r2_and_rmse_are_those_of_all_samples(ray_cluster):
+    train, (features, target) = diabetes()
+    config = {
+        "model": nn.Linear(10, 1),
+        "train_data": train,
+        "validation_data": (features, target),
+        "batch_size": 7,
+        "lr": 3.0,
+        "optimizer": "adam",
+    }
+    found, model = results(Regressor, config, num_workers=2, num_steps=16)
+    from sklearn.metrics import r2_score
+
+    output = model(features)[:, 0].double()
+    expected = {
+        "val_r2": r2_score(target.double(), output),
+        "val_rmse": (output - target).square().mean().sqrt().item(),
+        "val_mae": (output - target).abs().mean().item(),
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6, rel=1e-6)
+
+
+class Measured(WithMetrics, ImageClassifier):
+    """With metrics that are sums, of one class or of each, and one that keeps all predictions."""
+
+    def build_metrics(self, config):
+        from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
+
+        return {
+            "f1": MulticlassF1Score(num_classes=10, average="macro"),
+            "class_f1": MulticlassF1Score(num_classes=10, average=None),
+            "auroc_of_zero": BinaryAUROC(),
+        }
+
+    def update_metrics(self, output, target):
+        for name, metric in self.validation_metrics.items():
+            if name == "auroc_of_zero":
+                metric.update(output.softmax(dim=1)[:, 0], (target == 0).int())
+            else:
+                metric.update(output, target)
+
+
+@torch.no_grad()
+def test_metrics_of_torchmetrics_are_those_of_all_samples(ray_cluster):
+    """On 3 workers of 9 samples each the last of fourteen steps has two samples in all."""
+    train, held_out = digits()
+    images, target = (column[:353] for column in held_out)
+    config = {
+        "model": nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        "train_data": train,
+        "validation_data": (images, target),
+        "batch_size": 9,
+        "lr": 0.01,
+    }
+    found, model = results(Measured, config, num_workers=3, num_steps=20)
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    scores = model(images)
+    predicted = scores.argmax(dim=1)
+    each = f1_score(target, predicted, average=None)
+    expected = {
+        "val_f1": f1_score(target, predicted, average="macro"),
+        "val_auroc_of_zero": roc_auc_score(target == 0, scores.softmax(dim=1)[:, 0]),
+        "val_accuracy": (predicted == target).double().mean().item(),
+        **{f"val_class_f1_{index}": value for index, value in enumerate(each)},
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(ray_cluster):
+    """Accumulated too, with models that have batch and spectral normalization."""
+    train, held_out = ((images.flatten(1),) for images, _ in digits())
+    config = {
+        "generator": nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid()
+        ),
+        "discriminator": make_discriminator,
+        "latent_size": 8,
+        "features": first_features,
+        "train_data": train,
+        "validation_data": held_out,
+        "lr": 2e-3,
+        "gradient_accumulation_steps": 2,
+    }
+    found, _ = results(GAN, config, num_workers=2, num_steps=40)
+    assert found["num_samples"] == 357
+    assert 0 < found["val_frechet_distance"] < math.inf
+    assert 0 < found["val_fake_score"] < 1
+
+
+def make_discriminator(config):
+    return nn.Sequential(
+        nn.Linear(64, 32),
+        nn.BatchNorm1d(32),
+        nn.LeakyReLU(0.2),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(32, 1)),
+    )
+
+
+def first_features(images):
+    return images[:, :4]

@@ -1,0 +1,35 @@
+"""Trainers of ready-made operators, in this process."""
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models so small are slower with several threads, above all beside other processes."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def trained():
+    """Train an operator for some epochs; return the last training and validation metrics."""
+
+    def train(operator_cls, config, num_epochs, **arguments):
+        with TorchTrainer(
+            training_operator_cls=operator_cls,
+            config={"seed": 0, **config},
+            num_workers=1,
+            use_local=True,
+            use_gpu=False,
+            **arguments,
+        ) as trainer:
+            for _ in range(num_epochs):
+                metrics = trainer.train()
+            return metrics, trainer.validate()
+
+    return train

@@ -1,0 +1,126 @@
+"""Optimizers, schedulers and loaders by config or by subclass."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from raysgd import TorchTrainer
+from raysgd.operators import ConfiguredOperator, Regressor
+from raysgd.testing import run_operator
+from raysgd.utils import BATCH_SIZE
+
+DATA = (torch.arange(12.0).reshape(6, 2), torch.arange(6.0))
+
+
+def build(operator_cls=Regressor, arguments=None, **config):
+    config = {"model": torch.nn.Linear(2, 1), "train_data": DATA, **config}
+    return run_operator(operator_cls, config, **(arguments or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)],
+)
+def test_an_optimizer_by_name(name, kind):
+    optimizer = build(optimizer=name, lr=0.25, weight_decay=0.5, momentum=0.75).optimizer
+    assert type(optimizer) is kind
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+    assert optimizer.defaults.get("momentum", 0.75) == 0.75
+
+
+def test_an_optimizer_by_function():
+    def make(parameters, config):
+        return torch.optim.RMSprop(parameters, lr=config["lr"])
+
+    optimizer = build(optimizer=make, lr=0.25).optimizer
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.RMSprop, 0.25)
+
+
+def test_a_scheduler_by_function():
+    config = {
+        "model": torch.nn.Linear(2, 1),
+        "train_data": DATA,
+        "lr": 0.5,
+        "scheduler": lambda optimizer, config: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+    with TorchTrainer(
+        training_operator_cls=Regressor,
+        config=config,
+        use_local=True,
+        use_gpu=False,
+        scheduler_step_freq="epoch",
+    ) as trainer:
+        trainer.train()
+        rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
+    assert rates == [pytest.approx(0.05)]
+
+
+@pytest.mark.parametrize("form", ["tensors", "dataset", "function"])
+def test_data_sets_get_a_loader(form):
+    data = {"tensors": DATA, "dataset": TensorDataset(*DATA), "function": lambda config: DATA}
+    operator = build(train_data=data[form], validation_data=data[form], batch_size=4)
+    assert [len(batch[0]) for batch in operator.train_loader] == [4, 2]
+    targets = torch.cat([target for _, target in operator.validation_loader])
+    assert targets.tolist() == DATA[1].tolist()
+
+
+def test_training_data_are_shuffled_and_the_global_batch_is_heeded():
+    data = (torch.zeros(100, 2), torch.arange(100.0))
+    operator = build(train_data=data, **{BATCH_SIZE: 100})
+    (batch,) = operator.train_loader
+    assert batch[1].tolist() != data[1].tolist()
+    assert sorted(batch[1].tolist()) == data[1].tolist()
+
+
+def test_loaders_and_iterable_data_sets_are_used_as_they_are():
+    loader = DataLoader(TensorDataset(*DATA), batch_size=1)
+    assert len(build(train_data=loader).train_loader) == 6
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(*DATA, strict=True))
+
+    assert [len(b[1]) for b in build(train_data=Stream(), batch_size=4).train_loader] == [4, 2]
+
+
+def test_each_part_can_be_overridden():
+    class Own(Regressor):
+        def build_model(self, config):
+            return torch.nn.Linear(2, config["width"])
+
+        def build_optimizer(self, parameters, config):
+            return torch.optim.Rprop(parameters)
+
+        def build_train_data(self, config):
+            return DATA
+
+        def build_validation_data(self, config):
+            return DATA[0][:2], DATA[1][:2]
+
+    operator = run_operator(Own, {"width": 1})
+    assert type(operator.optimizer) is torch.optim.Rprop
+    assert len(operator.validation_loader.dataset) == 2
+
+
+def test_no_data_is_an_error_only_where_they_are_needed():
+    operator = build(train_data=None)
+    with pytest.raises(RuntimeError, match="There is no train loader"):
+        _ = operator.train_loader
+
+
+def test_a_seed_makes_models_alike():
+    def make(config):
+        return torch.nn.Linear(2, 1)
+
+    weights = [build(model=make, seed=3).model.weight.tolist() for _ in range(2)]
+    assert weights[0] == weights[1]
+
+
+def test_accumulation_and_clipping_come_from_the_config():
+    updates = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._parts.updates
+    assert (updates.accumulation_steps, updates.max_grad_norm) == (3, 0.5)
+
+
+def test_a_base_class_says_what_to_override():
+    with pytest.raises(NotImplementedError, match="must override setup_models"):
+        run_operator(ConfiguredOperator)

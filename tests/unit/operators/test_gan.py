@@ -1,0 +1,173 @@
+"""Two models that train each other."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from raysgd import TorchTrainer
+from raysgd.operators import GAN
+from raysgd.testing import run_operator
+from tests.unit.operators.samples import digits
+
+
+def make_generator(config):
+    return nn.Sequential(
+        nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid()
+    )
+
+
+def make_discriminator(config):
+    return nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+
+
+def projected(images):
+    """Eight fixed projections: a space in which clouds of images can be compared."""
+    return images @ torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) / 8
+
+
+CONFIG = {
+    "generator": make_generator,
+    "discriminator": make_discriminator,
+    "latent_size": 16,
+    "features": projected,
+}
+
+
+def flat_digits():
+    return tuple((images.flatten(1),) for images, _ in digits())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"use_fp16": True, "amp_dtype": torch.float16}],
+    ids=["float32", "float16"],
+)
+def test_learns_to_make_digits(arguments):
+    train, held_out = flat_digits()
+    config = {**CONFIG, "train_data": train, "validation_data": held_out, "lr": 1e-3, "seed": 0}
+    with TorchTrainer(
+        training_operator_cls=GAN, config=config, use_local=True, use_gpu=False, **arguments
+    ) as trainer:
+        before = trainer.validate()
+        for _ in range(15):
+            metrics = trainer.train()
+        after = trainer.validate()
+        (made,) = trainer.apply_all_operators(lambda op: op.sample(8, seed=0))
+    # two halves of the real digits are about 0.01 apart
+    assert after["val_frechet_distance"] < 0.15 * before["val_frechet_distance"]
+    assert 0.5 <= after["val_discriminator_accuracy"] < 0.95
+    assert metrics["train_discriminator_loss"] < 2
+    assert (made.shape, made.dtype) == ((8, 64), torch.float32)
+    assert made.std(dim=0).mean() > 0.05  # not one image eight times
+
+
+class Plain(nn.Module):
+    """One number by which it multiplies."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(float(weight)))
+
+    def forward(self, samples):
+        return self.weight * samples
+
+
+def plain(**config):
+    config = {"latent_size": 1, "optimizer": "sgd", "momentum": 0.0, "lr": 1.0, **config}
+    given = {"generator": Plain(2), "discriminator": Plain(1), **config}
+    operator = run_operator(GAN, given)
+    operator.noise = lambda num_samples, generator=None: torch.tensor([[0.5], [-1.0]])
+    return operator
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_both_steps_follow_the_gradients_of_the_losses_as_defined(smoothing):
+    operator = plain(label_smoothing=smoothing)
+    real, noise = torch.tensor([[1.0], [3.0]]), torch.tensor([[0.5], [-1.0]])
+    g, d = (torch.tensor(v, requires_grad=True) for v in (2.0, 1.0))
+    of_real, of_fake = (d * real).sigmoid(), (d * (g.detach() * noise)).sigmoid()
+    told = -(1 - smoothing) * of_real.log() - smoothing * (1 - of_real).log()
+    loss_d = told.mean() - (1 - of_fake).log().mean()
+    new_d = (d - torch.autograd.grad(loss_d, d)[0]).detach()
+    loss_g = -(new_d * (g * noise)).sigmoid().log().mean()
+    new_g = g - torch.autograd.grad(loss_g, g)[0]
+
+    metrics = operator.train_batch((real,), {})
+    assert metrics["train_discriminator_loss"].item() == pytest.approx(loss_d.item(), rel=1e-5)
+    assert metrics["train_generator_loss"].item() == pytest.approx(loss_g.item(), rel=1e-5)
+    assert metrics["train_real_score"].item() == pytest.approx(of_real.mean().item(), rel=1e-5)
+    assert operator.discriminator.weight.item() == pytest.approx(new_d.item(), rel=1e-5)
+    assert operator.generator.weight.item() == pytest.approx(new_g.item(), rel=1e-5)
+    assert all(p.requires_grad for p in operator.discriminator.parameters())
+
+
+class Scripted(GAN):
+    """Takes its noise from the config, one part after the other."""
+
+    drawn = 0
+
+    def noise(self, num_samples, generator=None):
+        start, self.drawn = self.drawn, self.drawn + num_samples
+        return self.config["noise"][start : self.drawn]
+
+
+def test_accumulated_batches_make_the_discriminators_step_of_one_large_batch():
+    """The generator's is another: it was judged by the discriminator before its step."""
+    weights = []
+    for steps, batch_size in ((1, 8), (4, 2)):
+        samples = torch.arange(8.0).reshape(8, 1)
+        config = {
+            "generator": Plain(2),
+            "discriminator": Plain(1),
+            "optimizer": "sgd",
+            "momentum": 0.0,
+            "lr": 0.5,
+            "noise": torch.randn(8, 1, generator=torch.Generator().manual_seed(1)),
+            "train_data": DataLoader(samples, batch_size=batch_size),
+            "gradient_accumulation_steps": steps,
+        }
+        with TorchTrainer(
+            training_operator_cls=Scripted, config=config, use_local=True, use_gpu=False
+        ) as trainer:
+            trainer.train()
+            weights.append([model.weight.item() for model in trainer.get_model()])
+    assert weights[0][1] == pytest.approx(weights[1][1], rel=1e-5)
+    assert weights[0][1] != 1
+    assert 2 not in (weights[0][0], weights[1][0])
+
+
+def test_learning_rates_may_differ():
+    operator = plain(generator_lr=0.5, discriminator_lr=0.25)
+    rates = [
+        optimizer.param_groups[0]["lr"]
+        for optimizer in (operator.generator_optimizer, operator.discriminator_optimizer)
+    ]
+    assert rates == [0.5, 0.25]
+    betas = run_operator(GAN, CONFIG).generator_optimizer.param_groups[0]["betas"]
+    assert betas == (0.5, 0.999)
+
+
+def test_an_error_in_the_generators_step_leaves_a_discriminator_that_can_be_trained():
+    class Faulty(Plain):
+        def forward(self, samples):
+            if not self.weight.requires_grad:
+                raise KeyError("judge")
+            return super().forward(samples)
+
+    operator = plain(discriminator=Faulty(1))
+    with pytest.raises(KeyError):
+        operator.train_batch(torch.ones(2, 1), {})
+    assert operator.discriminator.weight.requires_grad
+
+
+def test_validation_draws_the_same_noise_each_time():
+    _, held_out = flat_digits()
+    operator = run_operator(GAN, {**CONFIG, "validation_data": held_out, "seed": 0})
+    found = [operator.validate(iter(operator.validation_loader)) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_a_missing_model_is_asked_for():
+    with pytest.raises(ValueError, match=r"config\['generator'\] gave None.*build_generator"):
+        run_operator(GAN)

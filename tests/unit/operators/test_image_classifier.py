@@ -1,0 +1,99 @@
+"""Classes of images: what is learned, and the definitions of loss, mixup and accuracies."""
+
+import pytest
+import torch
+
+from raysgd.operators import ImageClassifier
+from raysgd.testing import run_operator
+from tests.unit.operators.samples import digits
+
+
+def make_model(config):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
+    )
+
+
+def config(**options):
+    train, held_out = digits()
+    return {"model": make_model, "train_data": train, "validation_data": held_out, **options}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"label_smoothing": 0.1, "top_k": 3}, {}),
+        ({"mixup_alpha": 0.2, "optimizer": "adam"}, {}),
+        (
+            {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "batch_size": 16},
+            {"use_fp16": True},
+        ),
+    ],
+    ids=["smoothing", "mixup", "half, accumulated, clipped"],
+)
+def test_learns_digits(trained, options, arguments):
+    given = config(**{"lr": 5e-3, "train_metrics": True, **options})
+    train, found = trained(ImageClassifier, given, num_epochs=8, **arguments)
+    assert found["val_accuracy"] > 0.94
+    assert train["num_samples"] == 1440
+    assert ("train_accuracy" in train) == ("mixup_alpha" not in options)
+    if "top_k" in options:
+        assert found["val_accuracy"] < found["val_top3_accuracy"] <= 1
+
+
+class Fixed(torch.nn.Module):
+    """Gives its input as scores, times a weight of 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, scores):
+        return self.weight * scores
+
+
+def test_losses_and_accuracies_are_as_defined():
+    operator = run_operator(
+        ImageClassifier, {"model": Fixed(), "label_smoothing": 0.3, "top_k": 2, "lr": 1e-9}
+    )
+    scores = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    target = torch.tensor([0, 1, 2], dtype=torch.int32)
+    logs = scores.log_softmax(dim=1)
+    plain = -logs[torch.arange(3), target.long()]
+    found = operator.validate(iter([(scores, target)]))
+    assert found["val_loss"] == pytest.approx(plain.mean().item(), rel=1e-6)
+    assert found["val_accuracy"] == pytest.approx(1 / 3)
+    assert found["val_top2_accuracy"] == pytest.approx(2 / 3)
+    smoothed = 0.7 * plain - 0.3 * logs.mean(dim=1)
+    loss = operator.train_batch((scores, target), {})["train_loss"].compute()
+    assert loss == pytest.approx(smoothed.mean().item(), rel=1e-6)
+
+
+def test_mixup_mixes_images_and_losses_with_one_share():
+    """A model that gives its input shows what it was given."""
+    seen = []
+
+    class Spy(Fixed):
+        def forward(self, scores):
+            seen.append(super().forward(scores))
+            return seen[-1]
+
+    operator = run_operator(ImageClassifier, {"model": Spy(), "mixup_alpha": 1.0})
+    images, target = 5 * torch.eye(4), torch.arange(4)
+    torch.manual_seed(5)
+    _, _, losses = operator.training_pass((images, target))
+    share = next(v.item() / 5 for v in seen[0].diagonal() if 0 < v < 5)
+    partner = [
+        next((c for c in range(4) if c != r and row[c] > 0), r) for r, row in enumerate(seen[0])
+    ]
+    assert sorted(partner) == [0, 1, 2, 3]
+    assert partner != [0, 1, 2, 3]
+    logs = seen[0].log_softmax(dim=1)
+    expected = -share * logs.diagonal() - (1 - share) * logs[torch.arange(4), partner]
+    assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_top_k_above_the_number_of_classes_is_refused():
+    operator = run_operator(ImageClassifier, {"model": Fixed(), "top_k": 5})
+    with pytest.raises(ValueError, match=r"config\['top_k'\]=5 must be at most .* 3"):
+        operator.validate(iter([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]))

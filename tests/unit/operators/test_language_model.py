@@ -1,0 +1,151 @@
+"""The next token: what is learned, exact perplexity, tied weights, generating."""
+
+import math
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.operators import LanguageModel
+from raysgd.testing import run_operator
+from tests.unit.operators.samples import library_text
+
+SMALL = {"vocab_size": 128, "hidden_size": 32, "num_heads": 2, "sequence_length": 32}
+
+
+def test_learns_the_library_of_python(trained):
+    text, held_out = library_text()
+    counts = torch.bincount(text.long(), minlength=128).double() + 1
+    by_frequency = -(counts / counts.sum()).log()[held_out.long()].mean().item()
+    config = {
+        **SMALL,
+        "train_data": text,
+        "validation_data": held_out,
+        "num_layers": 1,
+        "batch_size": 16,
+        "lr": 1e-2,
+        "max_grad_norm": 1.0,
+    }
+    train, found = trained(LanguageModel, config, num_epochs=2)
+    assert found["val_loss"] < by_frequency - 0.5  # better than knowing how often each byte comes
+    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]), rel=1e-9)
+    assert train["train_perplexity"] == pytest.approx(math.exp(train["train_loss"]), rel=1e-9)
+    assert found["val_accuracy"] > 0.3
+
+
+def test_perplexity_is_that_of_all_tokens_whatever_the_batches():
+    """The last sequence is short, so that a mean over batches would be another number."""
+    text = torch.arange(75) * 7 % 64
+    found = {}
+    for batch_size in (1, 2, 5):
+        config = {**SMALL, "vocab_size": 64, "validation_data": text, "seed": 0}
+        operator = run_operator(LanguageModel, {**config, "batch_size": batch_size})
+        found[batch_size] = operator.validate(iter(operator.validation_loader))
+    windows = operator.validation_loader.dataset
+    logs = [operator.model.eval()(tokens[None])[0].log_softmax(dim=1) for tokens, _ in windows]
+    nats = [
+        -log[place, target].item()
+        for log, (_, targets) in zip(logs, windows, strict=True)
+        for place, target in enumerate(targets.tolist())
+        if target != -100
+    ]
+    assert len(nats) == 74
+    for metrics in found.values():
+        assert metrics["val_perplexity"] == pytest.approx(math.exp(sum(nats) / 74), rel=1e-6)
+        assert metrics["num_samples"] == 3
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_weights_are_tied_or_not_and_stay_so(tie_weights, tmp_path):
+    config = {**SMALL, "tie_weights": tie_weights, "train_data": torch.arange(128)}
+    with TorchTrainer(
+        training_operator_cls=LanguageModel, config=config, use_local=True, use_gpu=False
+    ) as trainer:
+        trainer.train()
+        trainer.load(trainer.save(tmp_path / "state.pt"))
+        trainer.train()
+        model = trainer.get_model()
+    assert (model.tokens.weight is model.scores.weight) == tie_weights
+    assert torch.equal(model.tokens.weight, model.scores.weight) == tie_weights
+
+
+def test_batches_may_be_tokens_or_tokens_and_targets():
+    operator = run_operator(LanguageModel, SMALL)
+    tokens = torch.arange(20).reshape(2, 10)
+    expected = operator.validate(iter([(tokens[:, :-1], tokens[:, 1:])]))
+    for batch in (tokens, (tokens,), [tokens]):
+        assert operator.validate(iter([batch]))["val_loss"] == expected["val_loss"]
+
+
+def test_a_model_of_ones_own_may_give_an_object_with_logits():
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 8)
+
+        def forward(self, tokens):
+            return Output(self.table(tokens))
+
+    operator = run_operator(LanguageModel, {"model": Own()})
+    found = operator.train_batch(torch.arange(8).reshape(2, 4), {})
+    assert found["train_loss"].compute() > 0
+    assert len(operator.generate([1], 3)) == 3
+
+
+def test_only_earlier_tokens_are_seen():
+    model = run_operator(LanguageModel, SMALL).model.eval()
+    tokens = torch.randint(128, (1, 10), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 6:] = 5
+    assert torch.allclose(model(tokens)[0, :6], model(changed)[0, :6], atol=1e-5)
+    assert not torch.allclose(model(tokens)[0, 6:], model(changed)[0, 6:], atol=1e-5)
+
+
+def test_generates_what_it_has_learned():
+    text = torch.arange(400) % 9  # so that each token comes at each place
+    config = {**SMALL, "vocab_size": 10, "sequence_length": 8, "train_data": text, "lr": 0.01}
+    config |= {"batch_size": 10, "seed": 0}
+    with TorchTrainer(
+        training_operator_cls=LanguageModel, config=config, use_local=True, use_gpu=False
+    ) as trainer:
+        trainer.train(num_steps=60)
+        (made,) = trainer.apply_all_operators(lambda op: op.generate([3], 12, temperature=0))
+        assert made == [n % 9 for n in range(4, 16)]
+        draws = trainer.apply_all_operators(
+            lambda op: [op.generate([3, 4], 5, temperature=5.0, seed=s) for s in (1, 1, 2)]
+        )[0]
+        assert draws[0] == draws[1] != draws[2]
+        assert trainer.apply_all_operators(lambda op: op.model.training) == [True]
+
+
+def test_accumulated_batches_are_weighted_by_their_tokens():
+    """Two batches of 32 and 3 tokens make the update of one of 35."""
+    text = torch.arange(36) * 5 % 64
+    weights = []
+    for batch_size, steps in ((2, 1), (1, 2)):
+        config = {**SMALL, "vocab_size": 64, "train_data": text, "optimizer": "sgd", "seed": 0}
+        config |= {"batch_size": batch_size, "gradient_accumulation_steps": steps, "lr": 1.0}
+        with TorchTrainer(
+            training_operator_cls=LanguageModel, config=config, use_local=True, use_gpu=False
+        ) as trainer:
+            trainer.train()
+            weights.append(trainer.get_model().tokens.weight)
+    assert torch.allclose(*weights, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"config\['vocab_size'\] is missing"),
+        ({**SMALL, "num_heads": 3}, r"config\['num_heads'\]=3 must divide .*=32"),
+        ({**SMALL, "train_data": torch.zeros(1, dtype=torch.long)}, "two tokens at least"),
+        ({**SMALL, "train_data": torch.zeros(9)}, r"of torch\.float32"),
+    ],
+)
+def test_wrong_configs_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        run_operator(LanguageModel, config)

@@ -1,0 +1,131 @@
+"""Configs are checked at setup; errors name key, value and what is allowed."""
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd import operators
+from raysgd.operators import GAN, ImageClassifier, LanguageModel, Regressor, SemanticSegmenter
+from raysgd.operators.options import REQUIRED
+from raysgd.testing import run_operator
+from raysgd.utils import BATCH_SIZE
+
+CONFIG = {"model": lambda config: torch.nn.Linear(2, 1), "train_data": None, "num_classes": 3}
+OPERATORS = [
+    cls
+    for cls in (getattr(operators, name) for name in operators.__all__)
+    if hasattr(cls, "OPTIONS")
+]
+
+
+def rejected(operator_cls, **config):
+    with pytest.raises(ValueError, match=operator_cls.__name__) as caught:
+        run_operator(operator_cls, {**CONFIG, **config})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("lr", 0, "a number above 0.0"),
+        ("lr", "fast", "a number above 0.0"),
+        ("lr", True, "a number above 0.0"),
+        ("lr", float("nan"), "a number above 0.0"),
+        ("optimizer", "sdg", '"adam", "adamw", "sgd" or a function'),
+        ("weight_decay", -1, "a number of at least 0.0"),
+        ("momentum", 1.5, "a number of at least 0.0 and at most 1.0"),
+        ("scheduler", "cosine", "a function of (optimizer, config), or None"),
+        ("gradient_accumulation_steps", 0, "an int of at least 1"),
+        ("gradient_accumulation_steps", 2.0, "an int of at least 1"),
+        ("max_grad_norm", 0, "a number above 0.0 or None"),
+        ("train_data", 3, "a torch Dataset"),
+        ("validation_data", 3, "a torch Dataset"),
+        ("batch_size", 0, "an int of at least 1"),
+        ("num_loader_workers", -1, "an int of at least 0"),
+        ("seed", "x", "an int of at least 0 or None"),
+        ("model", "resnet", "a torch.nn.Module or a function"),
+        ("train_metrics", 1, "True or False"),
+        ("loss", "mean", '"mse", "l1" or "huber"'),
+        ("huber_delta", 0, "a number above 0.0"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_named_with_what_is(key, value, allowed):
+    message = rejected(Regressor, **{key: value})
+    assert f"config[{key!r}]={value!r} must be {allowed}" in message
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "key", "value"),
+    [
+        (ImageClassifier, "label_smoothing", 1.5),
+        (ImageClassifier, "mixup_alpha", -1),
+        (ImageClassifier, "top_k", 0),
+        (SemanticSegmenter, "ignore_index", "none"),
+        (SemanticSegmenter, "num_classes", 1),
+        (LanguageModel, "dropout", 1.0),
+        (LanguageModel, "sequence_length", 0),
+        (GAN, "latent_size", 0),
+        (GAN, "label_smoothing", 0.5),
+        (GAN, "generator", "dcgan"),
+    ],
+)
+def test_each_operator_checks_its_own_options(operator_cls, key, value):
+    assert f"config[{key!r}]={value!r} must be " in rejected(operator_cls, **{key: value})
+
+
+def test_an_option_without_default_has_to_be_there():
+    with pytest.raises(ValueError, match=r"config\['num_classes'\] is missing; it must be an int"):
+        run_operator(SemanticSegmenter, {"model": torch.nn.Identity()})
+
+
+def test_a_key_that_looks_like_an_option_is_warned_of():
+    with pytest.warns(UserWarning, match="no option 'optimiser': is 'optimizer' meant"):
+        run_operator(Regressor, {**CONFIG, "optimiser": "sgd"})
+
+
+def test_keys_of_ones_own_are_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator = run_operator(Regressor, {**CONFIG, "depth": 3, "learning": 1, 7: "seven"})
+    assert operator.config["depth"] == 3
+
+
+def test_numbers_of_numpy_are_numbers():
+    operator = run_operator(
+        Regressor, {**CONFIG, "lr": np.float32(0.5), "gradient_accumulation_steps": 2}
+    )
+    assert operator.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_batch_size_of_a_worker_and_of_all_workers_is_one_too_many():
+    message = rejected(Regressor, batch_size=8, **{BATCH_SIZE: 16})
+    assert "both 'batch_size'=8" in message
+
+
+def test_a_missing_model_is_asked_for():
+    with pytest.raises(ValueError, match="override build_model in Regressor"):
+        run_operator(Regressor, {})
+    with pytest.raises(ValueError, match="the function config\\['model'\\] gave 3"):
+        run_operator(Regressor, {"model": lambda config: 3})
+
+
+def test_data_that_are_no_data_are_named():
+    with pytest.raises(ValueError, match=r"data must be a torch Dataset.*not 3"):
+        run_operator(Regressor, {**CONFIG, "train_data": lambda config: 3})
+    with pytest.raises(ValueError, match="have 3, 2 rows"):
+        run_operator(Regressor, {**CONFIG, "train_data": (torch.zeros(3), torch.zeros(2))})
+
+
+@pytest.mark.parametrize("operator_cls", OPERATORS, ids=lambda cls: cls.__name__)
+def test_the_table_of_an_operator_lists_its_options_with_their_defaults(operator_cls):
+    base = operator_cls.__mro__[1]
+    inherited = getattr(base, "OPTIONS", {})
+    listed = dict(re.findall(r"^ {4}``(\w+)``  +(\S+)", operator_cls.__doc__, re.MULTILINE))
+    own = {k: o for k, o in operator_cls.OPTIONS.items() if o is not inherited.get(k)}
+    assert set(listed) == set(own)
+    for key, option in own.items():
+        expected = "required" if option.default is REQUIRED else repr(option.default)
+        assert listed[key].replace('"', "'") == expected.replace('"', "'"), key

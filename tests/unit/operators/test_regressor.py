@@ -1,0 +1,70 @@
+"""Numbers of samples: what is learned, and the definitions of losses and metrics."""
+
+import math
+
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import r2_score
+
+from raysgd.operators import Regressor
+from raysgd.operators.regressor import R2
+from raysgd.testing import run_operator
+from tests.unit.operators.samples import diabetes
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "l1"}, {"loss": "huber", "huber_delta": 0.5}])
+def test_learns_the_progress_of_a_disease_as_well_as_least_squares(trained, options):
+    (features, target), (held_features, held_target) = diabetes()
+    best = LinearRegression().fit(features, target).score(held_features, held_target)
+    mean, std = target.mean(), target.std()
+    config = {
+        "model": lambda config: torch.nn.Linear(10, 1),
+        "train_data": (features, (target - mean) / std),
+        "validation_data": (held_features, (held_target - mean) / std),
+        "lr": 0.02,
+        **options,
+    }
+    _, found = trained(Regressor, config, num_epochs=25)
+    assert found["val_r2"] > best - 0.04
+    assert found["val_mae"] < found["val_rmse"] < 1
+
+
+def test_losses_and_metrics_are_as_defined():
+    output, target = torch.tensor([[0.0], [3.0], [1.0]]), torch.tensor([0.5, 0.0, 1.0])
+    expected = {"mse": (0.25 + 9) / 3, "l1": 3.5 / 3, "huber": (0.125 + (3 - 0.5)) / 3}
+    for loss, value in expected.items():
+        operator = run_operator(Regressor, {"model": torch.nn.Linear(1, 1), "loss": loss})
+        operator.model = torch.nn.Identity()
+        found = operator.validate(iter([(output[:1], target[:1]), (output[1:], target[1:])]))
+        assert found["val_loss"] == pytest.approx(value, rel=1e-6)
+    assert found["val_mae"] == pytest.approx(3.5 / 3)
+    assert found["val_rmse"] == pytest.approx(math.sqrt(9.25 / 3))
+    assert found["val_r2"] == pytest.approx(r2_score(target, output[:, 0]))
+
+
+def test_shapes_that_would_be_broadcast_are_refused():
+    operator = run_operator(Regressor, {"model": torch.nn.Linear(2, 3)})
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) and the target \(4,\)"):
+        operator.train_batch((torch.zeros(4, 2), torch.zeros(4)), {})
+
+
+def test_targets_may_be_ints():
+    operator = run_operator(Regressor, {"model": torch.nn.Linear(2, 1)})
+    batch = (torch.zeros(4, 2), torch.arange(4))
+    assert operator.train_batch(batch, {})["train_loss"].compute() > 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e8])
+def test_r2_of_parts_is_that_of_the_whole_also_far_from_zero(offset):
+    draw = torch.Generator().manual_seed(0)
+    target = torch.randn(101, 3, generator=draw, dtype=torch.float64) + offset
+    output = target + 0.5 * torch.randn(101, 3, generator=draw, dtype=torch.float64)
+    parts = [R2.of(output[a:b], target[a:b]) for a, b in ((0, 1), (1, 50), (50, 101))]
+    merged = parts[2].merge(parts[0]).merge(parts[1]).compute()
+    assert merged == pytest.approx(r2_score(target - offset, output - offset), abs=1e-6)
+    assert R2.of(output, target).compute() == pytest.approx(merged, abs=1e-9)
+
+
+def test_r2_of_targets_that_do_not_vary_is_nan():
+    assert math.isnan(R2.of(torch.zeros(3), torch.ones(3)).compute())

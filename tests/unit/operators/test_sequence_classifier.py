@@ -1,0 +1,83 @@
+"""Classes of sequences by models of transformers."""
+
+import sys
+
+import pytest
+import torch
+from sklearn.metrics import f1_score
+
+from raysgd.operators import SequenceClassifier
+from raysgd.testing import run_operator
+from tests.unit.operators.samples import lines_of_python
+
+TINY = {
+    "model_type": "distilbert",
+    "num_classes": 2,
+    "model_config": {
+        "vocab_size": 128,
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 1,
+        "n_heads": 2,
+        "max_position_embeddings": 64,
+    },
+}
+
+
+def test_tells_comments_from_code(trained):
+    train, held_out = lines_of_python()
+    config = {**TINY, "train_data": train, "validation_data": held_out, "lr": 3e-3}
+    _, found = trained(SequenceClassifier, config, num_epochs=5)
+    assert found["val_accuracy"] > 0.86
+    assert found["val_f1"] == pytest.approx(found["val_accuracy"], abs=0.03)
+
+
+def test_batches_may_be_dicts_or_tuples():
+    operator = run_operator(SequenceClassifier, {**TINY, "seed": 0})
+    tokens = torch.randint(1, 128, (3, 8), generator=torch.Generator().manual_seed(0))
+    mask, labels = torch.ones_like(tokens), torch.tensor([0, 1, 1])
+    batches = [
+        {"input_ids": tokens, "attention_mask": mask, "labels": labels},
+        {"input_ids": tokens, "labels": labels},
+        (tokens, mask, labels),
+        (tokens, labels),
+    ]
+    found = [operator.validate(iter([batch])) for batch in batches]
+    assert len({round(metrics["val_loss"], 6) for metrics in found}) == 1
+    assert operator.train_batch(batches[0], {})["num_samples"] == 3
+
+
+def test_metrics_are_as_defined():
+    class Scores(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, input_ids):
+            return self.weight * torch.nn.functional.one_hot(input_ids[:, 0], 3).float()
+
+    operator = run_operator(SequenceClassifier, {"model": Scores(), "num_classes": 3})
+    predicted, labels = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 1, 2, 0])
+    batches = [(predicted[rows, None], labels[rows]) for rows in (slice(0, 1), slice(1, 5))]
+    found = operator.validate(iter(batches))
+    assert found["val_accuracy"] == pytest.approx(3 / 5)
+    assert found["val_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nothing"}, r"config\['model_type'\]='nothing'"),
+        ({"model_config": {"num_labels": 5}}, "num_labels=5, and config.* is 2"),
+        ({"model_config": [1]}, "must be a dict of config values"),
+    ],
+)
+def test_wrong_configs_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        run_operator(SequenceClassifier, {**TINY, **config})
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'needs transformers.*"raysgd\[operators\]"'):
+        run_operator(SequenceClassifier, TINY)

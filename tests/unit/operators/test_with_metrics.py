@@ -1,0 +1,192 @@
+"""Metrics of TorchMetrics: those of one pass over all data, however these are shared out."""
+
+import functools
+import pickle
+import sys
+
+import pytest
+import torch
+import torchmetrics
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryROC,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+)
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score
+from torchmetrics.text import Perplexity
+from torchmetrics.wrappers import ClasswiseWrapper, MultioutputWrapper
+
+from raysgd import TrainingOperator
+from raysgd.metrics import merge_workers
+from raysgd.operators import ImageClassifier, LanguageModel, WithMetrics
+from raysgd.testing import run_operator
+from tests.operators import Classifier
+from tests.unit.operators.samples import digits
+from tests.unit.operators.test_image_classifier import make_model
+
+
+class Digits(WithMetrics, ImageClassifier):
+    def build_metrics(self, config):
+        return {"f1": MulticlassF1Score(num_classes=10, average="macro")}
+
+
+def test_a_trained_classifier_has_a_good_f1(trained):
+    train, held_out = digits()
+    config = {"model": make_model, "train_data": train, "validation_data": held_out, "lr": 5e-3}
+    _, found = trained(Digits, config, num_epochs=5)
+    assert found["val_f1"] == pytest.approx(found["val_accuracy"], abs=0.02)
+    assert found["val_f1"] > 0.9
+
+
+class Direct(WithMetrics, TrainingOperator):
+    """Feeds its batches to the metrics as they are."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(1, 1)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def validate_batch(self, batch, batch_info):
+        self.update_metrics(*batch)
+        return {"num_samples": len(batch[0])}
+
+
+draw = torch.Generator().manual_seed(0)
+CLASSES = (torch.randn(60, 4, generator=draw), torch.randint(4, (60,), generator=draw))
+BINARY = (torch.rand(60, generator=draw), torch.randint(2, (60,), generator=draw))
+NUMBERS = (torch.randn(60, generator=draw), torch.randn(60, generator=draw))
+PAIRS = (torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw))
+
+
+@pytest.mark.parametrize(
+    ("metric", "data"),
+    [
+        (lambda: MulticlassF1Score(num_classes=4, average="macro"), CLASSES),
+        (lambda: MulticlassAccuracy(num_classes=4, average=None), CLASSES),
+        (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=4, average=None)), CLASSES),
+        (lambda: BinaryAUROC(), BINARY),
+        (lambda: BinaryAUROC(thresholds=20), BINARY),
+        (lambda: MeanSquaredError(), NUMBERS),
+        (lambda: R2Score(), NUMBERS),
+        (lambda: PearsonCorrCoef(), NUMBERS),
+        (lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=2), PAIRS),
+        (lambda: torchmetrics.MaxMetric() + 1, None),
+    ],
+    ids=["f1", "vector", "dict", "list", "bins", "mse", "r2", "pearson", "wrapper", "composed"],
+)
+@pytest.mark.parametrize("cuts", [[60], [7, 60], [1, 30, 60]], ids=len)
+def test_parts_give_what_one_pass_gives(metric, data, cuts):
+    """Each part is a worker of its own, with batches of up to 16 samples."""
+
+    def update(metric, *columns):
+        metric.update(*(columns if data is not None else columns[:1]))
+
+    columns = NUMBERS if data is None else data
+    whole = metric()
+    update(whole, *columns)
+    parts, start = [], 0
+    for stop in cuts:
+        config = {"metrics": lambda config: {"it": metric()}}
+        operator = run_operator(Direct, config)
+        operator.update_metrics = functools.partial(update, operator.validation_metrics["it"])
+        batches = [
+            tuple(column[a : min(a + 16, stop)] for column in columns)
+            for a in range(start, stop, 16)
+        ]
+        parts.append(pickle.loads(pickle.dumps(operator.validate(iter(batches)))))
+        start = stop
+    idle = run_operator(Direct, config).validate(iter([]))
+    found = merge_workers([*parts, idle])
+    expected = whole.compute()
+    if isinstance(expected, dict):
+        expected = {f"val_it_{key}": value.item() for key, value in expected.items()}
+    elif expected.dim() == 1:
+        expected = {f"val_it_{index}": v.item() for index, v in enumerate(expected)}
+    else:
+        expected = {"val_it": expected.item()}
+    assert {k: v for k, v in found.items() if k.startswith("val_")} == pytest.approx(
+        expected, abs=1e-6
+    )
+    assert all(type(found[key]) is float for key in expected)
+
+
+def test_each_validation_starts_anew_and_leaves_earlier_results_as_they_are():
+    operator = run_operator(Direct, {"metrics": BinaryAUROC()})
+    first = operator.validate(iter([BINARY]))
+    again = operator.validate(iter([BINARY]))
+    half = operator.validate(iter([tuple(column[:30] for column in BINARY)]))
+    assert first["val_BinaryAUROC"] == again["val_BinaryAUROC"] != half["val_BinaryAUROC"]
+    assert merge_workers([first])["val_BinaryAUROC"] == again["val_BinaryAUROC"]
+
+
+def test_metrics_in_the_config_are_not_changed():
+    given = MeanSquaredError()
+    run_operator(Direct, {"metrics": given}).validate(iter([NUMBERS]))
+    assert not given.update_called
+
+
+def test_a_collection_has_its_prefix():
+    collection = MetricCollection({"a": MeanSquaredError(), "b": R2Score()}, prefix="my_")
+    found = run_operator(Direct, {"metrics": collection}).validate(iter([NUMBERS]))
+    assert {"val_my_a", "val_my_b"} <= found.keys()
+
+
+def test_the_default_validation_feeds_the_metrics():
+    class Measured(WithMetrics, Classifier):
+        pass
+
+    config = {"metrics": MulticlassAccuracy(num_classes=2, average="micro")}
+    operator = run_operator(Measured, config)
+    found = operator.validate(iter(operator.validation_loader))
+    assert found["val_MulticlassAccuracy"] == pytest.approx(found["val_accuracy"], abs=1e-6)
+    assert len(operator.model._forward_hooks) == 0
+
+
+def test_perplexity_of_torchmetrics_is_that_of_the_language_model():
+    class Measured(WithMetrics, LanguageModel):
+        pass
+
+    config = {
+        "metrics": Perplexity(ignore_index=-100),
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "sequence_length": 6,
+        "validation_data": torch.arange(27) % 16,
+    }
+    operator = run_operator(Measured, config)
+    found = operator.validate(iter(operator.validation_loader))
+    assert found["val_Perplexity"] == pytest.approx(found["val_perplexity"], rel=1e-6)
+
+
+def test_the_wrong_order_of_bases_is_found_out():
+    class Wrong(ImageClassifier, WithMetrics):
+        def build_metrics(self, config):
+            return MulticlassAccuracy(num_classes=10)
+
+    train, _ = digits()
+    operator = run_operator(Wrong, {"model": make_model, "validation_data": train})
+    with pytest.raises(RuntimeError, match="list WithMetrics first among the bases of Wrong"):
+        operator.validate(iter(operator.validation_loader))
+
+
+@pytest.mark.parametrize("given", [None, {}, "f1", {"f1": "macro"}, lambda config: 3])
+def test_what_is_no_metric_is_refused(given):
+    class Measured(WithMetrics, Classifier):
+        pass
+
+    with pytest.raises(TypeError, match=r"must be torchmetrics\.Metric objects by name"):
+        run_operator(Measured, {"metrics": given})
+
+
+def test_a_metric_that_gives_no_numbers_is_refused():
+    operator = run_operator(Direct, {"metrics": BinaryROC()})
+    with pytest.raises(TypeError, match="BinaryROC computed"):
+        merge_workers([operator.validate(iter([BINARY]))])
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    config = {"model": make_model, "metrics": {"f1": None}}
+    with pytest.raises(ImportError, match=r'needs torchmetrics.*"raysgd\[operators\]"'):
+        run_operator(Digits, config)
