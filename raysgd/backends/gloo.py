@@ -161,7 +161,8 @@ class _Collective(Work):
     def __init__(self, running: _Running, start: Callable[[], Any]) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
-        key, ended = id(self), self._ended
+        ended = self._ended
+        key = id(ended)  # which lives until gloo is done; the work may be dropped before
         running.begin(key, ended.set_result)
         try:
             self._work = start()

@@ -68,6 +68,18 @@ def test_a_collective_can_be_waited_for_later(group):
     assert future.wait()[0].tolist() == [1, 1, 1]
 
 
+def test_works_that_nobody_keeps_do_not_take_the_end_of_others(group):
+    def start_and_drop():
+        for _ in range(3000):
+            dist.all_reduce(torch.ones(3), async_op=True)
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+    thread = threading.Thread(target=start_and_drop, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_errors_of_gloo_reach_the_caller(group):
     with pytest.raises(RuntimeError, match=r"BAND"):
         dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
