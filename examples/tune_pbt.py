@@ -74,14 +74,18 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="two trials of four epochs")
     args = parser.parse_args()
     num_trials, num_epochs = (2, 4) if args.smoke_test else (args.num_trials, args.num_epochs)
+    num_cpus = max(args.num_workers, os.cpu_count())
+    # each takes all there are: the trials take turns in one process, and none waits for another
+    num_cpus_per_worker = num_cpus // args.num_workers if args.smoke_test else 1
 
     started = time.perf_counter()
     if "RAY_ADDRESS" not in os.environ:
-        ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
+        ray.init("local", num_cpus=num_cpus, log_to_driver=False)
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
         config={BATCH_SIZE: 64},  # a trial's own config is merged over this
         num_workers=args.num_workers,
+        num_cpus_per_worker=num_cpus_per_worker,
         use_gpu=args.use_gpu,
         use_local=True,  # worker 0 lives in the trial's own process
     )
