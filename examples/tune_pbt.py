@@ -55,6 +55,16 @@ class DigitClassifier(TrainingOperator):
         return {**super().train_batch(batch, batch_info), "optimizer_lr": lr}
 
 
+class History(tune.Callback):
+    """Keeps the results of each trial."""
+
+    def __init__(self):
+        self.results = {}
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        self.results.setdefault(trial.trial_id, []).append(result)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=1, help="of each trial")
@@ -64,14 +74,18 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="two trials of four epochs")
     args = parser.parse_args()
     num_trials, num_epochs = (2, 4) if args.smoke_test else (args.num_trials, args.num_epochs)
+    num_cpus = max(args.num_workers, os.cpu_count())
+    # each takes all there are: the trials take turns in one process, and none waits for another
+    num_cpus_per_worker = num_cpus // args.num_workers if args.smoke_test else 1
 
     started = time.perf_counter()
     if "RAY_ADDRESS" not in os.environ:
-        ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
+        ray.init("local", num_cpus=num_cpus, log_to_driver=False)
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
         config={BATCH_SIZE: 64},  # a trial's own config is merged over this
         num_workers=args.num_workers,
+        num_cpus_per_worker=num_cpus_per_worker,
         use_gpu=args.use_gpu,
         use_local=True,  # worker 0 lives in the trial's own process
     )
@@ -83,6 +97,7 @@ def main():
         hyperparam_mutations={"lr": tune.loguniform(1e-4, 1), "momentum": [0.0, 0.5, 0.9]},
         synch=True,  # compare trials after the same number of epochs
     )
+    history = History()
     with tempfile.TemporaryDirectory() as folder:
         tuner = tune.Tuner(
             trainable,
@@ -94,19 +109,21 @@ def main():
                 metric="val_accuracy", mode="max", scheduler=scheduler, reuse_actors=True
             ),
             run_config=tune.RunConfig(
-                storage_path=folder, stop={"training_iteration": num_epochs}, verbose=0
+                storage_path=folder,
+                stop={"training_iteration": num_epochs},
+                callbacks=[history],
+                verbose=0,
             ),
         )
         results = tuner.fit()
         if results.errors:
             raise SystemExit(results.errors[0])
-        histories = [result.metrics_dataframe for result in results]
 
     print("\nlearning rate of each epoch, and accuracy after the last")
-    for number, history in enumerate(histories):
-        rates = "  ".join(f"{rate:8.2g}" for rate in history["optimizer_lr"])
-        print(f"trial {number}   {rates}   {history['val_accuracy'].iloc[-1]:8.2%}")
-    accuracy = min(history["val_accuracy"].iloc[-1] for history in histories)
+    for trial, trained in sorted(history.results.items()):
+        rates = "  ".join(f"{result['optimizer_lr']:7.2g}" for result in trained)
+        print(f"trial {trial[-2:]}   {rates}   {trained[-1]['val_accuracy']:8.2%}")
+    accuracy = min(result.metrics["val_accuracy"] for result in results)
     print(f"the worst of {num_trials} trials: {accuracy:.2%}")
     print(f"done in {time.perf_counter() - started:.1f} s")
     if not args.smoke_test and accuracy < 0.9:

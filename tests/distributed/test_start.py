@@ -79,6 +79,23 @@ def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
     assert found == (1003, 2, 1)
 
 
+def test_a_placement_group_with_fewer_bundles_starts_fewer_workers(ray_cluster):
+    @ray_cluster.remote(num_cpus=1)
+    def trial():
+        with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 beside the"):
+            TorchTrainer(training_operator_cls=Classifier, num_workers=1, num_cpus_per_worker=2)
+        with TorchTrainer(training_operator_cls=Classifier, num_workers=3) as trainer:
+            return trainer.num_workers, trainer.max_workers
+
+    group = placement_group([{"CPU": 1}] * 2, strategy="PACK")
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=1, placement_group_capture_child_tasks=True
+    )
+    found = ray_cluster.get(trial.options(scheduling_strategy=strategy).remote(), timeout=120)
+    remove_placement_group(group)
+    assert found == (1, 3)
+
+
 def test_one_worker_has_no_process_group(ray_cluster):
     import torch.distributed as dist
 
