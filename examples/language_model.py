@@ -83,15 +83,15 @@ def main():
             LanguageModel.generate,
             tokens=encoded(args.prompt),
             num_tokens=100 if args.smoke_test else 400,
-            temperature=0.5,
+            temperature=0.9,
             seed=0,
         )
         written = trainer.apply_all_operators(write)[0]
     text = args.prompt + "".join(CHARACTERS[number] for number in written)
-    print("\nwhat it writes\n" + "\n".join(f"  | {line}" for line in text.split("\n")))
+    print("\nwhat it writes\n" + "\n".join(f"  | {line.rstrip()}" for line in text.split("\n")))
     print(f"done in {time.perf_counter() - started:.1f} s")
-    if not args.smoke_test and validation["val_perplexity"] > 6:
-        raise SystemExit(f"val_perplexity {validation['val_perplexity']:.2f} is above 6")
+    if not args.smoke_test and validation["val_perplexity"] > 6.5:
+        raise SystemExit(f"val_perplexity {validation['val_perplexity']:.2f} is above 6.5")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from raysgd.torch import TrainingOperator
 __all__ = ["ConfiguredOperator"]
 
 _DATA = (
-    "a torch Dataset, a tuple of tensors of one length, an iterable of batches, a function of "
-    "the config that returns one of them, or None"
+    "a torch Dataset, a tensor or a tuple of tensors of one length, an iterable of batches, a "
+    "function of the config that returns one of them, or None"
 )
 _OPTIMIZERS = ("adam", "adamw", "sgd")
 
@@ -46,11 +46,11 @@ class ConfiguredOperator(TrainingOperator):
     ``scheduler``                    None        function of (optimizer, config) that makes a
                                                  scheduler; the trainer needs a
                                                  ``scheduler_step_freq`` then
-    ``gradient_accumulation_steps``  1          batches that make one update together
+    ``gradient_accumulation_steps``  1           batches that make one update together
     ``max_grad_norm``                None        2-norm to which gradients are clipped
-    ``train_data``                   None        a Dataset, a tuple of tensors, an iterable of
-                                                 batches, or a function of the config that
-                                                 returns one of them
+    ``train_data``                   None        a Dataset, a tensor or a tuple of tensors, an
+                                                 iterable of batches, or a function of the
+                                                 config that returns one of them
     ``validation_data``              None        likewise
     ``batch_size``                   32          samples that each worker takes at a step;
                                                  ``config[BATCH_SIZE]`` sets those of all workers
@@ -58,7 +58,7 @@ class ConfiguredOperator(TrainingOperator):
     ``seed``                         None        of torch's random numbers from `setup` on
     ===============================  ==========  ================================================
 
-    Data sets and tuples of tensors get a DataLoader, which shuffles those to train on; iterables
+    Data sets and tensors get a DataLoader, which shuffles those to train on; iterables
     are used as they are. Other keys are for your own functions; one that looks like an option
     with a typing error is warned of.
 
@@ -149,11 +149,18 @@ class ConfiguredOperator(TrainingOperator):
 
     def as_dataset(self, data: Any) -> Any:
         """Return data in a form that users like to give as a Dataset, others as they are."""
-        if isinstance(data, tuple) and data and all(isinstance(t, torch.Tensor) for t in data):
-            if len({len(tensor) for tensor in data}) > 1:
+        if isinstance(data, torch.Tensor):
+            data = (data,)
+        if isinstance(data, tuple):
+            kind = type(self).__name__
+            if not data or not all(isinstance(column, torch.Tensor) for column in data):
                 raise ValueError(
-                    f"{type(self).__name__}: the tensors of a data set have "
-                    f"{', '.join(str(len(tensor)) for tensor in data)} rows; all need the same "
+                    f"{kind}: data given as a tuple must be tensors, not {shown(data)}."
+                )
+            if len({len(column) for column in data}) > 1:
+                raise ValueError(
+                    f"{kind}: the tensors of a data set have "
+                    f"{', '.join(str(len(column)) for column in data)} rows; all need the same "
                     "number."
                 )
             return TensorDataset(*data)

@@ -128,13 +128,18 @@ def read_options(
             warnings.warn(
                 f"{owner} has no option {key!r}: is {meant[0]!r} meant?", UserWarning, stacklevel=2
             )
-    return {key: config.get(key, option.default) for key, option in options.items()}
+    return {key: _plain(config.get(key, option.default)) for key, option in options.items()}
 
 
 def shown(value: Any) -> str:
     """Return a value as an error shows it: short, however large the value is."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy, which searches for good values like to give, as Python's."""
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
 
 
 def _or_none(default: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,7 +100,10 @@ class WithMetrics(TrainingOperator):
             )
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
-                result.update(computed(f"val_{name}", MergedStates.of(metric)))
+                with warnings.catch_warnings():
+                    # that this worker's part alone lacks something says nothing
+                    warnings.simplefilter("ignore")
+                    result.update(computed(f"val_{name}", MergedStates.of(metric)))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

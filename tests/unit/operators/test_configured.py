@@ -64,6 +64,11 @@ def test_data_sets_get_a_loader(form):
     assert targets.tolist() == DATA[1].tolist()
 
 
+def test_one_tensor_is_a_data_set_of_its_rows():
+    loader = build(train_data=torch.zeros(6, 2), batch_size=4).train_loader
+    assert [[column.shape for column in batch] for batch in loader] == [[(4, 2)], [(2, 2)]]
+
+
 def test_training_data_are_shuffled_and_the_global_batch_is_heeded():
     data = (torch.zeros(100, 2), torch.arange(100.0))
     operator = build(train_data=data, **{BATCH_SIZE: 100})

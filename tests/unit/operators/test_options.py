@@ -95,8 +95,9 @@ def test_keys_of_ones_own_are_left_alone():
 
 def test_numbers_of_numpy_are_numbers():
     operator = run_operator(
-        Regressor, {**CONFIG, "lr": np.float32(0.5), "gradient_accumulation_steps": 2}
+        Regressor, {**CONFIG, "lr": np.float32(0.5), "gradient_accumulation_steps": np.int64(2)}
     )
+    assert operator._parts.updates.accumulation_steps == 2
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -115,6 +116,8 @@ def test_a_missing_model_is_asked_for():
 def test_data_that_are_no_data_are_named():
     with pytest.raises(ValueError, match=r"data must be a torch Dataset.*not 3"):
         run_operator(Regressor, {**CONFIG, "train_data": lambda config: 3})
+    with pytest.raises(ValueError, match="must be tensors, not"):
+        run_operator(Regressor, {**CONFIG, "train_data": (np.zeros(3), np.zeros(3))})
     with pytest.raises(ValueError, match="have 3, 2 rows"):
         run_operator(Regressor, {**CONFIG, "train_data": (torch.zeros(3), torch.zeros(2))})
 

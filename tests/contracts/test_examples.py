@@ -1,0 +1,17 @@
+"""Examples run as they are; here on the cluster of the tests, and no longer than for a look."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["gan", "language_model", "segmentation", "text_classification"])
+def test_an_example_of_an_operator_runs(name, ray_cluster, monkeypatch, capsys):
+    path = FOLDER / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--num-workers", "1", "--smoke-test"])
+    runpy.run_path(str(path), run_name="__main__")
+    assert "done in" in capsys.readouterr().out
