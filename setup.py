@@ -8,6 +8,8 @@ EXTRAS = {
     "torch": ["torch>=2.13", "safetensors"],
     "tune": ["ray[tune]>=2.60,<3"],
     "data": ["ray[data]>=2.60,<3"],
+    "operators": ["torchmetrics", "transformers"],
+    "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
     "examples": ["scikit-learn"],
     "bench": ["lightning", "accelerate"],
     "test": [
@@ -26,7 +28,8 @@ EXTRAS = {
     "docs": ["furo", "myst-parser", "sphinx"],
 }
 # Everything that a user of the library can switch on; tools for its developers are not features.
-EXTRAS["all"] = sorted({*EXTRAS["torch"], *EXTRAS["tune"], *EXTRAS["data"]})
+FEATURES = ("torch", "tune", "data", "operators", "callbacks")
+EXTRAS["all"] = sorted({package for name in FEATURES for package in EXTRAS[name]})
 
 # raysgd/operators is a link to operators/. find_packages follows it where it exists, but an sdist
 # carries operators/ alone: so these packages are named from there, once, in both cases.
@@ -68,6 +71,7 @@ setup(
         "fsspec",
         "psutil",
         "tqdm",
+        "typer",
     ],
     extras_require=EXTRAS,
 )

@@ -6,6 +6,7 @@ families, which know no actors: a worker hosts one runner and calls it by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +76,10 @@ class Runner(Protocol):
     at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at`` and
     ``snapshot`` run beside them in a *control* thread, so they only read and set attributes.
     """
+
+    @property
+    def imports(self) -> Sequence[str]:
+        """Names of modules that a spare process imports ahead."""
 
     def prepare(self, context: WorkerContext) -> None:
         """Adjust the process (threads, devices) before the process group exists."""

@@ -9,6 +9,9 @@ SIGKILL, by the one monotonic clock of the machine; nothing is taken from what r
 itself. The model is a ledger, with one parameter a sample: at the end it has to show that each
 sample was trained on exactly once an epoch.
 
+Losses are timed twice: *settled*, some time after the group had its full size, as in most of a long
+run, when a warm process stands by for the next loss; and *at once*, before there is one.
+
 - *next step*: from the SIGKILL to the first step that the survivors finish as a smaller group.
 - *full size*: from the SIGKILL, or from the moment at which room appears, to the first step that
   all workers finish together again.
@@ -189,12 +192,12 @@ class Job:
             raise SystemExit("the ledger shows samples that were lost or repeated")
 
 
-def time_losses(num_workers, runs, step_s):
+def time_losses(num_workers, runs, step_s, settle_s):
     """Kill one worker after the other, and return the figures of each loss."""
     figures = []
     with Job(num_workers, step_s) as job:
         for run in range(runs):
-            job.await_steps(num_workers, 50, time.monotonic())
+            job.await_steps(num_workers, 50, time.monotonic() + settle_s)
             rank = (num_workers - 1, 0)[run % 2]  # the last one, and the one that leads
             killed = time.monotonic()
             chaos.kill(job.trainer, rank)
@@ -256,10 +259,12 @@ def main():
     parser.add_argument("--num-workers", type=int, nargs="+", choices=(2, 3, 4), default=(2, 3, 4))
     parser.add_argument("--runs", type=int, default=5, help="losses, and growths, of each size")
     parser.add_argument("--step-s", type=float, default=0.01, help="work of one step, in seconds")
+    parser.add_argument("--settle-s", type=float, default=15.0, help="seconds before each loss")
     parser.add_argument("--smoke-test", action="store_true", help="two workers, one run")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
     sizes, runs = ((2,), 1) if args.smoke_test else (args.num_workers, args.runs)
+    moments = {"at once": 0.0} if args.smoke_test else {"settled": args.settle_s, "at once": 0.0}
 
     # more CPUs than there are, perhaps: the workers mostly sleep
     ray.init("local", num_cpus=max(4, os.cpu_count()), include_dashboard=False, log_to_driver=False)
@@ -280,18 +285,23 @@ def main():
     }
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {runs} runs a row")
     print("seconds: median (min to max); each includes the time of one step\n")
-    print(f"{'a loss':10}{'next step':>24}{'full size':>24}{'join pause':>24}{'redone':>9}")
-    for size in sizes:
-        row = result["loss"][size] = summary(time_losses(size, runs, args.step_s))
-        print(
-            f"{size} workers {shown(row['next_step_s']):>24}{shown(row['full_size_s']):>24}"
-            f"{shown(row['join_pause_s']):>24}{row['redone']['max']:9}"
-        )
-    print(f"\n{'a growth':10}{'full size':>24}{'growth pause':>24}{'redone':>9}")
+    for moment, settle_s in moments.items():
+        head = f"a loss, {moment}"
+        print(f"{head:17}{'next step':>24}{'full size':>24}{'join pause':>24}{'redone':>9}")
+        result["loss"][moment] = {}
+        for size in sizes:
+            row = summary(time_losses(size, runs, args.step_s, settle_s))
+            result["loss"][moment][size] = row
+            print(
+                f"{size} workers        {shown(row['next_step_s']):>24}"
+                f"{shown(row['full_size_s']):>24}{shown(row['join_pause_s']):>24}"
+                f"{row['redone']['max']:9}"
+            )
+    print(f"\n{'a growth':17}{'full size':>24}{'growth pause':>24}{'redone':>9}")
     for size in sizes:
         row = result["growth"][size] = summary(time_growths(size, runs, args.step_s))
         print(
-            f"{size - 1} to {size}    {shown(row['full_size_s']):>24}"
+            f"{size - 1} to {size}           {shown(row['full_size_s']):>24}"
             f"{shown(row['growth_pause_s']):>24}{row['redone']['max']:9}"
         )
     result["machine"]["load_after"] = os.getloadavg()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
+from raysgd.backends.gloo import GlooGroup
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
@@ -52,6 +53,7 @@ class TorchBackend(Backend):
         self._store: TCPStore | None = None
         self._listening: set[tuple[str, int]] = set()
         self._made = False
+        self._group: GlooGroup | None = None
         self._set_interface = False
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
@@ -79,9 +81,8 @@ class TorchBackend(Backend):
             self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
-            store = TCPStore(
-                rendezvous.host, rendezvous.port, is_master=False, timeout=self._timeout
-            )
+            store = _store_of(rendezvous)
+            store.set_timeout(self._timeout)
             # All are here before any connects: who waits here is woken when the driver closes the
             # store, and who waits for a connection by nothing but a time limit.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
@@ -89,14 +90,11 @@ class TorchBackend(Backend):
             store.wait(everyone, self._timeout)
         before = _listeners()
         self._made = True
-        dist.init_process_group(
-            # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
-            "gloo" if self._name == "gloo" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=context.world_rank,
-            world_size=context.world_size,
-            timeout=min(self._timeout, _CONNECT),
-        )
+        place = (store, context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        if self._name == "gloo":
+            self._group = GlooGroup.init(*place)
+        else:
+            _init_nccl(*place)
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
@@ -108,14 +106,16 @@ class TorchBackend(Backend):
         self._listening = {tuple(address) for text in texts for address in json.loads(text)}
 
     def interrupt(self) -> None:
-        """Shut the group's own sockets down; for NCCL, abort its communicators too.
+        """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
 
-        A thread that is blocked in gloo notices nothing else: neither ``abort`` nor
-        ``destroy_process_group`` wakes it.
+        gloo's threads notice nothing but their sockets: neither ``abort`` nor
+        ``destroy_process_group`` wakes them.
         """
         for endpoint in _endpoints():
             if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
                 endpoint.shut_down()
+        if (group := self._group) is not None:
+            group.interrupt()
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
@@ -125,6 +125,9 @@ class TorchBackend(Backend):
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False
+        group, self._group = self._group, None
+        if group is not None:
+            group.let_go()
         # a group that user code made is not ours to destroy
         if self._made and dist.is_initialized():
             dist.destroy_process_group()
@@ -139,6 +142,35 @@ class TorchBackend(Backend):
     def close(self) -> None:
         """Close the store."""
         self._store = None
+
+
+def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
+    """Connect to the store of a generation, unless that was given up meanwhile.
+
+    Raises:
+        DistNetworkError: if the driver has closed the store.
+    """
+    # it listened before anyone was told of it, and torch would try again until the time is over
+    place = (rendezvous.host, rendezvous.port)
+    try:
+        socket.create_connection(place, _CONNECT.total_seconds()).close()
+    except OSError as error:
+        raise dist.DistNetworkError(
+            f"The driver's store at {place[0]}:{place[1]} cannot be reached ({error}): this "
+            "generation of workers was given up, or a firewall is in between."
+        ) from error
+    return TCPStore(*place, is_master=False, timeout=_CONNECT)
+
+
+def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    dist.init_process_group(
+        # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
+        "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
 
 
 @dataclass(frozen=True)

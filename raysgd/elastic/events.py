@@ -42,6 +42,9 @@ class Event:
     """Committed steps, as far as the driver knew."""
     cause: str = ""
     """Why, in the words of Ray or of the exception."""
+    num_batches: int = 0
+    """For ``lost``: batches of the call under way whose metrics died with the worker. The steps
+    are not lost, and ``num_samples`` is exact; means are over the batches that are left."""
     seconds: float = 0.0
     """How long it took, in seconds, for what takes time."""
     time: float = field(default_factory=time.time)

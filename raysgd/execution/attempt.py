@@ -74,6 +74,11 @@ class Attempt:
             else:
                 raise error
 
+    def give_up(self, member: Member, error: BaseException) -> None:
+        """Wait no longer for a worker: it counts as lost."""
+        self._pending = {f: m for f, m in self._pending.items() if m is not member}
+        self.lost[member] = error
+
     def find_reason(self, interrupt: Callable[[], None]) -> None:
         """Find the reason of a failure, and bring the other workers back by `interrupt`."""
         # the peers of a dead worker see a broken connection before Ray tells of its death

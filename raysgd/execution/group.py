@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.elastic.policies import Place
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
+from raysgd.execution.spares import Spares
 from raysgd.execution.worker import Worker
 
 __all__ = ["GroupOptions", "WorkerGroup", "gather"]
@@ -52,8 +53,9 @@ class GroupOptions:
 class WorkerGroup:
     """The members in the order of their ranks, and the room that they take."""
 
-    def __init__(self, options: GroupOptions) -> None:
+    def __init__(self, options: GroupOptions, imports: Sequence[str] = ()) -> None:
         self.options = options
+        self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self._reservation: Any = None
         self._actor_cls: Any = None
@@ -103,10 +105,22 @@ class WorkerGroup:
             self.members.insert(0, _local_member())
 
     def new_member(self, slot: Any) -> Member:
-        """Start a worker in a slot; it is no member of the group yet."""
-        member = ActorMember(self._actor_cls.options(scheduling_strategy=slot.strategy).remote())
+        """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
+        member = self.spares.take(slot.node_id) if self.spares else None
+        if member is None:
+            strategy = slot.strategy
+            member = ActorMember(self._actor_cls.options(scheduling_strategy=strategy).remote())
         self._slots[member] = slot
         return member
+
+    def _new_spare(self, node_id: str) -> Member:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nothing = {"num_cpus": 0, "num_gpus": 0, "resources": None}
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return ActorMember(
+            self._actor_cls.options(scheduling_strategy=strategy, **nothing).remote()
+        )
 
     def vacant_slots(self) -> list[Any]:
         """Return room that no worker is in or on its way to, requesting what is missing."""
@@ -181,6 +195,7 @@ class WorkerGroup:
         finally:  # also when Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
+            self.spares.stop()
             for member in everyone:
                 member.kill()
             reservation, self._reservation = self._reservation, None

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.elastic.policies import Place
 from raysgd.execution.worker import Worker
 
-__all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss"]
+__all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss", "loss_cause"]
 
 
 _SIGNAL_S = 10.0
@@ -194,6 +194,14 @@ def _is_here(place: Place) -> bool:
 
     node_id: str = ray.get_runtime_context().get_node_id()
     return place.node_id == node_id
+
+
+def loss_cause(error: BaseException, place: Place | None) -> str:
+    """Return Ray's `error` in one line: what ended the process, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[-1] if lines else type(error).__name__
+    said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return said if place is None else f"process {place.pid}: {said}"
 
 
 def is_loss(error: BaseException) -> bool:

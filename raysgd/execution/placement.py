@@ -57,6 +57,14 @@ class Slot:
         )
 
     @property
+    def node_id(self) -> str | None:
+        """Ray's id of the node that it is on; None where that is not one node, or not known."""
+        if self._index < 0:
+            return None
+        nodes: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
+        return nodes.get(self._index)
+
+    @property
     def is_ready(self) -> bool:
         """Whether the room is there; it goes with a node that is lost, and comes with another."""
         return _is_created(self._group)

@@ -18,6 +18,9 @@ __all__ = ["Recruiting"]
 
 logger = logging.getLogger(__name__)
 
+_SETTLED_S = 10.0
+"""How long a group has to have its full size before it gets spares."""
+
 
 class Recruiting:
     """Keeps a newcomer on its way for each place that is missing.
@@ -69,12 +72,20 @@ class Recruiting:
         if not self._config.grow or options.inline:
             return
         missing = options.num_workers - len(self._group.members) - len(self._recruits)
+        if missing <= 0 and self._may_have_spares():
+            self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
         if missing > 0 and time.monotonic() >= self._retry_at:
             self._start(generation)
         for recruit in self._recruits:
             recruit.advance()
         for recruit in [r for r in self._recruits if r.error is not None]:
             self.fail(recruit)
+
+    def _may_have_spares(self) -> bool:
+        # A spare comes too late for a short run, and would only slow it down. It gets no GPU, since
+        # Ray assigns those to a process as it starts.
+        settled = time.monotonic() - self._resized_at >= _SETTLED_S
+        return settled and self._config.warm_spares and not self._group.options.num_gpus
 
     def _start(self, generation: int) -> None:
         taken = [recruit.slot for recruit in self._recruits]

@@ -45,11 +45,11 @@ from raysgd.errors import (
 )
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.group import WorkerGroup
-from raysgd.execution.members import Member, is_loss
+from raysgd.execution.members import Member, is_loss, loss_cause
 from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
-from raysgd.execution.watch import Watch
+from raysgd.execution.watch import Hearing, Watch, stacks_of
 from raysgd.execution.worker import Outcome
 
 __all__ = ["State", "Supervisor"]
@@ -62,6 +62,8 @@ _SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
+_MENTION_STRAGGLER_S = 5.0
+"""After how long to say so, and where they are."""
 _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
 _PAUSE_S = 5.0
@@ -117,6 +119,9 @@ class Supervisor:
         """Times that workers were lost in the newest call."""
         self.snapshots = SnapshotKeeper()
         self._causes: list[str] = []
+        self._begun = False
+        self._measured_from: dict[Member, int] = {}
+        self._losses_before_call = 0
         self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
@@ -208,11 +213,16 @@ class Supervisor:
             BaseException: what user code raised first, with the worker's traceback.
         """
         self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
+        self._begun, self._losses_before_call = False, 0
         while True:
             self._make_ready(max_losses, 1 if any_size else self._min_workers)
             if arguments_from is not None:
                 arguments = {**arguments, **arguments_from(self.progress)}
                 arguments_from = None
+            if not self._begun:
+                self._begun = True
+                since = self.progress.global_step
+                self._measured_from = dict.fromkeys(self.members, since)
             members = list(self.members if rank is None else [self.members[rank]])
             attempt = self._run(members, method, arguments, on_wait)
             if attempt.outcomes:
@@ -392,15 +402,17 @@ class Supervisor:
         """Wait for workers that did not return in time; those that still do not are lost."""
         stragglers = Attempt(self._stragglers)
         deadline = time.monotonic() + _STRAGGLER_S
+        mentioned = False
         try:
             while stragglers.pending and (left := deadline - time.monotonic()) > 0:
-                stragglers.settle(min(5.0, left))
-                if stragglers.pending and left < _STRAGGLER_S - 5:
+                stragglers.settle(min(_MENTION_STRAGGLER_S, left))
+                if stragglers.pending and not mentioned:
+                    mentioned = True
                     logger.warning(
-                        "Waiting up to %.0f s for workers %s, which are still busy with the call "
-                        "that failed before.",
+                        "Waiting up to %.0f s for workers that are still busy with the call that "
+                        "failed before:\n%s",
                         left,
-                        self._listed(stragglers.pending),
+                        stacks_of(stragglers.pending, self._ranks),
                     )
         finally:
             self._stragglers = stragglers.pending
@@ -422,6 +434,9 @@ class Supervisor:
         asked = {member: member.control("progress") for member in self.members}
         wait(asked.values(), timeout=_SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
+        for member, error in lost.items():
+            if not is_loss(error):  # it may be stopped
+                member.kill_process()
         if lost:
             return lost
         reached = [asked[member].result() for member in self.members]
@@ -434,6 +449,7 @@ class Supervisor:
         if not attempt.failed:
             self._group.members[:] = entering
             self._number_members()
+            self._measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
             self.state = State.READY
             return {}
@@ -457,8 +473,14 @@ class Supervisor:
         if not lost:
             return
         for member, error in lost.items():
-            rank, said = self._ranks.get(member, -1), _first_line(error)
-            self._record("lost", [member], cause=said)
+            rank, said = self._ranks.get(member, -1), _cause(member, error)
+            since = self._measured_from.get(member, self.progress.global_step)
+            self._record(
+                "lost",
+                [member],
+                cause=said,
+                num_batches=max(0, self.progress.global_step - since) if self._begun else 0,
+            )
             self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._recruiting.lost(self._group.slot_of(member))
@@ -468,14 +490,19 @@ class Supervisor:
                 self._group.discard(member)
         self._recruiting.resized()
         self._recruiting.tend(self._generation)
-        self.losses_in_call += 1
-        if self.losses_in_call > max_losses:
-            member, error = next(iter(lost.items()))
-            raise self._failed(
-                f"{self.losses_in_call} losses in one call, and max_retries={max_losses}",
-                member,
-                error,
-            )
+        member, error = next(iter(lost.items()))
+        if self._begun:
+            self.losses_in_call += 1
+            if self.losses_in_call > max_losses:
+                raise self._failed(
+                    f"{self.losses_in_call} losses in one call, and max_retries={max_losses}",
+                    member,
+                    error,
+                )
+        else:  # what was lost since the last call costs this one no retry
+            self._losses_before_call += 1
+            if self._losses_before_call > self._elastic.max_attempts:
+                raise self._failed("workers are lost again and again", member, error)
         logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
 
     def _failed(
@@ -485,7 +512,7 @@ class Supervisor:
             "\n".join([f"Training run failed: {why.rstrip('.')}.", *self._causes]),
             rank=-1 if member is None else self._ranks.get(member, -1),
             node_id="" if member is None else member.place.node_id,
-            cause="" if cause is None else _first_line(cause),
+            cause="" if cause is None else _cause(member, cause),
         )
         error.__cause__ = cause
         return error
@@ -518,6 +545,7 @@ class Supervisor:
         self._recruiting.stop()
         self._group.shutdown(force=True)
         self._stragglers.clear()
+        self._measured_from.clear()
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
             deadline = time.monotonic() + wait_s
@@ -566,14 +594,20 @@ class Supervisor:
         )
 
     def _note_failed_newcomer(self, member: Member | None, error: BaseException) -> None:
-        said = _first_line(error)
+        said = _cause(member, error)
         self._record("newcomer_failed", [] if member is None else [member], cause=said)
         logger.warning("A newcomer failed before it joined: %s", said)
 
     # ---- helpers
 
     def _record(
-        self, kind: EventKind, members: Sequence[Member], *, cause: str = "", seconds: float = 0.0
+        self,
+        kind: EventKind,
+        members: Sequence[Member],
+        *,
+        cause: str = "",
+        seconds: float = 0.0,
+        num_batches: int = 0,
     ) -> None:
         event = Event(
             kind=kind,
@@ -583,6 +617,7 @@ class Supervisor:
             step=self.progress.global_step,
             cause=cause,
             seconds=seconds,
+            num_batches=num_batches,
         )
         self.events.append(event)
         logger.info(
@@ -617,8 +652,9 @@ class Supervisor:
         if leader is not None:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
-        what = "set up" if leader is None else "join a new generation"
-        return self._step("enter", arguments, what, entering)
+        if leader is None:
+            return self._step("enter", arguments, "set up")
+        return self._step("enter", arguments, "join a new generation", entering, listening=True)
 
     def _step(
         self,
@@ -626,17 +662,25 @@ class Supervisor:
         arguments: Sequence[tuple[Any, ...]],
         what: str,
         members: Sequence[Member] | None = None,
+        listening: bool = False,
     ) -> Attempt:
-        """Let workers take one step of a start or a rejoin, within the bound for those."""
+        """Let workers take one step of a start or a rejoin, within the bound for those.
+
+        With `listening`, a worker that answers no control call counts as lost.
+        """
         self._entering = list(members or self.members)
         attempt = Attempt(
             {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)}
         )
         deadline = time.monotonic() + self._timeout_s
         mentioned = time.monotonic()
+        hearing = Hearing(_SILENCE_S)
         while attempt.under_way:
             attempt.settle(1.0)
             now = time.monotonic()
+            for member in hearing.silent(attempt.pending, now) if listening else ():
+                member.kill_process()
+                attempt.give_up(member, _silence())
             if now > deadline:
                 waiting = self._listed(attempt.pending)
                 self._end(attempt)
@@ -667,10 +711,10 @@ class Supervisor:
         for member, error in attempt.lost.items():
             raise WorkerLostError(
                 f"Lost worker {self._ranks[member]} on {member.name} while the workers were "
-                f"starting: {_first_line(error)}",
+                f"starting: {_cause(member, error)}",
                 rank=self._ranks[member],
                 node_id=member.place.node_id,
-                cause=_first_line(error),
+                cause=_cause(member, error),
             ) from error
         raise attempt.error()
 
@@ -695,9 +739,18 @@ def _pickled(what: str, value: Any) -> bytes:
 
 def _error_of(answer: Future[Any]) -> BaseException | None:
     """Return why a control call failed, which may be silence."""
-    if not answer.done():
-        return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
-    return answer.exception()
+    return answer.exception() if answer.done() else _silence()
+
+
+def _silence() -> WorkerTimeoutError:
+    return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
+
+
+def _cause(member: Member | None, error: BaseException) -> str:
+    """Say in one line why a worker is gone."""
+    if is_loss(error):
+        return loss_cause(error, getattr(member, "place", None))
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import wait
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
 from raysgd.context import Progress
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.members import Member
 
-__all__ = ["Watch"]
+__all__ = ["Hearing", "Watch", "stacks_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,25 @@ _UNEVEN_S = 30.0
 _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
 _IN_COLLECTIVE = ("_engine_run_backward", "distributed_c10d", "_sync_buffers", "all_reduce")
+
+
+class Hearing:
+    """Asks workers again and again, and knows who does not answer: a stopped process, mostly."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._asked: dict[Member, tuple[float, Future[Any]]] = {}
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Return those that have not answered for so long; never waits."""
+        found = []
+        for member in members:
+            asked = self._asked.get(member)
+            if asked is None or asked[1].done():
+                self._asked[member] = (now, member.control("progress"))
+            elif now - asked[0] > self._silence_s:
+                found.append(member)
+        return found
 
 
 class Watch:
@@ -71,25 +91,41 @@ class Watch:
         return self._find_stuck()
 
     def _find_stuck(self) -> list[Member]:
-        asked = {member: member.control("stacks") for member in self._attempt.pending}
-        wait(asked.values(), timeout=_STACKS_S)
-        silent, apart = [], []
-        for member, answer in asked.items():
-            answered = answer.done() and answer.exception() is None
-            stacks = answer.result() if answered else "no answer: the process is stopped or gone"
-            logger.warning(
-                "No batch finished for %g s. Worker %d on %s:\n%s",
-                self._hang_timeout_s,
-                self._ranks[member],
-                member.name,
-                stacks,
-            )
-            if not answered:
-                silent.append(member)
-            elif not any(sign in stacks for sign in _IN_COLLECTIVE):
-                apart.append(member)
+        stacks = _ask_stacks(self._attempt.pending)
+        logger.warning(
+            "No batch finished for %g s. %s", self._hang_timeout_s, _described(stacks, self._ranks)
+        )
+        silent = [member for member, text in stacks.items() if text is None]
+        apart = [
+            member
+            for member, text in stacks.items()
+            if text is not None and not any(sign in text for sign in _IN_COLLECTIVE)
+        ]
         # those that wait in a collective wait for one that is elsewhere
         return silent or [member for member in apart if member.remote]
 
     def _listed(self, members: Mapping[Member, object]) -> str:
         return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
+
+
+def stacks_of(members: Iterable[Member], ranks: Mapping[Member, int]) -> str:
+    """Return what the threads of workers are doing, as text."""
+    return _described(_ask_stacks(members), ranks)
+
+
+def _ask_stacks(members: Iterable[Member]) -> dict[Member, str | None]:
+    """Return the stacks of each worker; None where it does not answer."""
+    asked = {member: member.control("stacks") for member in members}
+    wait(asked.values(), timeout=_STACKS_S)
+    return {
+        member: answer.result() if answer.done() and answer.exception() is None else None
+        for member, answer in asked.items()
+    }
+
+
+def _described(stacks: Mapping[Member, str | None], ranks: Mapping[Member, int]) -> str:
+    return "\n".join(
+        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n"
+        f"{'no answer: the process is stopped or gone' if text is None else text}"
+        for member, text in stacks.items()
+    )

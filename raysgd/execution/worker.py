@@ -6,12 +6,13 @@ Nothing here needs Ray: a worker in the driver's process is the same object.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -102,6 +103,11 @@ class Worker:
             self._backend = _unpickled(backend)
 
         return self._attempt(create)
+
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Import what the runner will need, before there is one."""
+        for module in modules:
+            importlib.import_module(module)
 
     def keep_in_process(self) -> None:
         """Say that driver and worker share a process: nothing is pickled."""

@@ -47,8 +47,7 @@ def only_running_statistics(model: torch.nn.Module) -> bool:
 
     Training does not read these, so that they need not be the same on all ranks at each step:
     rank 0's are the same with and without, and all get them when a call ends. Not broadcasting
-    them in each forward pass saves time, and gloo's broadcast does not always notice that it was
-    interrupted.
+    them in each forward pass saves time.
     """
     return all(
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)

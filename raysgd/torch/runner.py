@@ -41,6 +41,9 @@ class TorchRunnerOptions:
 class TorchRunner:
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
 
+    # torch imports the last one, half of all that it imports, with the first optimizer
+    imports = ("raysgd.torch", "torch.distributed", "torch._dynamo")
+
     def __init__(self, options: TorchRunnerOptions) -> None:
         self._options = options
         self._loop: Loop | None = None

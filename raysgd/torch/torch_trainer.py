@@ -148,7 +148,8 @@ class TorchTrainer(OperatorTrainer):
         )
         name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
         self._use_gpu = gpu
-        self._group = WorkerGroup(options)
+        # the hook comes before any import
+        self._group = WorkerGroup(options, () if initialization_hook else runner.imports)
         supervisor = Supervisor(
             self._group,
             runner,

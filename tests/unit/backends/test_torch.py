@@ -64,6 +64,14 @@ def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
     assert dist.is_initialized()
 
 
+def test_a_generation_that_was_given_up_is_not_waited_for(backend):
+    rendezvous = backend.prepare(["127.0.0.1"])
+    backend.close()
+    with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up") as caught:
+        backend.setup(WorkerContext(distributed=True), rendezvous)
+    assert backend.is_communication_error(caught.value)
+
+
 def test_teardown_is_harmless_when_nothing_was_set_up(backend):
     backend.teardown()
     backend.interrupt()

@@ -20,6 +20,7 @@ DEFAULTS = {
     "hang_timeout_s": None,
     "in_place": True,
     "grow": True,
+    "warm_spares": True,
     "snapshot_every": "epoch",
 }
 

@@ -56,7 +56,11 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world):
     assert world.trained == list(range(1, 101))
     assert supervisor.losses_in_call == 1
     lost, resumed, grown = supervisor.events[1:]
-    assert (lost.ranks, resumed.ranks, lost.cause) == ((1,), (0, 1), "The actor died: OOM")
+    assert (lost.ranks, resumed.ranks, lost.cause) == (
+        (1,),
+        (0, 1),
+        "process 1: The actor died: OOM",
+    )
     first = supervisor.events[0].generation
     assert [e.generation - first for e in (lost, resumed, grown)] == [0, 1, 2]
     # the newcomer takes the place by its node: rank 1, on the node of the one that was lost
@@ -308,22 +312,67 @@ def test_a_member_that_is_lost_while_newcomers_join_is_one_loss_and_they_join_ne
     assert "newcomer_failed" not in kinds(supervisor)
 
 
-def test_a_newcomer_that_is_slow_to_join_can_be_told_of(world, caplog):
+def test_a_newcomer_that_is_stopped_as_it_joins_is_given_up(world):
     world.room = 2
     supervisor = world.make(3, resize_cooldown_s=0.0)
 
     def stop_the_newcomer():
-        newcomer = world.workers[2]
-        newcomer.silent = True
-        world.plan(40.0, lambda: (setattr(newcomer, "silent", False), newcomer.go_on()))
+        world.workers[2].silent = True
 
     every_new(world, setup_s=0.5)
     world.plan(0.0, lambda: setattr(world, "room", 3))
     world.at_step(2, lambda: hold_when_ready(world, stop_the_newcomer))
-    with caplog.at_level(logging.WARNING, "raysgd.execution.supervisor"):
-        assert steps_of(run_until(supervisor, 400)) == [400] * 3
-    assert "Still waiting for workers" in caplog.text
-    assert "to join a new generation" in caplog.text
+    assert steps_of(run_until(supervisor, 4000, max_losses=0)) == [4000] * 3
+    failed = [event for event in supervisor.events if event.kind == "newcomer_failed"]
+    assert [event.cause for event in failed] == ["no answer within 10 s"]
+    assert world.workers[2] not in supervisor.members
+    assert world.trained == list(range(1, 4001))
+
+
+def break_with_an_error(world, supervisor):
+    supervisor.members[0].error = BadBatchError("bad")
+    with pytest.raises(BadBatchError):
+        run_until(supervisor, 10)
+
+
+def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
+    supervisor = world.make(3)
+    break_with_an_error(world, supervisor)
+    world.lose(1)
+    assert steps_of(run_until(supervisor, 20, max_losses=0)) == [20] * 3
+    lost = next(event for event in supervisor.events if event.kind == "lost")
+    assert (lost.num_batches, supervisor.losses_in_call) == (0, 0)
+
+
+def test_losses_without_end_before_a_call_are_given_up(world):
+    world.room = 30
+    supervisor = world.make(30, grow=False, max_attempts=3)
+    break_with_an_error(world, supervisor)
+
+    def lose_again():
+        world.lose(0)
+        world.on_meeting.append(lose_again)
+
+    world.on_meeting.append(lose_again)
+    with pytest.raises(WorkerLostError, match="again and again"):
+        run_until(supervisor, 20, max_losses=0)
+
+
+def test_an_event_says_how_many_batches_lost_their_metrics(world):
+    supervisor = world.make(3)
+    run_until(supervisor, 10)
+    world.at_step(30, lambda: world.lose(1))
+    newcomer = []
+
+    def lose_the_newcomer():
+        newcomer.append(next(e for e in supervisor.events if e.kind == "grown"))
+        world.lose(newcomer[0].ranks[0])
+
+    world.at_step(300, lose_the_newcomer)
+    run_until(supervisor, 400, max_losses=2)
+    first, second = (event for event in supervisor.events if event.kind == "lost")
+    assert (first.step, first.num_batches) == (first.step, first.step - 10)
+    assert second.num_batches == second.step - newcomer[0].step
 
 
 def hold_when_ready(world, action):

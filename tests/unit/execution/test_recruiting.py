@@ -15,15 +15,30 @@ class Clock:
         return self.now
 
 
+class FakeSpares:
+    def __init__(self):
+        self.nodes = None
+
+    def keep_on(self, nodes):
+        self.nodes = sorted(nodes)
+
+
+class FakeMember(str):
+    @property
+    def node_id(self):
+        return f"node of {self}"
+
+
 class FakeGroup:
     """A group of names; each of its slots is a number."""
 
     def __init__(self, num_workers, present, use_local=False):
         self.options = GroupOptions(num_workers=num_workers, use_local=use_local, num_cpus=3)
-        self.members = [f"member{index}" for index in range(present)]
+        self.members = [FakeMember(f"member{index}") for index in range(present)]
         self.slots = list(range(num_workers))
         self.taken = list(range(present))
         self.discarded = []
+        self.spares = FakeSpares()
 
     def vacant_slots(self):
         return [slot for slot in self.slots if slot not in self.taken]
@@ -376,3 +391,22 @@ def test_to_stop_before_there_is_a_worker_is_harmless(make, monkeypatch):
     recruiting.tend(1)
     recruiting.stop()
     assert group.discarded == []
+
+
+def test_a_full_group_gets_spares_once_it_has_settled(make, clock):
+    recruiting, group = make(present=3)
+    recruiting.tend(1)
+    assert group.spares.nodes is None
+    clock.now += 10.0
+    recruiting.tend(1)
+    assert group.spares.nodes == [f"node of member{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize("present", [2, 3])
+def test_there_are_no_spares_while_workers_are_missing_or_where_none_are_wanted(
+    make, clock, present
+):
+    recruiting, group = make(present=present, warm_spares=present == 2)
+    clock.now += 100.0
+    recruiting.tend(1)
+    assert group.spares.nodes is None

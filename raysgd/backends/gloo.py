@@ -1,0 +1,266 @@
+"""A gloo process group whose waits end when another thread says so.
+
+When a connection breaks, gloo tells the operations that wait for it, except the one whose bytes
+are on their way at that moment: it is no longer in the lists that ``Pair::signalException`` walks
+through (gloo/transport/tcp/pair.cc). Whoever waits for that operation waits until the timeout of
+the collective. So nobody waits for gloo here: gloo completes a future of ours when it is done,
+and an interruption completes it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Store, Work
+from torch.futures import Future
+
+__all__ = ["GlooGroup"]
+
+_COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+_NEWER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+"""What torch.distributed calls on a group, by what a group calls on its backend."""
+_END_S = 1.0
+"""How long the operations of a broken group may take to end before it is left as it is."""
+_NAME = "raysgd_gloo"
+
+
+class GlooGroup(ProcessGroup):
+    """Does what gloo does, and `interrupt` ends every wait.
+
+    Operations that are not overridden here reach gloo through the base class, and wait as it does.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
+        self._running = _Running()
+
+    @staticmethod
+    def init(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> GlooGroup:
+        """Make such a group torch.distributed's default one."""
+        if _NAME not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
+        dist.init_process_group(_NAME, store=store, rank=rank, world_size=size, timeout=timeout)
+        group = dist.group.WORLD
+        assert isinstance(group, GlooGroup)
+        # to everyone who asks, it is a gloo group
+        groups = dist.distributed_c10d._world.pg_map
+        groups[group] = (dist.Backend.GLOO, groups[group][1])
+        return group
+
+    def interrupt(self) -> None:
+        """Let operations that are under way, and all later ones, raise RuntimeError."""
+        self._running.interrupt()
+
+    def let_go(self) -> None:
+        """Prepare to be forgotten, after `interrupt` or when all operations have ended.
+
+        gloo's destructor waits for its threads. Where one of them never comes back, the
+        destructor must not run: the thread and a few sockets are lost until the process ends.
+        """
+        if not self._running.ended(_END_S):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
+        """Send tensors to one rank."""
+        return _Transfer(self._running, self._gloo.send(tensors, *to))
+
+    def recv(self, tensors: list[torch.Tensor], *source: Any) -> Work:
+        """Receive tensors from one rank."""
+        return _Transfer(self._running, self._gloo.recv(tensors, *source))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        """Receive tensors from any rank."""
+        return _Transfer(self._running, self._gloo.recv_anysource(tensors, tag))
+
+
+def _collective(name: str) -> Callable[..., Work]:
+    def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
+        return _Collective(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs))
+
+    method.__name__ = name
+    method.__doc__ = f"Start gloo's {name}."
+    return method
+
+
+for _name in _COLLECTIVES:
+    setattr(GlooGroup, _name, _collective(_name))
+for _name, _older in _NEWER_NAMES.items():
+    setattr(GlooGroup, _name, _collective(_older))
+
+
+class _Running:
+    """The operations of a group that somebody may wait for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waits: dict[int, Callable[[BaseException], None]] = {}
+        self._count = 0
+        self._interrupted = False
+
+    def begin(self, key: int, end: Callable[[BaseException], None]) -> None:
+        """Note an operation, and how to end the wait for it."""
+        with self._changed:
+            if self._interrupted:
+                raise _interruption()
+            self._waits[key] = end
+            self._count += 1
+
+    def finish(self, key: int) -> bool:
+        """Note that gloo is done; return whether somebody may still wait."""
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+            return self._waits.pop(key, None) is not None
+
+    def interrupt(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._interrupted = True
+            waits = list(self._waits.values())
+            self._waits.clear()
+        for end in waits:
+            end(_interruption())
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether gloo is done with all operations, within `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._count == 0, timeout_s)
+
+
+class _Collective(Work):
+    """A collective under way. Its future holds what gloo returned, or an exception."""
+
+    def __init__(self, running: _Running, start: Callable[[], Any]) -> None:
+        super().__init__()
+        self._ended: Future[Any] = Future()
+        key, ended = id(self), self._ended
+        running.begin(key, ended.set_result)
+        try:
+            self._work = start()
+        except BaseException:
+            running.finish(key)
+            raise
+
+        # Nothing here may hold the group: this runs in a thread of gloo's, which cannot outlive it.
+        def finish(done: Future[Any]) -> None:
+            try:
+                value = done.value()
+            except Exception as error:
+                value = error
+            if running.finish(key):
+                ended.set_result(value)
+
+        self._work.get_future().add_done_callback(finish)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
+        """
+        if timeout:
+            done = threading.Event()
+            self._ended.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError(f"gloo/ {timeout.total_seconds():g} s are over: timed out.")
+        self._ended.wait()
+        _value(self._ended)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that fails where this fails, also for those who wait in C++."""
+        return self._ended.then(_value)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended, and well."""
+        return self.is_completed() and not isinstance(self._ended.value(), BaseException)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it is about."""
+        self.wait()
+        self._work.wait()  # gloo's work ends a moment after its future
+        tensors: list[torch.Tensor] = self._work.result()
+        return tensors
+
+
+class _Transfer(Work):
+    """A message to or from one rank. gloo has no future for such a one: a thread waits for it."""
+
+    def __init__(self, running: _Running, work: Any) -> None:
+        super().__init__()
+        self._running, self._work = running, work
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
+        """
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        running, work, key = self._running, self._work, id(ended)
+        running.begin(key, ended.put)
+
+        def wait() -> None:
+            error = None
+            try:
+                work.wait(timeout) if timeout else work.wait()
+            except RuntimeError as raised:
+                error = raised
+            if running.finish(key):
+                ended.put(error)
+
+        threading.Thread(target=wait, name="raysgd-gloo-transfer", daemon=True).start()
+        if (error := ended.get()) is not None:
+            raise error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        """Return who sent what came from any rank."""
+        return int(self._work._source_rank())
+
+
+def _value(ended: Future[Any]) -> Any:
+    value = ended.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def _interruption() -> RuntimeError:
+    return RuntimeError("gloo/ The driver interrupted this collective.")

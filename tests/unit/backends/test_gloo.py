@@ -1,0 +1,150 @@
+"""The gloo group whose waits can be ended."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from raysgd.backends.gloo import GlooGroup
+from tests.conftest import wait_until
+
+TIMEOUT = datetime.timedelta(seconds=30)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group = GlooGroup.init(HashStore(), 0, 1, TIMEOUT)
+    yield group
+    group.let_go()
+    dist.destroy_process_group()
+
+
+def test_to_everyone_who_asks_it_is_a_gloo_group(group):
+    assert dist.get_backend() == "gloo"
+    assert dist.group.WORLD is group
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    other = dist.new_group([0])
+    assert dist.get_backend(other) == "gloo"
+
+
+def test_collectives_do_what_they_do_in_gloo(group):
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    dist.broadcast(ones, 0)
+    dist.reduce(ones, 0)
+    dist.barrier()
+    gathered = [torch.zeros(3)]
+    dist.all_gather(gathered, ones)
+    dist.gather(ones, gathered)
+    scattered = torch.zeros(3)
+    dist.scatter(scattered, [ones])
+    flat = torch.zeros(3)
+    dist.all_gather_single(flat, ones)
+    swapped = torch.zeros(3)
+    dist.all_to_all_single(swapped, ones)
+    for result in (*gathered, scattered, flat, swapped):
+        assert result.tolist() == [1, 1, 1]
+    objects = [None]
+    dist.all_gather_object(objects, {"a": 1})
+    dist.broadcast_object_list(objects, 0)
+    assert objects == [{"a": 1}]
+
+
+def test_a_collective_can_be_waited_for_later(group):
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work.wait(datetime.timedelta(seconds=10)) is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert [t.tolist() for t in work.result()] == [[1, 1, 1]]
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    assert future.wait()[0].tolist() == [1, 1, 1]
+
+
+def test_errors_of_gloo_reach_the_caller(group):
+    with pytest.raises(RuntimeError, match=r"BAND"):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    future = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"BAND"):
+        future.wait()
+
+
+def test_after_an_interruption_every_collective_fails(group):
+    group.interrupt()
+    group.interrupt()
+    with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted this collective"):
+        dist.all_reduce(torch.ones(3))
+
+
+PEER = """
+import datetime, sys, threading, time
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from raysgd.backends.gloo import GlooGroup
+
+rank, port, operation = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = TCPStore("127.0.0.1", port, is_master=False)
+group = GlooGroup.init(store, rank, 2, datetime.timedelta(seconds=200))
+large = torch.zeros(100_000_000)
+operations = {
+    "broadcast": lambda: dist.broadcast(large, 0),
+    "coalesced": lambda: dist._broadcast_coalesced(group, [large], 2**30, 0),
+    "point_to_point": lambda: dist.recv(large, 0) if rank else dist.send(large, 1),
+    "future": lambda: dist.broadcast(large, 0, async_op=True).get_future().wait(),
+}
+dist.barrier()
+if rank == 1:
+    def interrupt():
+        sys.stdin.readline()
+        group.interrupt()
+    threading.Thread(target=interrupt, daemon=True).start()
+print("ready", flush=True)
+try:
+    operations[operation]()
+    print("done", flush=True)
+except RuntimeError as error:
+    print("RuntimeError", str(error).replace("\\n", " "), flush=True)
+started = time.monotonic()
+group.let_go()
+dist.destroy_process_group()
+print("left" if time.monotonic() - started < 20 else "late", flush=True)
+"""
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "coalesced", "point_to_point", "future"])
+def test_who_waits_for_half_a_message_is_woken(operation, monkeypatch):
+    """Where a peer stops in the middle of a message, even shutting the sockets wakes nobody."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, str(rank), str(store.port), operation],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [peer.stdout.readline() for peer in peers] == ["ready\n"] * 2
+        os.kill(peers[0].pid, signal.SIGKILL)
+        said = []
+        reader = threading.Thread(target=lambda: said.append(peers[1].stdout.readline()))
+        reader.start()
+        peers[1].stdin.write("\n")
+        peers[1].stdin.flush()
+        wait_until(lambda: said, 20)
+        assert said[0].startswith("RuntimeError")
+        assert "gloo/" in said[0]
+        assert peers[1].stdout.readline() == "left\n"
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()
