@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from raysgd import checkpoint
+from raysgd.callbacks.base import Callback, LastCall
+from raysgd.callbacks.fit import History, run_epochs
+from raysgd.callbacks.hooks import Hooks, checked_callbacks
 from raysgd.config import rounded_config, warn_of_rounding
 from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
-from raysgd.errors import CheckpointError
+from raysgd.errors import CallbackError, CheckpointError
 from raysgd.execution.supervisor import State, Supervisor
 from raysgd.metrics import NUM_SAMPLES, merge_workers
-from raysgd.progress_bar import ProgressBar
 
 __all__ = ["OperatorTrainer"]
+
+logger = logging.getLogger(__name__)
 
 
 class OperatorTrainer:
@@ -30,19 +37,24 @@ class OperatorTrainer:
         self,
         config: Mapping[str, Any],
         supervisor: Supervisor,
-        use_tqdm: bool,
         operator_name: str = "",
+        callbacks: Sequence[Callback] = (),
+        logdir: Path | None = None,
     ) -> None:
         self._user_config = dict(config)
         self._operator_name = operator_name
         self._writer = checkpoint.BackgroundWriter()
         self._supervisor = supervisor
-        self._use_tqdm = use_tqdm
+        self._hooks = Hooks(callbacks)
+        self._logdir = logdir
         self._calls = itertools.count()
         self._latest_metrics: dict[str, Any] = {}
+        self._last_call: LastCall | None = None
+        self._stop_reason: str | None = None
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
+        supervisor.on_event = _telling(weakref.ref(self))
         supervisor.start()
 
     # ---- training
@@ -82,18 +94,16 @@ class OperatorTrainer:
         _check_count("max_retries", max_retries, 0)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
-        self._check_open()
-
-        def goal(reached: Progress) -> dict[str, Any]:
-            # in absolute terms, so that the call can be repeated after a loss
-            if num_steps is None:
-                return {"until_epoch": reached.epoch + 1}
-            return {"until_step": reached.global_step + num_steps}
-
-        results = self._run(
-            "train", max_retries, profile, info, dataset=dataset, arguments_from=goal
-        )
-        return self._finished(results, reduce_results, epoch=self.epoch)
+        self._check_open(moves=True)
+        with self._hooks.calling(self):
+            trained = self._train(num_steps, max_retries, profile, info, dataset)
+            epoch = self.epoch
+            metrics = {"epoch": epoch, **self._merged(trained.results, trained.lost)}
+            metrics["epoch"] = epoch  # whatever the operator calls so
+            self._show("on_epoch_end" if trained.completed else "on_steps_end", metrics)
+        if reduce_results:
+            return metrics
+        return [{"epoch": epoch} | result | {"epoch": epoch} for result in trained.results]
 
     def validate(
         self,
@@ -121,9 +131,78 @@ class OperatorTrainer:
             BaseException: what user code raised.
         """
         _check_count("num_steps", num_steps, 1)
-        self._check_open()
-        results = self._run("validate", 3, profile, info, num_steps=num_steps)
-        return self._finished(results, reduce_results)
+        self._check_open(moves=True)
+        with self._hooks.calling(self):
+            results, seconds = self._run("validate", 3, profile, info, num_steps=num_steps)
+            self._last_call = LastCall("validate", time.time(), seconds)
+            metrics = self._merged(results, lost=self._supervisor.losses_in_call > 0)
+            self._show("on_validation_end", metrics)
+        return metrics if reduce_results else [dict(result) for result in results]
+
+    def fit(
+        self,
+        num_epochs: int,
+        validate_every: int | None = 1,
+        callbacks: Iterable[Callback] = (),
+        *,
+        max_retries: int = 3,
+        info: dict[str, Any] | None = None,
+    ) -> History:
+        """Train until `num_epochs` are completed in all, and validate on the way.
+
+        `num_epochs` counts from the first epoch of all: a trainer that was loaded at epoch 3, or
+        that a CheckpointCallback has brought there, trains 7 more for ``fit(10)``. So a script
+        that is started again after a crash ends where it would have ended. An epoch that is
+        part-finished is finished first.
+
+        Args:
+            num_epochs: how many epochs shall be completed.
+            validate_every: validate after each epoch whose number it divides, and after the
+                last one; None for never. Without a validation loader there is no validation.
+            callbacks: called in this `fit` alone, after those that the trainer was made with.
+            max_retries: how many workers may be lost in one epoch, and in one validation.
+            info: handed to the operator, as in `train`.
+
+        Returns:
+            A list of one dict an epoch, with the metrics of training and validation. It ends
+            early where a callback asked for it; ``stop_reason`` of the list says why.
+
+        Raises:
+            ValueError: if a number is below 1.
+            CallbackError: if a callback raised.
+            BaseException: what `train` and `validate` raise. The trainer can be used on, also
+                after Ctrl-C.
+        """
+        _check_count("num_epochs", num_epochs, 1)
+        if num_epochs is None:
+            raise TypeError("num_epochs must be an int, but it is None.")
+        _check_count("validate_every", validate_every, 1)
+        own = checked_callbacks(f"{type(self).__name__}.fit(callbacks=...)", callbacks)
+        self._check_open(moves=True)
+        if self._hooks.inside:
+            raise RuntimeError(f"fit() cannot be called in {self._hooks.inside[-1]} of a callback.")
+        self._stop_reason = None
+        with self._hooks.attached(self, own):
+            if validate_every and not any(self._call("can_validate", max_losses=3)):
+                logger.info("fit() does not validate: there is no validation loader.")
+                validate_every = None
+            return run_epochs(
+                self,
+                num_epochs,
+                validate_every,
+                completed=lambda: self._supervisor.progress.epoch,
+                train=lambda: self.train(max_retries=max_retries, info=info),
+                validate=lambda: self.validate(info=info),
+            )
+
+    def request_stop(self, reason: str) -> None:
+        """Ask `fit` to end after the epoch under way. Other calls take no notice.
+
+        Args:
+            reason: why; the first one counts, and `stop_reason` returns it.
+        """
+        if self._stop_reason is None:
+            self._stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker."""
@@ -135,10 +214,19 @@ class OperatorTrainer:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
-        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, and ``data``:
-        the place in the data, and the states of the workers' random number generators.
+        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``data``: the
+        place in the data, and the states of the workers' random number generators, and
+        ``callbacks``, what callbacks want to be saved.
+
+        Raises:
+            CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._check_open()
+        callbacks = self._hooks.state_dict()
+        state = self._workers_state()
+        return {**state, "callbacks": callbacks} if callbacks else state
+
+    def _workers_state(self) -> dict[str, Any]:
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
             # no worker lives; this is what is left, and it may be what the user gave to load
             return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
@@ -156,8 +244,10 @@ class OperatorTrainer:
 
         Raises:
             CheckpointError: if it is no state of a trainer, or of one with other models.
+            CallbackError: if the ``load_state_dict`` of a callback raised; all else is loaded.
         """
         del blocking
+        self._check_open(moves=True)
         missing = [
             key
             for key in ("models", "optimizers", "epoch")
@@ -165,8 +255,10 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        self._call("load_state_dict", state=dict(state), max_losses=3)
-        self._supervisor.snapshots.set(dict(state))
+        own = {key: value for key, value in state.items() if key != "callbacks"}
+        self._call("load_state_dict", state=own, max_losses=3)
+        self._supervisor.snapshots.set(own)
+        self._hooks.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
         """Write the state to one file, whole or not at all.
@@ -225,7 +317,7 @@ class OperatorTrainer:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
                 if that write failed.
         """
-        self._check_open()
+        self._check_open(moves=True)
         self._writer.wait()  # whatever the path: one file may have several
         self.load_state_dict(checkpoint.read_file(path))
 
@@ -240,7 +332,7 @@ class OperatorTrainer:
         return self._call("apply_operator", function=_callable("apply_all_operators", fn))
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers and give their resources back; they are free when this returns.
+        """End callbacks and workers and give the resources back; they are free when this returns.
 
         Waits for a write of ``save(blocking=False)`` that is under way.
 
@@ -249,10 +341,16 @@ class OperatorTrainer:
 
         Raises:
             CheckpointError: if that write failed; the workers are ended all the same.
+            CallbackError: if a callback failed in ``on_train_end``, likewise.
         """
-        self._supervisor.shutdown(force)
-        self._finalizer.detach()
-        self._writer.wait()
+        try:
+            if self._supervisor.state is not State.CLOSED:
+                self._hooks.end(self)
+        finally:  # also when Ctrl-C ends the callbacks
+            self._supervisor.shutdown(force)
+            self._finalizer.detach()
+            self._writer.wait()
+        self._hooks.raise_failures()
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +363,7 @@ class OperatorTrainer:
     ) -> None:
         try:
             self.shutdown(force=kind is not None)
-        except CheckpointError as failure:
+        except (CheckpointError, CallbackError) as failure:
             if error is None:
                 raise
             error.add_note(str(failure))  # what went wrong first is what the caller shall see
@@ -288,6 +386,16 @@ class OperatorTrainer:
         return self._supervisor.max_workers
 
     @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._supervisor.min_workers
+
+    @property
+    def operator_name(self) -> str:
+        """Name of the operator's class."""
+        return self._operator_name
+
+    @property
     def epoch(self) -> int:
         """The epoch that training is in or has just finished, from 1; 0 before the first."""
         progress = self._supervisor.progress
@@ -308,51 +416,153 @@ class OperatorTrainer:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
         return dict(self._latest_metrics)
 
+    @property
+    def last_call(self) -> LastCall | None:
+        """Kind, time of the end and seconds of the newest `train` or `validate` that returned."""
+        return self._last_call
+
+    @property
+    def logdir(self) -> Path | None:
+        """The run folder."""
+        return self._logdir
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why `fit` was asked to stop (`request_stop`); None if nobody has since it began."""
+        return self._stop_reason
+
     # ---- helpers
+
+    def _train(
+        self,
+        num_steps: int | None,
+        max_retries: int,
+        profile: bool,
+        info: Any,
+        dataset: Dataset | None,
+    ) -> _Trained:
+        """Make one call of train, in as many parts as callbacks want to pause in it.
+
+        To the workers the parts are one call, of which they merge what they have measured.
+        """
+        begun: list[Progress] = []
+
+        def goal(reached: Progress) -> dict[str, Any]:
+            # in absolute terms, so that the call can be repeated after a loss or a pause
+            begun.append(reached)
+            target = (
+                {"until_epoch": begun[0].epoch + 1}
+                if num_steps is None
+                else {"until_step": begun[0].global_step + num_steps}
+            )
+            return {**target, "stop_at": self._hooks.next_pause(reached.global_step)}
+
+        supervisor, call = self._supervisor, next(self._calls)
+        num_losses = num_lost_paused = 0
+        measured_from, total_s, ended = None, 0.0, 0.0
+        results: list[Any] = [None]
+        while results[0] is None:
+            results, seconds = self._run(
+                "train",
+                max_retries - num_losses,
+                profile,
+                info,
+                call=call,
+                dataset=dataset,
+                arguments_from=goal,
+                measured_from=measured_from,
+            )
+            num_losses += supervisor.losses_in_call
+            measured_from = dict(supervisor.measured_from)
+            total_s, ended = total_s + seconds, time.time()
+            num_events = len(supervisor.events)
+            self._hooks.pause(self)
+            num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
+        self._last_call = LastCall("train", ended, total_s)
+        return _Trained(
+            results, num_losses + num_lost_paused > 0, supervisor.progress.epoch > begun[0].epoch
+        )
 
     def _run(
         self, method: str, max_losses: int, profile: bool, info: Any, **arguments: Any
-    ) -> list[dict[str, Any]]:
+    ) -> tuple[list[Any], float]:
+        """Call train or validate on the workers; returns the results and the seconds it took."""
         if info is not None and not isinstance(info, Mapping):
             raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
-        bar = ProgressBar(method, self.max_workers) if self._use_tqdm else None
-        try:
-            results = self._call(
-                method,
-                max_losses=max_losses,
-                on_wait=None if bar is None else bar.update,
-                call=next(self._calls),
-                profile=profile,
-                info=dict(info or {}),
-                **arguments,
-            )
-            if bar is not None:
-                bar.finish(merge_workers(results), self.num_workers)
-            return results
-        finally:
-            if bar is not None:
-                bar.close()
+        arguments.setdefault("call", next(self._calls))
+        watcher = self._hooks.watcher(self, method)
+        started = time.perf_counter()
+        outcomes = self._supervised(
+            method,
+            max_losses=max_losses,
+            on_wait=watcher,
+            profile=profile,
+            info=dict(info or {}),
+            **arguments,
+        )
+        return outcomes, time.perf_counter() - started
 
-    def _finished(self, results: list[dict[str, Any]], reduce: bool, **extra: Any) -> Any:
-        merged = {**extra, **merge_workers(results), **extra}
+    def _merged(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
+        merged = merge_workers(results)
         covered = self._supervisor.progress.num_covered
-        if self._supervisor.losses_in_call and covered is not None:
+        if lost and covered is not None:
             # the steps are done, though what a lost worker measured of them is gone with it
             merged[NUM_SAMPLES] = covered
-        self._latest_metrics.update(merged)
-        return merged if reduce else [{**extra, **result, **extra} for result in results]
+        return merged
+
+    def _show(self, hook: str, metrics: dict[str, Any]) -> None:
+        """Show the result of a call to the callbacks, which may add to it."""
+        self._latest_metrics.update(metrics)
+        self._hooks.call(hook, self, metrics)
+        self._latest_metrics.update(metrics)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         self._check_open()
+        return self._supervised(method, **arguments)
+
+    def _supervised(self, method: str, **arguments: Any) -> list[Any]:
         outcomes = self._supervisor.call(method, **arguments)
         return [outcome.value() for outcome in outcomes]
 
-    def _check_open(self) -> None:
+    def _check_open(self, moves: bool = False) -> None:
+        """Check that the workers may be called now, and for what `moves` the state."""
+        for hook in self._hooks.inside:
+            if hook in ("on_event", "on_progress"):
+                raise RuntimeError(
+                    f"A callback cannot call the workers in {hook}, in the midst of another call. "
+                    "Set a mark there, and make the call at the next on_epoch_end."
+                )
+            if hook == "on_pause" and moves:
+                raise RuntimeError(
+                    "In on_pause a callback can read and save the state, but not train, validate "
+                    "or load: the call of train() under way would lose its place."
+                )
         if self._supervisor.state is State.CLOSED:
             raise RuntimeError(
                 f"This {type(self).__name__} is shut down; create a new one to train on."
             )
         self._writer.raise_failure()
+
+
+class _Trained(NamedTuple):
+    """What came of a call of train."""
+
+    results: list[dict[str, Any]]
+    lost: bool
+    """Whether workers were lost in it."""
+    completed: bool
+    """Whether an epoch was completed in it."""
+
+
+def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
+    """Return a function that tells callbacks of events and does not keep the trainer alive."""
+
+    def tell() -> None:
+        alive = trainer()
+        if alive is not None:
+            alive._hooks.tell_events(alive)
+
+    return tell
 
 
 def _check_count(name: str, value: Any, lowest: int) -> None:
