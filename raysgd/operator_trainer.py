@@ -92,6 +92,7 @@ class OperatorTrainer:
         """
         _check_count("num_steps", num_steps, 1)
         _check_count("max_retries", max_retries, 0)
+        _check_info("train", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._check_open(moves=True)
@@ -131,6 +132,7 @@ class OperatorTrainer:
             BaseException: what user code raised.
         """
         _check_count("num_steps", num_steps, 1)
+        _check_info("validate", info)
         self._check_open(moves=True)
         with self._hooks.calling(self):
             results, seconds = self._run("validate", 3, profile, info, num_steps=num_steps)
@@ -177,6 +179,8 @@ class OperatorTrainer:
         if num_epochs is None:
             raise TypeError("num_epochs must be an int, but it is None.")
         _check_count("validate_every", validate_every, 1)
+        _check_count("max_retries", max_retries, 0)
+        _check_info("fit", info)
         own = checked_callbacks(f"{type(self).__name__}.fit(callbacks=...)", callbacks)
         self._check_open(moves=True)
         if self._hooks.inside:
@@ -487,8 +491,6 @@ class OperatorTrainer:
         self, method: str, max_losses: int, profile: bool, info: Any, **arguments: Any
     ) -> tuple[list[Any], float]:
         """Call train or validate on the workers; returns the results and the seconds it took."""
-        if info is not None and not isinstance(info, Mapping):
-            raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
         arguments.setdefault("call", next(self._calls))
         watcher = self._hooks.watcher(self, method)
         started = time.perf_counter()
@@ -572,6 +574,11 @@ def _check_count(name: str, value: Any, lowest: int) -> None:
         raise TypeError(f"{name} must be an int, but it is {value!r}.")
     if value < lowest:
         raise ValueError(f"{name}={value}: must be at least {lowest}.")
+
+
+def _check_info(method: str, info: Any) -> None:
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
 
 
 def _callable(method: str, function: Any) -> Any:

@@ -116,7 +116,7 @@ class _Bar:
     """A bar of tqdm."""
 
     def __init__(self, label: str) -> None:
-        self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True)
+        self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr)
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
         self._bar.total = total

@@ -51,5 +51,5 @@ def trainer_callbacks(
         isinstance(callback, JsonlLogger) and callback.folder in (None, logdir)
         for callback in found
     ):
-        found.insert(0, JsonlLogger())
+        found.append(JsonlLogger())  # last, for what the others add to the metrics
     return found
