@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "BATCH_COUNT",
     "NUM_SAMPLES",
+    "NUM_SKIPPED_STEPS",
     "AverageMeter",
     "AverageMeterCollection",
     "Summary",
@@ -27,6 +28,8 @@ NUM_SAMPLES = "num_samples"
 """Key under which a batch says how many samples it held: the weight of its metrics."""
 BATCH_COUNT = "batch_count"
 """Key of the number of batches in a result."""
+NUM_SKIPPED_STEPS = "num_skipped_steps"
+"""Key of the number of updates that were skipped in a call, since float16 gradients overflowed."""
 
 
 def is_number(value: Any) -> bool:
@@ -212,9 +215,10 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks, into one.
 
-    ``num_samples`` is summed; ``batch_count`` and ``last_k`` are plain means; other numbers are
-    means weighted by each worker's samples; of values that are not numbers the one of the
-    lowest rank counts. Keys are the union over the workers.
+    ``num_samples`` is summed; ``batch_count`` and ``last_k`` are plain means; of
+    ``num_skipped_steps``, which workers skip together, the largest counts; other numbers are means
+    weighted by each worker's samples; of values that are not numbers the one of the lowest rank
+    counts. Keys are the union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -227,6 +231,8 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = next(value for value in values if not is_number(value))
         elif name == NUM_SAMPLES:
             merged[name] = sum(_plain(value) for value in values)
+        elif name == NUM_SKIPPED_STEPS:
+            merged[name] = max(_plain(value) for value in values)
         elif name == BATCH_COUNT or name.startswith("last_"):
             merged[name], _ = _mean(values, [1.0] * len(values))
         else:

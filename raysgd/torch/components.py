@@ -12,11 +12,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
+from raysgd.errors import CheckpointError
 from raysgd.metrics import AverageMeterCollection
 from raysgd.timers import TimerCollection
 from raysgd.torch import replica
 from raysgd.torch.fitting import check_fits
 from raysgd.torch.loading import Source, dataset_loader, wrap_loader
+from raysgd.torch.precision import create_precision
+from raysgd.torch.updates import Updates
 
 __all__ = ["Components", "OperatorSettings"]
 
@@ -31,6 +34,8 @@ class OperatorSettings:
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_tqdm: bool = False
+    use_fp16: bool | str = False
+    amp_dtype: torch.dtype | None = None
     batch_share: int | None = None
     """This worker's share of ``config[BATCH_SIZE]``."""
 
@@ -57,12 +62,22 @@ class Components:
         self._wrapping: list[dict[str, Any] | None] = []
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
-        self._stepped: set[int] = set()
+        self.updates = Updates(
+            create_precision(settings.use_fp16, settings.device, settings.amp_dtype)
+        )
 
     # ---- registering
 
     def register(
-        self, models: Any, optimizers: Any, criterion: Any, schedulers: Any, ddp_args: Any
+        self,
+        models: Any,
+        optimizers: Any,
+        criterion: Any,
+        schedulers: Any,
+        ddp_args: Any,
+        apex_args: Any = None,
+        accumulation_steps: Any = 1,
+        max_grad_norm: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         if self.registered:
@@ -71,8 +86,9 @@ class Components:
             )
         if criterion is not None and not callable(criterion):
             raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
-        if ddp_args is not None and not isinstance(ddp_args, dict):
-            raise TypeError(f"register(ddp_args=...) must be a dict, but it is {ddp_args!r}.")
+        for name, given in (("ddp_args", ddp_args), ("apex_args", apex_args)):
+            if given is not None and not isinstance(given, dict):
+                raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
         self.models = [self._placed(m) for m in _checked("models", models, torch.nn.Module)]
         self.optimizers = _checked("optimizers", optimizers, torch.optim.Optimizer)
         if schedulers is not None:
@@ -83,12 +99,12 @@ class Components:
                     'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
                 )
             _check_plateau(self.schedulers, self.settings.scheduler_step_freq)
+        self.updates.register(self.optimizers, accumulation_steps, max_grad_norm)
+        self.models = self.updates.precision.prepare(self.models, self.optimizers, apex_args)
         if self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
-        for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(self._on_optimizer_step)
         self._buffer_slots = [
             (module, name)
             for model in self.models
@@ -188,18 +204,24 @@ class Components:
 
     # ---- committed steps
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
-
     @property
     def updated(self) -> bool:
         """Whether every optimizer has stepped since the last commit."""
-        return bool(self.optimizers) and len(self._stepped) == len(self.optimizers)
+        return self.updates.updated
 
-    def commit(self) -> None:
-        """Count a step whose update is done, and remember what a failed one must not change."""
-        self.global_step += 1
-        self._stepped.clear()
+    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:
+        """Begin a batch of an accumulation group, see :meth:`Updates.begin_batch`."""
+        self.updates.begin_batch(self.models, position, planned, is_last)
+
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done, and remember what a failed one must not change.
+
+        Raises:
+            RuntimeError: if the update was left out although gradients wait for it.
+        """
+        self.updates.check_complete()
+        self.updates.commit()
+        self.global_step += num_batches
         if self._buffer_slots:
             self.commit_buffers()
 
@@ -221,9 +243,7 @@ class Components:
                 buffer.detach().copy_(committed)
             else:
                 module._buffers[name] = committed.clone()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self._stepped.clear()
+        self.updates.roll_back()
 
     def _buffers(self) -> list[torch.Tensor]:
         """Return the buffers; by name, since a forward pass may put another tensor in a place."""
@@ -262,30 +282,43 @@ class Components:
         return self.meters
 
     def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers and schedulers, as they are on this device."""
+        """Return models, optimizers, schedulers and scaler, as they are on this device."""
         state: dict[str, Any] = {
             "models": [replica.unwrap(model).state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.schedulers:
             state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
+        precision = self.updates.precision
+        if precision.scales and precision.state_key is not None:
+            state[precision.state_key] = precision.state_dict()
         return state
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        """Check that models, optimizers and schedulers fit what is registered.
+        """Check that models, optimizers, schedulers and scaler fit what is registered.
 
         Raises:
             CheckpointError: if they do not.
         """
         for name, objects in self._stateful():
             check_fits(name, objects, state.get(name, []))
+        key = self._scaler_key(state)
+        if key is not None and (problem := self.updates.precision.problem_with(state[key])):
+            raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take over models, optimizers and schedulers."""
+        """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
         for name, objects in self._stateful():
             for held, saved in zip(objects, state.get(name, []), strict=True):
                 held.load_state_dict(saved)
+        if (key := self._scaler_key(state)) is not None:
+            self.updates.precision.load_state_dict(state[key])
         self.commit_buffers()
+
+    def _scaler_key(self, state: dict[str, Any]) -> str | None:
+        """Return where in a state there is something for this precision's scaler."""
+        precision = self.updates.precision
+        return precision.state_key if precision.scales and precision.state_key in state else None
 
     def _stateful(self) -> list[tuple[str, list[Any]]]:
         return [

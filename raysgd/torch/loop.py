@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from raysgd.context import PausedError
 from raysgd.data import Dataset
-from raysgd.metrics import Summary, merge_segments
+from raysgd.metrics import NUM_SKIPPED_STEPS, Summary, merge_segments
 from raysgd.torch import replica
 from raysgd.torch.loading import Source
 from raysgd.torch.snapshots import Snapshots
@@ -42,6 +43,7 @@ class Loop:
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
         self._began_at = 0
+        self._skipped_before = 0
         self._validated: _Counted | None = None
         self._start: int | None = None
         self._shared_out = True
@@ -67,7 +69,7 @@ class Loop:
         """Batches finished in the stretch, or the pass over the validation data, under way."""
         steps, validated = self.steps, self._validated
         if steps is not None:
-            return steps.num_batches
+            return steps.num_finished
         return 0 if validated is None else validated.count
 
     def pause_at(self, step: int | None) -> int:
@@ -88,6 +90,7 @@ class Loop:
             "num_covered": covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
+            "num_skipped": self._parts.updates.precision.num_skipped - self._skipped_before,
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
@@ -97,6 +100,7 @@ class Loop:
         self._call, self.num_covered = state["call"], state["num_covered"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
+        self._skipped_before = self._parts.updates.precision.num_skipped - state["num_skipped"]
 
     # ---- train
 
@@ -123,7 +127,10 @@ class Loop:
             self._train_stretch(source, limit, info)
         if self._parts.settings.context.distributed:
             self._parts.sync_buffers()
-        return self._result()
+        result, precision = self._result(), self._parts.updates.precision
+        if precision.scales:
+            result[NUM_SKIPPED_STEPS] = precision.num_skipped - self._skipped_before
+        return result
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
@@ -144,10 +151,12 @@ class Loop:
         parts.meters = None
         try:
             metrics = _call_train_epoch(operator, steps, info, limit, parts.epoch)
+            left = steps.finish()
         except BaseException:
             self._settle_failure(steps, source, start)
             raise
-        steps.finish()
+        if left:
+            self._settle_rest(source, left)
         self._cover(source, start)
         self._segments.append(_checked_result(operator.train_epoch, metrics))
         paused = self._pause_at is not None and parts.global_step >= self._pause_at
@@ -161,6 +170,17 @@ class Loop:
             parts.offset = 0
             self._batches = None
         self.steps = None
+
+    def _settle_rest(self, source: Source, left: list[Any]) -> None:
+        """Take back the batches of a group that the loop left before its end."""
+        warnings.warn(
+            f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
+            f"that the gradients of its last {len(left)} batches are dropped. Let it draw whole "
+            f"groups of {self._parts.updates.accumulation_steps} batches.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
     def _settle_failure(self, steps: Steps, source: Source, start: int) -> None:
         """Keep what a stretch has reached, and what is measured of it, when it has raised."""
@@ -264,6 +284,7 @@ class Loop:
         self._call, self._segments, self.num_covered = call, [], 0
         self._more_epochs = 0
         self._began_at = self._parts.global_step
+        self._skipped_before = self._parts.updates.precision.num_skipped
         self._parts.timers.reset()
 
     def _profile(self, profile: bool) -> None:
@@ -273,7 +294,7 @@ class Loop:
         else:
             timers.disable()
 
-    def _result(self) -> Mapping[str, Any]:
+    def _result(self) -> Summary:
         result = merge_segments(self._segments)
         timers = self._parts.timers
         if timers.enabled:

@@ -35,6 +35,8 @@ class TorchRunnerOptions:
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_tqdm: bool = False
+    use_fp16: bool | str = False
+    amp_dtype: torch.dtype | None = None
     snapshot_every: Literal["epoch"] | int | None = None
 
 
@@ -77,6 +79,8 @@ class TorchRunner:
             add_dist_sampler=options.add_dist_sampler,
             scheduler_step_freq=options.scheduler_step_freq,
             use_tqdm=options.use_tqdm,
+            use_fp16=options.use_fp16,
+            amp_dtype=options.amp_dtype,
             batch_share=config.get(BATCH_SIZE),
         )
         self._loop = Loop(build_operator(options.operator_cls, config, settings))

@@ -22,7 +22,8 @@ class Steps:
     """Yields the batches of one stretch of training, and commits each step as the next begins.
 
     Asking for the next batch is what says that the step before is done; so loops that users
-    write themselves are counted like the default one.
+    write themselves are counted like the default one. With gradient accumulation batches come
+    in groups, the update follows the last one of a group, and they are committed together.
 
     Args:
         parts: where the steps are counted.
@@ -31,7 +32,7 @@ class Steps:
         limit: the most batches of this stretch; None for the rest of the epoch.
         steps_left: steps from ``parts.offset`` to the end of the epoch; None where unknown.
         go_on: asks all ranks whether each of them has a batch; None where that is certain.
-        on_commit: called after each step.
+        on_commit: called after each update.
     """
 
     def __init__(
@@ -55,25 +56,34 @@ class Steps:
         self._start_step = parts.global_step
         self._started = time.perf_counter()
         self._pause: int | None = None
-        self._in_flight = _NOTHING
+        self._in_flight: list[Any] = []
+        self._is_last = True
+        self._ahead = _NOTHING
         self._exhausted = False
         self._timers = parts.timers if parts.timers.enabled else None
         self.stop_requested = False
         self.num_batches = 0
+        """Batches that are committed."""
         self.loader_failed = False
         """Whether it was the loader that raised; it cannot be asked again then."""
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step so far; 0 before the first is done."""
-        if not self.num_batches:
+        """Mean seconds of a batch so far; 0 before the first is done."""
+        num_finished = self.num_finished
+        if not num_finished:
             return 0.0
-        return (time.perf_counter() - self._started) / self.num_batches
+        return (time.perf_counter() - self._started) / num_finished
+
+    @property
+    def num_finished(self) -> int:
+        """Batches that are finished, also those whose update is still to come."""
+        return self.num_batches + max(0, len(self._in_flight) - 1)
 
     def pause_at(self, step: int | None) -> None:
         """Let the stretch end once `step` steps are committed. Called from another thread.
 
-        None takes the request back.
+        It ends with the group that reaches the step. None takes the request back.
         """
         held, asked = self._pause, None if step is None else step - self._start_step
         self._pause = asked if asked is None or held is None else min(asked, held)
@@ -92,40 +102,75 @@ class Steps:
         return self
 
     def __next__(self) -> Any:
-        if self._in_flight is not _NOTHING:
+        if self._in_flight and self._is_last:
             self._commit()
         if self.stop_requested:
             raise StepInterruptedError("The driver asked this worker to stop.")
-        if self._exhausted or self.num_batches == self._limit:
+        if not self._in_flight and self._is_at_end():
             raise StopIteration
-        if self._pause is not None and self.num_batches >= self._pause:
-            raise StopIteration
-        batch = self._fetch() if self._timers is None else self._timed_fetch()
-        if self._go_on is not None and not self._go_on(batch is not _NOTHING):
-            batch = _NOTHING
+        batch, self._ahead = self._ahead, _NOTHING
         if batch is _NOTHING:
-            self._exhausted = True
+            batch = self._take()
+        if batch is _NOTHING:
             raise StopIteration
-        self._in_flight = batch
+        self._in_flight.append(batch)
+        self._begin_batch()
         return batch
 
-    def finish(self) -> None:
-        """Commit the last step, when the loop has returned, and note where the epoch stands."""
-        if self._in_flight is not _NOTHING:
+    def _is_at_end(self) -> bool:
+        if self._exhausted or self.num_batches == self._limit:
+            return True
+        return self._pause is not None and self.num_batches >= self._pause
+
+    def finish(self) -> list[Any]:
+        """Settle the last step, when the loop has returned, and note where the epoch stands.
+
+        Returns:
+            Batches to train again: those of a group that the loop left before its end.
+        """
+        lost = self._give_up() if self._in_flight and not self._is_last else []
+        if self._in_flight:
             self._commit()
         self._note_place()
+        self._parts.updates.end()
+        return lost
 
     def fail(self) -> list[Any]:
         """Settle the step in flight when the loop has raised; return batches to train again.
 
         The step counts as done where every optimizer has made its update.
         """
-        lost = [] if self._in_flight is _NOTHING or self._parts.updated else [self._in_flight]
-        if lost:
-            self._in_flight = _NOTHING
+        lost = [] if self._parts.updated else self._give_up()
         self.finish()
         self._parts.roll_back()
         return lost
+
+    def _give_up(self) -> list[Any]:
+        """Give up the group in flight; return its batches, and one that was taken ahead."""
+        lost = self._in_flight + ([] if self._ahead is _NOTHING else [self._ahead])
+        self._in_flight, self._ahead = [], _NOTHING
+        self._parts.roll_back()
+        return lost
+
+    def _begin_batch(self) -> None:
+        size, position = self._parts.updates.accumulation_steps, len(self._in_flight) - 1
+        left = None if self._limit is None else self._limit - self.num_batches
+        planned = size if left is None else min(size, left)
+        self._is_last = position + 1 == planned
+        if not self._is_last and not self._source.sharded:
+            # the end of such a loader is known when it is met, whatever length it claims
+            self._ahead = self._take()
+            self._is_last = self._ahead is _NOTHING
+        self._parts.begin_batch(position, planned, self._is_last)
+
+    def _take(self) -> Any:
+        """Return the next batch, or nothing where this rank or another has none left."""
+        batch = self._fetch() if self._timers is None else self._timed_fetch()
+        if self._go_on is not None and not self._go_on(batch is not _NOTHING):
+            batch = _NOTHING
+        if batch is _NOTHING:
+            self._exhausted = True
+        return batch
 
     def _note_place(self) -> None:
         self._parts.offset = self._source.offset_after(self._start, self.num_batches)
@@ -143,9 +188,10 @@ class Steps:
             return self._fetch()
 
     def _commit(self) -> None:
-        self._in_flight = _NOTHING
-        self.num_batches += 1
-        self._parts.commit()
+        size = len(self._in_flight)
+        self._parts.commit(size)
+        self._in_flight = []
+        self.num_batches += size
         if self._on_commit is not None:
             self._note_place()
             self._on_commit()

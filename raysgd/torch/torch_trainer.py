@@ -19,6 +19,7 @@ from raysgd.execution.members import InlineMember
 from raysgd.execution.supervisor import Supervisor
 from raysgd.operator_trainer import OperatorTrainer
 from raysgd.torch.creator_operator import CreatorOperator
+from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -35,6 +36,7 @@ _OLD_ARGUMENTS = {
     "apex_args": "the arguments of self.register(...) in setup",
     "data_loader_args": "the arguments of the DataLoader that you make in setup",
 }
+_AMP_DTYPES = (torch.float16, torch.bfloat16)
 _SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
 
 
@@ -65,6 +67,10 @@ class TorchTrainer(OperatorTrainer):
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
         timeout_s: bound, in seconds, of each collective and of the workers' setup;
             ``NCCL_TIMEOUT_S`` in the environment overrides it for nccl.
+        use_fp16: True: mixed precision by ``torch.amp``; "apex": by NVIDIA Apex, which every worker
+            needs to have.
+        amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``; None: float16 on GPUs,
+            bfloat16 on CPUs. With float16 the loss is scaled.
         use_tqdm: whether to show a progress bar.
         add_dist_sampler: whether to share registered map-style loaders out over the workers.
         scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
@@ -78,6 +84,7 @@ class TorchTrainer(OperatorTrainer):
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value that is not allowed.
+        ImportError: if a worker lacks Apex, where that is asked for.
         InsufficientResourcesError: if the cluster has no room for `min_workers` within the start
             timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
         BaseException: what ``setup`` of the operator raised on a worker.
@@ -97,6 +104,8 @@ class TorchTrainer(OperatorTrainer):
         backend: str = "auto",
         wrap_ddp: bool = True,
         timeout_s: float = 1800,
+        use_fp16: bool | str = False,
+        amp_dtype: torch.dtype | None = None,
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
@@ -116,6 +125,7 @@ class TorchTrainer(OperatorTrainer):
         _check_choice("use_gpu", use_gpu, (True, False, "auto"))
         _check_choice("backend", backend, ("auto", *backend_names()))
         _check_choice("scheduler_step_freq", scheduler_step_freq, (None, *_SCHEDULER_STEP_FREQS))
+        _check_precision(use_fp16, amp_dtype)
         for name, value in (
             ("wrap_ddp", wrap_ddp),
             ("use_tqdm", use_tqdm),
@@ -153,6 +163,8 @@ class TorchTrainer(OperatorTrainer):
                 add_dist_sampler=add_dist_sampler,
                 scheduler_step_freq=scheduler_step_freq,
                 use_tqdm=use_tqdm,
+                use_fp16=use_fp16,
+                amp_dtype=amp_dtype,
                 snapshot_every=elastic.snapshot_every,
             )
         )
@@ -296,6 +308,22 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(
             f"TorchTrainer({name}={value!r}): must be one of "
             f"{', '.join(repr(choice) for choice in allowed)}."
+        )
+
+
+def _check_precision(use_fp16: Any, amp_dtype: Any) -> None:
+    _check_choice("use_fp16", use_fp16, tuple(PRECISIONS))
+    if amp_dtype is None:
+        return
+    if not isinstance(amp_dtype, torch.dtype) or amp_dtype not in _AMP_DTYPES:
+        raise ValueError(
+            f"TorchTrainer(amp_dtype={amp_dtype!r}): must be one of "
+            f"{', '.join(str(dtype) for dtype in _AMP_DTYPES)}, or None."
+        )
+    if use_fp16 is not True:
+        raise ValueError(
+            f"TorchTrainer(amp_dtype={amp_dtype}, use_fp16={use_fp16!r}): amp_dtype is for native "
+            "AMP; pass use_fp16=True with it."
         )
 
 

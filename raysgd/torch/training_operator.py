@@ -5,8 +5,10 @@ A worker runs, for each ``trainer.train()``::
     operator.train_epoch(iterator, info, num_steps, epoch_idx)
         for batch in iterator:                  # this worker's share of the train loader
             operator.train_batch(batch, batch_info)
-                forward, loss, backward (gradients are averaged over the workers), step
-            schedulers step, if scheduler_step_freq == "batch"
+                forward and loss, under self.autocast()
+                self.backward(loss)                 # gradients are averaged over the workers
+                self.optimizer_step(optimizer)      # with accumulation at the last of a group
+            schedulers step, if scheduler_step_freq == "batch" and an update was made
         schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
 
 and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
@@ -21,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.metrics import NUM_SAMPLES, is_number
-from raysgd.torch.components import Components, OperatorSettings
-from raysgd.torch.replica import unwrap
+from raysgd.torch.operator_tools import OperatorTools
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
@@ -36,7 +37,7 @@ _HINTS = {
 }
 
 
-class TrainingOperator:
+class TrainingOperator(OperatorTools):
     """Defines training for :class:`raysgd.TorchTrainer`; one copy lives on each worker.
 
     Only `setup` must be overridden::
@@ -52,10 +53,6 @@ class TrainingOperator:
     An operator is a plain Python object. ``raysgd.testing.run_operator`` makes one in this
     process, without Ray.
     """
-
-    def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
-        self._config = dict(config)
-        self._parts = Components(settings or OperatorSettings())
 
     # ---- what users override
 
@@ -97,7 +94,7 @@ class TrainingOperator:
                 batch_info = self._batch_info(info, batch_idx, epoch_idx)
                 metrics = self.train_batch(batch, batch_info)
                 meters.update(*_checked(self.train_batch, metrics))
-                if per_batch:
+                if per_batch and self._parts.updates.group.is_last:
                     self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and getattr(iterator, "epoch_is_over", True):
             self.step_schedulers()
@@ -105,6 +102,13 @@ class TrainingOperator:
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train on one batch: forward, loss, backward, optimizer step.
+
+        An override gets mixed precision, gradient accumulation and clipping by the same calls::
+
+            with self.autocast():
+                loss = ...
+            self.backward(loss, num_samples=len(target))
+            self.optimizer_step(self.optimizer)
 
         Args:
             batch: ``(*features, target)``, tensors on any device.
@@ -122,13 +126,12 @@ class TrainingOperator:
         optimizer = self._default("optimizer")
         timers = self.timers
         *features, target = self.to_device(batch)
-        with timers.record("fwd"):
+        with timers.record("fwd"), self.autocast():
             loss = criterion(model(*features), target)
         with timers.record("grad"):
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            self.backward(loss, num_samples=len(target))
         with timers.record("apply"):
-            optimizer.step()
+            self.optimizer_step(optimizer)
         return {"train_loss": loss.detach(), NUM_SAMPLES: len(target)}
 
     def validate(
@@ -157,7 +160,7 @@ class TrainingOperator:
         """
         model, criterion = self._default("model"), self._default("criterion")
         *features, target = self.to_device(batch)
-        with self.timers.record("eval_fwd"):
+        with self.timers.record("eval_fwd"), self.autocast():
             output = model(*features)
             loss = criterion(output, target)
         metrics = {"val_loss": loss.detach(), NUM_SAMPLES: len(target)}
@@ -183,6 +186,9 @@ class TrainingOperator:
         criterion: Any = None,
         schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
+        apex_args: dict[str, Any] | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -195,6 +201,11 @@ class TrainingOperator:
             criterion: the loss, called with (output, target).
             schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
             ddp_args: further arguments of DistributedDataParallel.
+            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            gradient_accumulation_steps: batches of this worker that make one update together, as
+                one batch of so many times the size would. Workers exchange gradients once for it.
+            max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
+                which they are clipped before each step; None for no clipping.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, each in
@@ -202,10 +213,21 @@ class TrainingOperator:
 
         Raises:
             TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
-                name says, or ddp_args not a dict.
-            ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``.
+                name says, ddp_args or apex_args not a dict, or a number not a number.
+            ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
+                apex_args but no Apex, fewer than 1 accumulation step, or a norm that is not
+                above 0 and finite.
         """
-        return self._parts.register(models, optimizers, criterion, schedulers, ddp_args)
+        return self._parts.register(
+            models,
+            optimizers,
+            criterion,
+            schedulers,
+            ddp_args,
+            apex_args,
+            gradient_accumulation_steps,
+            max_grad_norm,
+        )
 
     def register_data(
         self,
@@ -247,98 +269,7 @@ class TrainingOperator:
             serialize_data_creation,
         )
 
-    # ---- what loops of your own use
-
-    def train_mode(self, training: bool) -> None:
-        """Put every registered model into train or eval mode."""
-        for model in self._parts.models:
-            # walking through a large model costs more than asking it
-            if model.training != training or unwrap(model).training != training:
-                model.train(training)
-
-    def step_schedulers(self) -> None:
-        """Step every registered scheduler."""
-        for scheduler in self._parts.schedulers:
-            scheduler.step()
-
-    def to_device(self, batch: Any) -> Any:
-        """Return `batch` with its tensors, also nested ones, on this worker's device."""
-        return _moved(batch, self.device) if self.device.type != "cpu" else batch
-
-    # ---- what users read
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
-        return self._config
-
-    @property
-    def device(self) -> torch.device:
-        """This worker's device."""
-        return self._parts.settings.device
-
-    @property
-    def device_ids(self) -> list[int] | None:
-        """Index of this worker's GPU, in a list, as DistributedDataParallel takes it."""
-        return None if self.device.index is None else [self.device.index]
-
-    @property
-    def world_rank(self) -> int:
-        """Rank of this worker among all."""
-        return self._parts.settings.context.world_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this worker among those of its node."""
-        return self._parts.settings.context.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers, now."""
-        return self._parts.settings.context.world_size
-
-    @property
-    def use_gpu(self) -> bool:
-        """Whether this worker has a GPU."""
-        return self.device.type == "cuda"
-
-    @property
-    def use_tqdm(self) -> bool:
-        """Whether the trainer shows a progress bar."""
-        return self._parts.settings.use_tqdm
-
-    @property
-    def scheduler_step_freq(self) -> str | None:
-        """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._parts.settings.scheduler_step_freq
-
-    @property
-    def global_step(self) -> int:
-        """Training steps that are done, over all epochs and calls.
-
-        Steps are counted for you; loops that count them as well do no harm.
-        """
-        return self._parts.global_step
-
-    @global_step.setter
-    def global_step(self, value: int) -> None:
-        pass
-
-    @property
-    def timers(self) -> Any:
-        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
-        return self._parts.timers
-
-    if TYPE_CHECKING:
-        train_loader: Any
-        """This worker's part of the registered train loader, unless you set it yourself."""
-        validation_loader: Any
-        """This worker's part of the registered validation loader, unless you set it yourself."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("train_loader", "validation_loader"):
-            return self._parts.source(name.removesuffix("_loader"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    # ---- helpers
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
@@ -346,7 +277,7 @@ class TrainingOperator:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            "global_step": self.global_step,
+            "global_step": self.global_step + self._parts.updates.group.position,
             "epoch_idx": epoch_idx,
             "info": info,
         }
@@ -403,15 +334,3 @@ def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     if target.is_floating_point() or target.is_complex():
         return None
     return (output.argmax(dim=1) == target).double().mean()
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(item, device) for item in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_moved(item, device) for item in batch)
-    if isinstance(batch, dict):
-        return {key: _moved(item, device) for key, item in batch.items()}
-    return batch

@@ -55,6 +55,7 @@ SURFACE = {
     "raysgd.metrics": [
         "BATCH_COUNT",
         "NUM_SAMPLES",
+        "NUM_SKIPPED_STEPS",
         "AverageMeter",
         "AverageMeterCollection",
         "Summary",
@@ -99,6 +100,8 @@ TRAINER_ARGUMENTS = {
     "backend": "auto",
     "wrap_ddp": True,
     "timeout_s": 1800,
+    "use_fp16": False,
+    "amp_dtype": None,
     "use_tqdm": False,
     "add_dist_sampler": True,
     "scheduler_step_freq": None,

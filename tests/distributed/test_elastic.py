@@ -16,6 +16,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.execution import recruiting
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
 from tests.distributed.test_exactness import Ledger, ledger_of
@@ -147,6 +148,26 @@ def test_a_loss_while_a_newcomer_joins(ray_cluster):
             metrics = trainer.train()
         assert trainer.num_workers == 3
         check_ledger(trainer, metrics)
+
+
+def test_a_spare_process_takes_the_place_of_a_lost_worker(ray_cluster, monkeypatch):
+    monkeypatch.setattr(recruiting, "_SETTLED_S", 0.0)
+    with ledger_trainer(2) as trainer:
+        spares = trainer._supervisor._group.spares
+        wait_until(lambda: trainer.train(num_steps=1) and len(spares) == 1)
+        ((spare, ready),) = spares._held.values()
+        ready.result(timeout=60)
+        first_step = trainer.global_step
+        victim = trainer._supervisor.members[1]
+        with Killer((lambda: reached(trainer) > first_step + 5, kill(victim.place.pid))):
+            trainer.train(max_retries=1)
+        assert spare in trainer._supervisor.members
+        assert torch.equal(ledger_of(trainer).clamp(0, 1), torch.ones(3000))
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        wait_until(lambda: trainer.train(num_steps=1) and len(spares) == 1)
+        ((next_spare, _),) = spares._held.values()
+        spare_pid = next_spare.control("place").result(timeout=60).pid
+    wait_until(lambda: not psutil.pid_exists(spare_pid))
 
 
 def test_a_newcomer_that_dies_in_setup_is_tried_again(ray_cluster, tmp_path):
@@ -315,6 +336,7 @@ def test_a_worker_that_hangs_is_named_killed_and_replaced(ray_cluster, caplog):
         assert "Killing worker 1" in caplog.text
 
 
+@pytest.mark.timeout(600)
 def test_a_long_run_with_many_kills(ray_cluster):
     """Fifty kills of random workers: nothing is lost, repeated or left behind."""
     rng = random.Random(5)
@@ -359,6 +381,7 @@ nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.execution import recruiting
 from raysgd.errors import WorkerLostError
 from tests.operators import Classifier, replica_hash
 

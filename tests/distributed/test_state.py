@@ -1,15 +1,18 @@
 """State that is saved, loaded, and taken out of a trainer."""
 
+import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
 from tests.distributed.test_exactness import Ledger, ledger_of
-from tests.operators import Classifier, parameters, replica_hash
+from tests.operators import Classifier, make_data, parameters, replica_hash
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])
@@ -43,6 +46,65 @@ def test_a_loaded_run_ends_with_the_bits_of_one_that_was_not_interrupted(ray_clu
             assert trainer.global_step == 20
             trainer.train()
             assert trainer.apply_all_operators(replica_hash) == expected
+
+
+class Everything(Classifier):
+    """Dropout, a scheduler, a scaler, accumulation, and state and randomness of its own."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Dropout(),
+            torch.nn.Linear(16, 2),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.drawn = []
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+            gradient_accumulation_steps=2,
+        )
+        self.register_data(train_loader=DataLoader(make_data(300), batch_size=10, shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        self.drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = list(state["drawn"])
+
+
+def everything_of(operator):
+    scaler = operator._parts.training_state()["amp_native"]
+    # what came before the save is rank 0's on every rank that loads it
+    drawn = operator.drawn[0 if operator.world_rank == 0 else 6 :]
+    return replica_hash(operator), drawn, operator.scheduler.state_dict(), scaler
+
+
+def test_a_run_that_is_loaded_into_new_processes_ends_as_if_it_had_not_ended(ray_cluster, tmp_path):
+    settings = {
+        "training_operator_cls": Everything,
+        "num_workers": 2,
+        "scheduler_step_freq": "batch",
+        "use_fp16": True,
+        "amp_dtype": torch.float16,
+    }
+    with TorchTrainer(**settings) as trainer:
+        trainer.train(num_steps=6)
+        path = trainer.save(tmp_path / "state.pt")
+        trainer.train()
+        expected = trainer.apply_all_operators(everything_of)
+    with TorchTrainer(**settings) as trainer:
+        trainer.load(path)
+        assert trainer.train()["num_samples"] == 300 - 6 * 20
+        assert trainer.apply_all_operators(everything_of) == expected
 
 
 def test_the_model_is_a_copy_and_the_workers_keep_theirs(ray_cluster):

@@ -414,13 +414,33 @@ def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_dis
     assert trainer.global_step == 2
 
 
-def test_saves_reach_the_disk_in_their_order(make_trainer, tmp_path):
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatch, blocking):
+    """And copies the state only then: there is never more than one that waits to be written."""
+    done, prepared, prepare = [], threading.Event(), checkpoint.prepare_write
+
+    def noting(state, path, manifest):
+        write, step = prepare(state, path, manifest), state["global_step"]
+        done.append(("copied", step))
+        if len(done) > 1:
+            prepared.set()
+
+        def write_late():
+            prepared.wait(0.3)  # a save that does not wait would come by now
+            done.append(("written", step))
+            return write()
+
+        return write_late
+
+    monkeypatch.setattr(checkpoint, "prepare_write", noting)
     trainer = make_trainer()
-    for blocking in (False, False, True, False):
-        trainer.train(num_steps=1)
-        path = trainer.save(tmp_path / "state.pt", blocking=blocking)
+    trainer.train(num_steps=1)
+    trainer.save(tmp_path / "state.pt", blocking=False)
+    trainer.train(num_steps=1)
+    path = trainer.save(tmp_path / "state.pt", blocking=blocking)
     trainer.load(path)
-    assert trainer.global_step == 4
+    assert trainer.global_step == 2
+    assert done == [("copied", 1), ("written", 1), ("copied", 2), ("written", 2)]
 
 
 @pytest.fixture

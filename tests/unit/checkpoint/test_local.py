@@ -6,6 +6,7 @@ import resource
 import shutil
 import stat
 import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -205,25 +206,26 @@ def test_a_disk_that_is_full_at_any_byte_leaves_the_old_state(small_disk):
     assert len(written) in (2, 3)  # it fits in the end, and not before
 
 
-def test_a_user_without_permission_is_told_so(tmp_path):
+def test_a_user_without_permission_is_told_so():
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    path = write_file(STATE, tmp_path / "state.pt")
-    tmp_path.chmod(0o700)
-
-    def as_nobody():
-        os.chdir("/")
+    # pytest's own folders are closed to others
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_file(STATE, f"{folder}/state.pt")
+        os.chmod(folder, 0o755)
         os.chmod(path, 0o600)
-        for folder in (tmp_path, *tmp_path.parents[:2]):
-            folder.chmod(0o755)
-        os.setuid(65534)
-        with pytest.raises(CheckpointError, match=f"no permission to write into {tmp_path}"):
-            write_file(BIG, path)
-        with pytest.raises(UnreachableError, match="Permission denied"):
-            read_file(path)
 
-    in_child(as_nobody)
-    assert read_file(path)["epoch"] == 2
+        def as_nobody():
+            os.chdir("/")
+            os.setuid(65534)
+            with pytest.raises(CheckpointError, match=f"no permission to write into {folder}"):
+                write_file(BIG, path)
+            with pytest.raises(UnreachableError, match="Permission denied"):
+                read_file(path)
+
+        in_child(as_nobody)
+        assert read_file(path)["epoch"] == 2
+        assert os.listdir(folder) == ["state.pt"]
 
 
 def test_a_folder_that_is_removed_under_way_is_named(tmp_path, monkeypatch):

@@ -332,3 +332,167 @@ def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
     list(steps)
     steps.finish()
     assert told == [(1, 1), (2, 2), (3, 3)]
+
+
+# ---- groups of batches that make one update
+
+
+def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=False):
+    """Components and steps with an accumulation of `size` batches."""
+    parts = Components(OperatorSettings())
+    model = torch.nn.BatchNorm1d(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts.register(model, optimizer, None, None, None, accumulation_steps=size)
+    batches = list(batches)
+    left = len(batches) if steps_left == "all" else steps_left
+    source = PlainLoader(batches)
+    source.sharded = sharded
+    return parts, Steps(parts, source, iter(batches), limit, left, go_on)
+
+
+def groups_of(parts, steps, after=None, pause=None):
+    """Draw all batches; return them in groups."""
+    groups, group = [], []
+    for count, batch in enumerate(steps, start=1):
+        assert parts.updates.group.position == len(group)
+        group.append(batch)
+        if parts.updates.group.is_last:
+            groups.append(group)
+            group = []
+        if count == after:
+            steps.pause_at(pause)
+    assert group == []
+    assert steps.finish() == []
+    return groups
+
+
+@given(
+    size=st.integers(1, 5),
+    count=st.integers(0, 14),
+    limit=st.none() | st.integers(1, 15),
+    length_known=st.booleans(),
+    sharded=st.booleans(),
+)
+def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
+    size, count, limit, length_known, sharded
+):
+    sharded = sharded and length_known
+    parts, steps = grouped(
+        size, range(count), limit, count if length_known else None, None, sharded
+    )
+    whole = min(count, limit or count)
+    expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
+    assert groups_of(parts, steps) == expected
+    assert parts.global_step == parts.offset == steps.num_batches == whole
+    if length_known:
+        assert steps.epoch_is_over == (whole == count)
+
+
+def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
+    parts, steps = grouped(3, range(7))
+    seen = []
+    for _ in steps:
+        seen.append((parts.global_step, steps.num_batches, steps.num_finished))
+    assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (3, 3, 3), (3, 3, 4), (3, 3, 5), (6, 6, 6)]
+    assert parts.global_step == 7
+
+
+def test_progress_is_seen_within_a_group(monkeypatch):
+    """A group may take longer than the time after which no progress counts as a hang."""
+    now = [0.0]
+    monkeypatch.setattr("raysgd.torch.steps.time.perf_counter", lambda: now[0])
+    _, steps = grouped(100, range(100))
+    next(steps)
+    assert (steps.num_finished, steps.step_s) == (0, 0.0)
+    for count in range(1, 50):
+        now[0] += 2.0
+        next(steps)
+        assert (steps.num_finished, steps.step_s) == (count, 2.0)
+
+
+def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_group_alone():
+    fetched = []
+
+    def batches():
+        for index in range(8):
+            fetched.append(index)
+            yield index
+
+    parts, _ = grouped(3, [])
+    steps = Steps(parts, PlainLoader([]), batches(), None, None, None)
+    seen = [(batch, len(fetched)) for batch in steps]
+    assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
+
+
+def test_without_accumulation_no_loader_is_looked_into():
+    fetched = []
+
+    def batches():
+        for index in range(3):
+            fetched.append(index)
+            yield index
+
+    steps = Steps(components(), PlainLoader([]), batches(), None, None, None)
+    assert [(batch, len(fetched)) for batch in steps] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_loader_that_is_shorter_than_it_says_ends_its_last_group():
+    parts, steps = grouped(3, range(4), steps_left=9)
+    assert groups_of(parts, steps) == [[0, 1, 2], [3]]
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 14), st.data())
+def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
+    """Of the group under way, where the request comes too late."""
+    after = data.draw(st.integers(1, count))
+    parts, steps = grouped(size, range(count))
+    groups_of(parts, steps, after, pause)
+    assert parts.global_step == min(count, -(-max(pause, after) // size) * size)
+
+
+@pytest.mark.parametrize("length_known", [True, False])
+@pytest.mark.parametrize("at", range(5))
+def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_known):
+    batches = list("abcde")
+    iterator = iter(batches)
+    parts, _ = grouped(3, [])
+    steps = Steps(parts, PlainLoader(batches), iterator, None, 5 if length_known else None, None)
+    for _ in range(at + 1):
+        batch = next(steps)
+    assert batch == batches[at]
+    reached = at // 3 * 3
+    again = steps.fail()
+    assert again + list(iterator) == batches[reached:]
+    assert parts.global_step == parts.offset == steps.num_batches == reached
+    assert parts.updates.group.position == 0
+
+
+def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises():
+    parts, steps = grouped(3, "abcde")
+    optimizer = parts.optimizers[0]
+    for _ in range(3):
+        next(steps)
+        parts.models[0].weight.sum().backward()
+        parts.updates.step(optimizer)
+    assert steps.fail() == []
+    assert (parts.global_step, parts.offset) == (3, 3)
+
+
+def test_a_loop_that_leaves_a_group_gets_its_batches_back_and_no_gradient_stays():
+    parts, steps = grouped(3, [torch.ones(2, 1) * index for index in range(5)])
+    for index, batch in enumerate(steps):
+        parts.updates.backward(parts.models[0](batch).square().mean(), 2)
+        parts.updates.step(parts.optimizers[0])
+        if index == 3:
+            break
+    assert [int(batch[0]) for batch in steps.finish()] == [3, 4]
+    assert (parts.global_step, parts.offset) == (3, 3)
+    assert parts.models[0].weight.grad is None
+    assert parts.models[0].num_batches_tracked == 3
+
+
+def test_all_ranks_end_a_group_when_one_has_no_batch_left():
+    answers = iter([True, True, True, True, False])
+    parts, steps = grouped(3, range(9), None, None, lambda has_batch: next(answers))
+    assert groups_of(parts, steps) == [[0, 1, 2], [3]]
+    assert steps.epoch_is_over

@@ -1,0 +1,112 @@
+"""Time what saving costs a run: stretches of training with and without a save, side by side.
+
+    python examples/benchmarks/saving.py
+    python examples/benchmarks/saving.py --num-steps 100 --pairs 8 --json saving.json
+
+One trainer trains a model of 25 million floats in stretches of equal length. Before every second
+one it is told to ``save(blocking=False)``: the state is copied to the driver, and written while
+training goes on. The time of such a stretch includes the call of ``save``, and the write competes
+with it for the processor. Which of a pair comes first changes from pair to pair.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ray
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import raysgd
+from raysgd import TorchTrainer, TrainingOperator
+
+WIDTH = 2048
+NUM_LAYERS = 6  # 25 million floats
+
+
+class Wide(TrainingOperator):
+    def setup(self, config):
+        layers = []
+        for _ in range(NUM_LAYERS):
+            layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+        model = torch.nn.Sequential(*layers)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+            criterion=torch.nn.MSELoss(),
+        )
+        features = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.register_data(
+            train_loader=DataLoader(TensorDataset(features, features), batch_size=16)
+        )
+
+
+def stretch(trainer, num_steps, path):
+    """Train so many steps, with a save before them where there is a path; return the seconds."""
+    started = time.perf_counter()
+    saved = 0.0
+    if path is not None:
+        trainer.save(path, blocking=False)
+        saved = time.perf_counter() - started
+    trainer.train(num_steps=num_steps)
+    return time.perf_counter() - started, saved
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--num-steps", type=int, default=60, help="steps of a stretch")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--smoke-test", action="store_true", help="one pair of two steps")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    args = parser.parse_args()
+    num_steps, pairs = (2, 1) if args.smoke_test else (args.num_steps, args.pairs)
+
+    ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), include_dashboard=False)
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TorchTrainer(training_operator_cls=Wide, num_workers=args.num_workers) as trainer,
+    ):
+        path = Path(folder) / "state.pt"
+        stretch(trainer, num_steps, path)  # a first one warms up
+        for pair in range(pairs):
+            times = {}
+            for saving in (pair % 2 == 0, pair % 2 == 1):
+                times[saving] = stretch(trainer, num_steps, path if saving else None)
+            rows.append(
+                {
+                    "without_s": times[False][0],
+                    "with_s": times[True][0],
+                    "call_s": times[True][1],
+                    "ratio": times[True][0] / times[False][0],
+                }
+            )
+            print(
+                f"pair {pair + 1}: without {rows[-1]['without_s']:.2f} s, with a save "
+                f"{rows[-1]['with_s']:.2f} s (the call {rows[-1]['call_s']:.2f} s), "
+                f"ratio {rows[-1]['ratio']:.3f}",
+                flush=True,
+            )
+        size = path.stat().st_size
+    ratios = [row["ratio"] for row in rows]
+    print(
+        f"\n{size / 1e6:.0f} MB saved every {statistics.median(r['without_s'] for r in rows):.0f} s"
+        f" of training: {100 * (statistics.median(ratios) - 1):+.1f} % "
+        f"({100 * (min(ratios) - 1):+.1f} to {100 * (max(ratios) - 1):+.1f} %), "
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    )
+    if args.json:
+        versions = {"torch": torch.__version__, "ray": ray.__version__}
+        versions |= {"raysgd": raysgd.__version__, "python": sys.version.split()[0]}
+        result = {"cpus": os.cpu_count(), "versions": versions, "bytes": size, "pairs": rows}
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

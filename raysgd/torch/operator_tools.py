@@ -1,0 +1,186 @@
+"""What an operator offers to the methods that users write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.torch.components import Components, OperatorSettings
+from raysgd.torch.replica import unwrap
+
+__all__ = ["OperatorTools"]
+
+
+class OperatorTools:
+    """The helpers and properties of :class:`raysgd.TrainingOperator`."""
+
+    def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
+        self._config = dict(config)
+        self._parts = Components(settings or OperatorSettings())
+
+    # ---- what loops of your own use
+
+    def train_mode(self, training: bool) -> None:
+        """Put every registered model into train or eval mode."""
+        for model in self._parts.models:
+            # walking through a large model costs more than asking it
+            if model.training != training or unwrap(model).training != training:
+                model.train(training)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for forward pass and loss, in which they run in mixed precision.
+
+        It does nothing where the trainer has ``use_fp16=False``. Leave it before `backward`.
+        """
+        return self._parts.updates.precision.autocast()
+
+    def backward(self, loss: torch.Tensor, num_samples: float | None = None) -> None:
+        """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
+
+        Several losses of one batch may be given one after the other; their gradients add up.
+
+        Args:
+            loss: a tensor of one element, the mean over the samples of the batch.
+            num_samples: how many these are, by which the batches of an accumulation group are
+                weighted; None gives them all the same weight.
+
+        Raises:
+            TypeError: if `num_samples` is not a number.
+            ValueError: if it is not above 0, or does not fit what was given for another loss.
+            RuntimeError: if gradients of earlier batches of the group were zeroed.
+        """
+        self._parts.updates.backward(loss, num_samples)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update with the gradients that `backward` computed, and zero them.
+
+        They are unscaled, clipped if ``max_grad_norm`` was registered, and used; an overflow of
+        float16 makes all workers skip the update alike. With gradient accumulation it does
+        nothing until the last batch of a group. Call it for every batch, without ``zero_grad``.
+
+        Args:
+            optimizer: a registered optimizer.
+
+        Raises:
+            TypeError: if the optimizer needs a closure.
+            RuntimeError: if, with gradient accumulation, it is stepped twice in a batch, or the
+                last batch of a group had no `backward`.
+        """
+        self._parts.updates.step(optimizer)
+
+    def step_schedulers(self) -> None:
+        """Step every registered scheduler."""
+        with self._parts.updates.tolerating_a_skipped_step():
+            for scheduler in self._parts.schedulers:
+                scheduler.step()
+
+    def to_device(self, batch: Any) -> Any:
+        """Return `batch` with its tensors, also nested ones, on this worker's device."""
+        return _moved(batch, self.device) if self.device.type != "cpu" else batch
+
+    # ---- what users read
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device."""
+        return self._parts.settings.device
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """Index of this worker's GPU, in a list, as DistributedDataParallel takes it."""
+        return None if self.device.index is None else [self.device.index]
+
+    @property
+    def world_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._parts.settings.context.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker among those of its node."""
+        return self._parts.settings.context.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, now."""
+        return self._parts.settings.context.world_size
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether this worker has a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def use_fp16(self) -> bool:
+        """Whether training runs in mixed precision."""
+        return self._parts.settings.use_fp16 is not False
+
+    @property
+    def use_fp16_native(self) -> bool:
+        """Whether mixed precision is that of ``torch.amp``."""
+        return self._parts.settings.use_fp16 is True
+
+    @property
+    def use_fp16_apex(self) -> bool:
+        """Whether mixed precision is that of NVIDIA Apex."""
+        return self._parts.settings.use_fp16 == "apex"
+
+    @property
+    def use_tqdm(self) -> bool:
+        """Whether the trainer shows a progress bar."""
+        return self._parts.settings.use_tqdm
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        """When schedulers step: "batch", "epoch", "manual", or None."""
+        return self._parts.settings.scheduler_step_freq
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, over all epochs and calls: batches of this worker.
+
+        With gradient accumulation it grows by a whole group at each update; each batch has a
+        number of its own in ``batch_info["global_step"]``. Steps are counted for you; loops that
+        count them as well do no harm.
+        """
+        return self._parts.global_step
+
+    @global_step.setter
+    def global_step(self, value: int) -> None:
+        pass
+
+    @property
+    def timers(self) -> Any:
+        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
+        return self._parts.timers
+
+    if TYPE_CHECKING:
+        train_loader: Any
+        """This worker's part of the registered train loader, unless you set it yourself."""
+        validation_loader: Any
+        """This worker's part of the registered validation loader, unless you set it yourself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("train_loader", "validation_loader"):
+            return self._parts.source(name.removesuffix("_loader"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_moved(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_moved(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: _moved(item, device) for key, item in batch.items()}
+    return batch

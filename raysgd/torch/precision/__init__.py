@@ -1,0 +1,32 @@
+"""The precisions to train in, one a file. A new one takes a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from raysgd.torch.precision.apex import ApexAmp
+from raysgd.torch.precision.base import Precision
+from raysgd.torch.precision.full import FullPrecision
+from raysgd.torch.precision.native import NativeAmp
+
+__all__ = ["PRECISIONS", "Precision", "create_precision"]
+
+PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
+    False: FullPrecision,
+    True: NativeAmp,
+    "apex": ApexAmp,
+}
+"""What ``use_fp16`` of the trainer may be. Each is made with a device and ``amp_dtype``."""
+
+
+def create_precision(
+    use_fp16: bool | str, device: torch.device, dtype: torch.dtype | None = None
+) -> Precision:
+    """Return the precision that ``use_fp16`` and ``amp_dtype`` of the trainer ask for.
+
+    Raises:
+        ImportError: if the package that it needs is not installed here.
+    """
+    return PRECISIONS[use_fp16](device, dtype)

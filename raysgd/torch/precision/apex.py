@@ -1,0 +1,104 @@
+"""Mixed precision by NVIDIA Apex, for scripts that were written for it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from raysgd.torch.precision.base import Precision
+
+__all__ = ["ApexAmp"]
+
+
+class ApexAmp(Precision):
+    """Hands models and optimizers to ``apex.amp``, whose functions it calls as Apex documents.
+
+    Its state is one for the process, since Apex keeps it in its modules.
+
+    Args:
+        device: where the models are; Apex works on GPUs.
+        dtype: None; what Apex computes in is said by its ``opt_level``.
+
+    Raises:
+        ImportError: if Apex is not installed here.
+    """
+
+    state_key: ClassVar[str | None] = "amp_apex"
+    name: ClassVar[str] = 'Apex (use_fp16="apex")'
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(device)
+        try:
+            self._amp: Any = importlib.import_module("apex.amp")
+        except ImportError as error:
+            raise ImportError(
+                'use_fp16="apex" needs NVIDIA Apex in the Python of every worker, and here it is '
+                f"missing ({error}). Build it from https://github.com/NVIDIA/apex, or pass "
+                "use_fp16=True for torch's own mixed precision."
+            ) from error
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._num_updates: dict[int, int] = {}
+        self._skipped = False
+        self._num_skipped = 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return True
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped so far."""
+        return self._num_skipped
+
+    def prepare(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        arguments: Mapping[str, Any] | None,
+    ) -> list[torch.nn.Module]:
+        """Let Apex patch models and optimizers."""
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._on_update)
+        patched, _ = self._amp.initialize(models, optimizers, **(arguments or {}))
+        return list(patched)
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the gradients of `loss` to those there are."""
+        # gradients that are accumulated further are left scaled until the last ones are there
+        with self._amp.scale_loss(loss, self._optimizers, delay_unscale=not is_last) as scaled:
+            scaled.backward()
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        """Return the float32 tensors that the optimizer steps with."""
+        return list(self._amp.master_params(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters; Apex makes this do nothing after an overflow."""
+        before = self._num_updates.get(id(optimizer), 0)
+        optimizer.step()
+        self._skipped |= self._num_updates.get(id(optimizer), 0) == before
+
+    def commit(self) -> None:
+        """Count a step that was skipped."""
+        self._num_skipped += self._skipped
+        self._skipped = False
+
+    def abandon(self) -> None:
+        """Count nothing."""
+        self._skipped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of Apex's loss scalers."""
+        return dict(self._amp.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of Apex's loss scalers."""
+        self._amp.load_state_dict(dict(state))
+
+    def _on_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._num_updates[id(optimizer)] = self._num_updates.get(id(optimizer), 0) + 1

@@ -1,0 +1,106 @@
+"""What a precision does for a training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+__all__ = ["Precision"]
+
+
+class Precision:
+    """Decides in which number format a step computes, and what that asks of its update.
+
+    A step calls, in this order: `autocast` round the forward pass and the loss, `backward` (once
+    or more often), then for each optimizer `unscale` where gradients are looked at and `step`,
+    and in the end `commit`, or `abandon` if the step failed.
+
+    Args:
+        device: where the models are.
+        dtype: the trainer's ``amp_dtype``.
+    """
+
+    state_key: ClassVar[str | None] = None
+    """Under which key of a saved state this precision's own state is."""
+    name: ClassVar[str]
+    """The word for it in errors."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.device = device
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, so that a step can overflow and be skipped."""
+        return False
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped so far. Waits for the device."""
+        return 0
+
+    def prepare(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        arguments: Mapping[str, Any] | None,
+    ) -> list[torch.nn.Module]:
+        """Get to know what is trained, before it is wrapped; return the models to use.
+
+        Args:
+            models: the registered models, on `device`.
+            optimizers: the registered optimizers; they stay the same objects.
+            arguments: ``apex_args`` of ``register``.
+
+        Raises:
+            ValueError: if there are arguments that this precision does not take.
+        """
+        if arguments:
+            raise ValueError(
+                f"register(apex_args={dict(arguments)!r}): these are for Apex, and the trainer "
+                f'uses {self.name}. Pass use_fp16="apex" to the trainer, or leave them out.'
+            )
+        return models
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a forward pass computes in this precision."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the gradients of `loss` to those there are.
+
+        Args:
+            loss: a tensor of one element.
+            is_last: whether an update may follow, or only further backward passes.
+        """
+        raise NotImplementedError
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients of `optimizer` real ones, for clipping; at most once before `step`."""
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        """Return the tensors whose gradients `optimizer` steps with."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters, or skip that where gradients have overflowed."""
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Close a training step, in which all, some or no optimizers have stepped."""
+
+    def abandon(self) -> None:
+        """Forget a training step that failed half-way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved under `state_key`: numbers alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    def problem_with(self, state: Any) -> str:
+        """Say why `load_state_dict` cannot take a state; nothing if it can."""
+        return "" if isinstance(state, Mapping) else f"it is {type(state).__name__}, not a dict"

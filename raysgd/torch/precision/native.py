@@ -1,0 +1,161 @@
+"""Mixed precision by ``torch.amp``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from raysgd.torch.precision.base import Precision
+
+__all__ = ["NativeAmp"]
+
+_STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+class NativeAmp(Precision):
+    """Autocasts forward passes, and scales the loss where the numbers are float16.
+
+    One scaler serves all optimizers. Its scale stays the same from the first backward pass of a
+    training step to its last update: it changes once every optimizer has stepped, or at `commit`
+    where a step uses only some of them. An optimizer that steps again before that makes it change
+    in between; the gradients that are held then are brought to the new scale.
+
+    Args:
+        device: where the models are.
+        dtype: float16 or bfloat16; None for float16 on a GPU and bfloat16 on the CPU.
+    """
+
+    state_key: ClassVar[str | None] = "amp_native"
+    name: ClassVar[str] = "native AMP (use_fp16=True)"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(device)
+        default = torch.bfloat16 if device.type == "cpu" else torch.float16
+        self.dtype = default if dtype is None else dtype
+        self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
+        """The GradScaler; None for bfloat16, whose range is that of float32."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._stepped: set[int] = set()
+        self._checked: set[int] = set()
+        # on the device, since reading it would stop the device at each step
+        self._one = torch.ones((), device=device)
+        self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._committed_skipped = self._num_skipped
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.scaler is not None
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped so far. Waits for the device."""
+        return int(self._committed_skipped.item())
+
+    def prepare(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        arguments: Mapping[str, Any] | None,
+    ) -> list[torch.nn.Module]:
+        """Get to know the optimizers."""
+        self._optimizers = optimizers
+        return super().prepare(models, optimizers, arguments)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return torch's autocast."""
+        return torch.amp.autocast(self.device.type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the scaled gradients of `loss` to those there are."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and look for overflows in them."""
+        if self.scaler is None or not self._has_gradients(optimizer):
+            return
+        if id(optimizer) in self._stepped:
+            self._rescale()
+        self.scaler.unscale_(optimizer)
+        self._checked.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters, unless a gradient is infinite or NaN."""
+        if self.scaler is None or not self._has_gradients(optimizer):
+            optimizer.step()
+            return
+        if id(optimizer) in self._stepped:
+            self._rescale()
+        self.scaler.step(optimizer)
+        self._checked.add(id(optimizer))
+        self._stepped.add(id(optimizer))
+        if all(id(registered) in self._stepped for registered in self._optimizers):
+            self._update()
+
+    def commit(self) -> None:
+        """Let the scale change where that is still to be done."""
+        if self._checked:
+            self._update()
+        self._committed_skipped = self._num_skipped
+
+    def abandon(self) -> None:
+        """Forget which gradients were looked at; the scale is left as it is."""
+        self._num_skipped = self._committed_skipped
+        if self._checked and self.scaler is not None:
+            state = self.scaler.state_dict()
+            self.scaler = self._new_scaler()
+            self.scaler.load_state_dict(state)
+        self._stepped.clear()
+        self._checked.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; nothing where there is none."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a scaler's state."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state))
+
+    def problem_with(self, state: Any) -> str:
+        """Say why a scaler's state cannot be taken over."""
+        if problem := super().problem_with(state):
+            return problem
+        if missing := _STATE_KEYS - state.keys():
+            return f"without {', '.join(sorted(missing))}"
+        wrong = [k for k in sorted(_STATE_KEYS) if not isinstance(state[k], int | float)]
+        return f"{wrong[0]} is no number" if wrong else ""
+
+    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the scale follow from what the steps found; return it as it was and as it is."""
+        assert self.scaler is not None
+        before = self.scaler.scale(self._one)
+        self.scaler.update()
+        after = self.scaler.scale(self._one)
+        # it becomes smaller only when an overflow was found
+        self._num_skipped = self._num_skipped + (after < before)
+        self._stepped.clear()
+        self._checked.clear()
+        return before, after
+
+    def _rescale(self) -> None:
+        """Let the scale change although gradients are held that were made with it."""
+        held = [
+            parameter.grad
+            for optimizer in self._optimizers
+            for parameter in self.parameters(optimizer)
+            if parameter.grad is not None
+        ]
+        before, after = self._update()
+        if held:
+            torch._foreach_mul_(held, after / before)
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether there is anything to step with; torch's scaler refuses where there is not."""
+        return any(parameter.grad is not None for parameter in self.parameters(optimizer))

@@ -1,0 +1,104 @@
+"""Groups of batches: weights that add up to one mean, whatever the sizes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.torch.accumulation import Group, check_count
+
+
+def effective_weights(sizes, planned, num_losses=1):
+    """By how much each batch's gradient counts in the end."""
+    group, held = Group(), []
+    for position, size in enumerate(sizes):
+        group.begin(position, planned, is_last=position == len(sizes) - 1)
+        correction, weight = group.weigh(size)
+        held = [value * correction for value in held] + [weight]
+        for _ in range(num_losses - 1):
+            assert group.weigh(size) == (1.0, weight)
+    return held
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=8), st.integers(0, 4), st.integers(1, 3))
+def test_each_batch_counts_by_its_samples(sizes, more_planned, num_losses):
+    weights = effective_weights(sizes, len(sizes) + more_planned, num_losses)
+    assert weights == pytest.approx([size / sum(sizes) for size in sizes], rel=1e-12)
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_equal_batches_need_no_correction(size, count):
+    group = Group()
+    for position in range(count):
+        group.begin(position, count, is_last=position == count - 1)
+        assert group.weigh(size) == (1.0, size / (count * size))
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_without_sizes_all_batches_count_the_same(count, planned):
+    weights = effective_weights([None] * count, max(count, planned))
+    assert weights == pytest.approx([1 / count] * count)
+
+
+def test_a_group_is_one_batch_until_it_is_begun():
+    group = Group()
+    assert (group.position, group.is_last, group.holds, group.has_backward) == (
+        0,
+        True,
+        False,
+        False,
+    )
+    assert group.weigh(7) == (1.0, 1.0)
+    assert group.has_backward
+
+
+def test_a_batch_without_a_loss_counts_for_nothing():
+    group = Group()
+    group.begin(0, 3, is_last=False)
+    group.begin(1, 3, is_last=False)
+    assert group.weigh(4) == (1.0, 1 / 3)
+    group.begin(2, 3, is_last=True)
+    assert group.holds
+    assert group.weigh(4) == (1.5, 0.5)
+
+
+def test_a_new_group_knows_nothing_of_the_one_before():
+    group = Group()
+    effective = []
+    for size in (5, 9):
+        for position in range(2):
+            group.begin(position, 2, is_last=position == 1)
+            assert group.holds == (position == 1)
+            effective.append(group.weigh(size))
+    assert effective == [(1.0, 0.5)] * 4
+
+
+def test_sizes_for_some_batches_of_a_group_alone_are_refused():
+    for first, second in ((None, 3), (3, None)):
+        group = Group()
+        group.begin(0, 2, is_last=False)
+        group.weigh(first)
+        group.begin(1, 2, is_last=True)
+        with pytest.raises(ValueError, match="for all of them or for none"):
+            group.weigh(second)
+
+
+def test_two_sizes_of_one_batch_are_refused():
+    group = Group()
+    group.weigh(3)
+    group.weigh(None)
+    with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
+        group.weigh(4)
+
+
+@pytest.mark.parametrize("count", ["3", True, [1], 1j])
+def test_a_number_of_samples_is_a_number(count):
+    with pytest.raises(TypeError, match=r"num_samples=.*must be a number"):
+        check_count(count)
+
+
+@pytest.mark.parametrize("count", [0, -1, math.inf, math.nan])
+def test_a_number_of_samples_is_positive(count):
+    with pytest.raises(ValueError, match=r"num_samples=.*must be above 0"):
+        check_count(count)

@@ -1,0 +1,555 @@
+"""The precisions, each by itself and in an operator: formats, scale, overflows, state."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.errors import CheckpointError
+from raysgd.testing import run_operator
+from raysgd.torch.precision import PRECISIONS, Precision, create_precision
+from tests.operators import Classifier, make_model, parameters
+from tests.unit.torch import fake_apex
+
+CPU = torch.device("cpu")
+BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
+HALF = {"use_fp16": True, "amp_dtype": torch.float16}
+START = 2.0**16
+"""The scale that torch's scaler begins with."""
+
+
+class Overflowing(Classifier):
+    """Overflows in the batches whose ``global_step`` the config lists."""
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        with self.autocast():
+            loss = self.criterion(self.model(features), target)
+        if batch_info["global_step"] in self.config["overflow_at"]:
+            loss = loss * float("inf")
+        self.backward(loss, num_samples=len(target))
+        self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+def scaler_of(trainer):
+    return trainer.get_local_operator()._parts.updates.precision.scaler
+
+
+def one_layer(precision, count=1):
+    """Models of one weight, all 1, with SGD of rate 1, made known to a precision."""
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(count)]
+    for model in models:
+        torch.nn.init.ones_(model.weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    precision.prepare(models, optimizers, None)
+    return models, optimizers
+
+
+# ---- which format
+
+
+@pytest.mark.parametrize(
+    ("use_fp16", "dtype", "computes_in"),
+    [
+        (False, None, torch.float32),
+        (True, None, torch.bfloat16),
+        (True, torch.bfloat16, torch.bfloat16),
+        (True, torch.float16, torch.float16),
+    ],
+)
+def test_forward_passes_compute_in_the_format_that_was_asked_for(use_fp16, dtype, computes_in):
+    operator = run_operator(Classifier, use_fp16=use_fp16, amp_dtype=dtype)
+    seen = []
+    operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+    operator.train_batch(BATCH, {})
+    operator.validate(iter([BATCH]))
+    assert seen == [computes_in] * 2
+    assert operator._parts.updates.precision.scales == (dtype is torch.float16)
+    # the weights, their gradients and the optimizer's state are what they were made as
+    assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
+
+
+def test_the_format_on_a_gpu_is_float16():
+    # made by hand, since torch.ones(device="cuda") needs one
+    native = PRECISIONS[True].__new__(PRECISIONS[True])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "ones", lambda *a, **k: None)
+        patch.setattr(torch, "zeros", lambda *a, **k: None)
+        patch.setattr(torch.amp, "GradScaler", lambda device: device)
+        native.__init__(torch.device("cuda", 1))
+    assert native.dtype is torch.float16
+    assert native.scaler == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("use_fp16", "flags"),
+    [(False, (False, False, False)), (True, (True, True, False)), ("apex", (True, False, True))],
+)
+def test_an_operator_knows_its_precision(monkeypatch, use_fp16, flags):
+    fake_apex.install(monkeypatch)
+    operator = run_operator(Classifier, use_fp16=use_fp16)
+    assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == flags
+
+
+def test_a_new_precision_is_one_class_and_one_entry(monkeypatch):
+    class Doubled(Precision):
+        name = "twice"
+
+        def backward(self, loss, is_last):
+            (2 * loss).backward()
+
+        def step(self, optimizer):
+            optimizer.step()
+
+    monkeypatch.setitem(PRECISIONS, "twice", Doubled)
+    operator = run_operator(Classifier, use_fp16="twice")
+    plain = run_operator(Classifier, {"lr": 0.2})
+    operator.train_batch(BATCH, {})
+    plain.train_batch(BATCH, {})
+    torch.testing.assert_close(parameters(operator), parameters(plain))
+
+
+def test_full_precision_changes_nothing_at_all():
+    """Helpers or not, the bits are those of plain torch."""
+    operator, twin = run_operator(Classifier, {"momentum": 0.9}), make_model()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1]).backward()
+        optimizer.step()
+        operator.train_batch(BATCH, {})
+    assert torch.equal(parameters(operator), torch.cat([p.reshape(-1) for p in twin.parameters()]))
+
+
+@pytest.mark.parametrize("arguments", [HALF, {"use_fp16": True, "amp_dtype": torch.bfloat16}])
+def test_mixed_precision_learns_what_full_precision_learns(make_trainer, arguments):
+    config = {"num_samples": 400, "batch_size": 20, "momentum": 0.9}
+    losses = []
+    for given in ({}, arguments):
+        trainer = make_trainer(config=config, **given)
+        for _ in range(3):
+            trainer.train()
+        losses.append(trainer.validate()["val_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("apex_args", [[], "O1", 1])
+def test_apex_args_must_be_a_dict(apex_args):
+    with pytest.raises(TypeError, match=r"register\(apex_args=\.\.\.\) must be a dict"):
+        run_operator(registering(apex_args=apex_args))
+
+
+@pytest.mark.parametrize("use_fp16", [False, True])
+def test_apex_args_without_apex_are_refused(use_fp16):
+    with pytest.raises(ValueError, match=r"apex_args.*use_fp16=\"apex\""):
+        run_operator(registering(apex_args={"opt_level": "O1"}), use_fp16=use_fp16)
+
+
+def registering(**arguments):
+    class Registering(TrainingOperator):
+        def setup(self, config):
+            model = make_model()
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model,
+                optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+                criterion=torch.nn.CrossEntropyLoss(),
+                **arguments,
+            )
+
+    return Registering
+
+
+def test_apex_that_is_missing_is_an_error_at_once_that_says_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    built = []
+
+    class Noting(Classifier):
+        def setup(self, config):
+            built.append(1)
+
+    with pytest.raises(ImportError, match=r"every worker.*github.com/NVIDIA/apex.*use_fp16=True"):
+        TorchTrainer(training_operator_cls=Noting, use_local=True, use_gpu=False, use_fp16="apex")
+    assert not built
+
+
+# ---- the scale
+
+
+def test_one_scale_serves_all_optimizers_and_changes_once_when_all_have_stepped():
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 3)
+    updates = []
+    native.scaler.update = counted(native.scaler.update, updates)
+    native.backward(sum(model(torch.ones(1, 1)).sum() for model in models), True)
+    for index, optimizer in enumerate(optimizers):
+        assert len(updates) == 0
+        native.step(optimizer)
+        assert models[index].weight.item() == 0.0
+    assert len(updates) == 1
+    native.commit()
+    assert len(updates) == 1
+    assert native.num_skipped == 0
+
+
+def counted(function, calls):
+    def call(*arguments):
+        calls.append(1)
+        return function(*arguments)
+
+    return call
+
+
+def test_where_a_step_uses_only_some_optimizers_the_scale_changes_at_its_end():
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 2)
+    updates = []
+    native.scaler.update = counted(native.scaler.update, updates)
+    native.backward(models[0](torch.ones(1, 1)).sum(), True)
+    native.step(optimizers[0])
+    assert updates == []
+    native.commit()
+    assert updates == [1]
+    native.commit()
+    assert updates == [1]
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_an_optimizer_may_step_several_times_while_another_holds_gradients(overflow):
+    native = create_precision(True, CPU, torch.float16)
+    (first, second), optimizers = one_layer(native, 2)
+    native.backward(second(torch.ones(1, 1)).sum(), True)
+    for turn in range(3):
+        factor = float("inf") if overflow and turn == 0 else 0.25
+        native.backward(first(torch.ones(1, 1)).sum() * factor, True)
+        native.step(optimizers[0])
+        optimizers[0].zero_grad()
+    native.step(optimizers[1])
+    native.commit()
+    assert first.weight.item() == (0.5 if overflow else 0.25)
+    assert second.weight.item() == 0.0  # its gradient was made with the scale before all that
+    assert native.num_skipped == overflow
+    assert native.scaler.get_scale() == (START / 2 if overflow else START)
+
+
+def test_an_optimizer_without_gradients_steps_as_it_would_in_full_precision():
+    native = create_precision(True, CPU, torch.float16)
+    (first, second), optimizers = one_layer(native, 2)
+    native.backward(first(torch.ones(1, 1)).sum(), True)
+    for optimizer in optimizers:
+        native.unscale(optimizer)
+        native.step(optimizer)
+    native.commit()
+    assert (first.weight.item(), second.weight.item()) == (0.0, 1.0)
+    native.step(optimizers[0].zero_grad() or optimizers[0])
+    native.commit()
+    assert native.scaler.get_scale() == START
+
+
+def test_a_step_that_was_given_up_leaves_the_scale_and_the_count_alone():
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 2)
+    native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
+    native.unscale(optimizers[0])
+    native.step(optimizers[0])
+    native.abandon()
+    assert native.scaler.get_scale() == START
+    assert native.num_skipped == 0
+    optimizers[0].zero_grad()
+    native.backward(models[0](torch.ones(1, 1)).sum(), True)
+    native.step(optimizers[0])
+    native.commit()
+    assert models[0].weight.item() == 0.0
+
+
+def test_a_step_that_was_given_up_counts_no_overflow():
+    """Not even one after which the scale has changed already."""
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 2)
+    for factor in (float("inf"), 1.0):
+        native.backward(models[0](torch.ones(1, 1)).sum() * factor, True)
+        native.step(optimizers[0])
+        optimizers[0].zero_grad()
+    native.abandon()
+    native.commit()
+    assert native.num_skipped == 0
+
+
+def test_after_an_error_between_unscaling_and_the_update_training_goes_on(make_trainer):
+    class Failing(Classifier):
+        def register(self, *, optimizers, **given):
+            optimizers.register_step_pre_hook(self.fail)
+            return super().register(optimizers=optimizers, max_grad_norm=1.0, **given)
+
+        def fail(self, *arguments):
+            if self.global_step == 2 and not self.failed:
+                self.failed = True
+                raise KeyError("in the step")
+
+        failed = False
+
+    trainer = make_trainer(Failing, **HALF)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert trainer.global_step == 2
+    trainer.train()
+    assert trainer.global_step == 5
+    assert scaler_of(trainer).get_scale() == START
+
+
+# ---- overflows
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_skips_exactly_its_step_and_is_counted(make_trainer, clip):
+    class Clipping(Overflowing):
+        def register(self, **given):
+            return super().register(**given, max_grad_norm=clip)
+
+    trainer = make_trainer(Clipping, {"overflow_at": [1]}, **HALF)
+    before = trainer.train(num_steps=1) and parameters(trainer.get_local_operator()).clone()
+    metrics = trainer.train(num_steps=1)
+    assert metrics["num_skipped_steps"] == 1
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+    assert scaler_of(trainer).get_scale() == START / 2
+    # the samples were used, and the step is done
+    assert (metrics["num_samples"], trainer.global_step) == (8, 2)
+    metrics = trainer.train()
+    assert metrics["num_skipped_steps"] == 0
+    assert not torch.equal(parameters(trainer.get_local_operator()), before)
+    assert (metrics["num_samples"], trainer.global_step) == (24, 5)
+
+
+def test_skipped_steps_are_summed_over_a_call_and_over_its_epochs(make_trainer):
+    trainer = make_trainer(Overflowing, {"overflow_at": [0, 2, 3, 6]}, **HALF)
+    assert trainer.train(num_steps=9)["num_skipped_steps"] == 4
+    assert "num_skipped_steps" not in trainer.validate()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.bfloat16}])
+def test_without_a_scaler_nothing_is_counted_as_skipped(make_trainer, arguments):
+    assert "num_skipped_steps" not in make_trainer(**arguments).train()
+
+
+def test_an_overflow_in_the_very_first_step_is_no_reason_for_a_warning(make_trainer):
+    """Torch would warn that the scheduler stepped before the optimizer."""
+
+    class Scheduled(Overflowing):
+        def register(self, *, optimizers, **given):
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.5)
+            *rest, self.scheduler = super().register(
+                optimizers=optimizers, schedulers=scheduler, **given
+            )
+            return rest
+
+    trainer = make_trainer(Scheduled, {"overflow_at": [0]}, scheduler_step_freq="batch", **HALF)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train(num_steps=2)
+    assert trainer.get_local_operator().scheduler.last_epoch == 2
+
+
+def test_a_step_in_which_user_code_raises_after_the_overflow_is_done(make_trainer):
+    """As one that raises after its update: it is not trained again."""
+
+    class Failing(Overflowing):
+        def train_batch(self, batch, batch_info):
+            super().train_batch(batch, batch_info)
+            if batch_info["global_step"] == 1 and not self.failed:
+                self.failed = True
+                raise KeyError("after the update")
+            return {"num_samples": len(batch[0])}
+
+        failed = False
+
+    trainer = make_trainer(Failing, {"overflow_at": [1]}, **HALF)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert trainer.global_step == 2
+    assert trainer.train()["num_samples"] == 24
+
+
+# ---- optimizers that torch steps with the scaler inside
+
+
+def test_fused_optimizers_skip_on_overflow_and_are_counted(make_trainer):
+    class Fused(Overflowing):
+        def register(self, *, models, optimizers, **given):
+            optimizer = torch.optim.Adam(models.parameters(), fused=True)
+            return super().register(models=models, optimizers=optimizer, max_grad_norm=1, **given)
+
+    trainer = make_trainer(Fused, {"overflow_at": [1]}, **HALF)
+    before = trainer.train(num_steps=1) and parameters(trainer.get_local_operator()).clone()
+    assert trainer.train(num_steps=1)["num_skipped_steps"] == 1
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+
+
+# ---- state
+
+
+def test_the_scaler_is_part_of_the_state(make_trainer, tmp_path):
+    trainer = make_trainer(Overflowing, {"overflow_at": [0, 1]}, **HALF)
+    trainer.train(num_steps=3)
+    state = trainer.state_dict()
+    assert (state["amp_native"]["scale"], state["amp_native"]["_growth_tracker"]) == (START / 4, 1)
+    trainer.save(tmp_path / "state.pt")
+    other = make_trainer(Overflowing, {"overflow_at": []}, **HALF)
+    other.load(tmp_path / "state.pt")
+    assert scaler_of(other).get_scale() == START / 4
+    other.train()
+    assert other.state_dict()["amp_native"]["_growth_tracker"] == 3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"use_fp16": True}])
+def test_without_a_scaler_there_is_none_in_the_state(make_trainer, arguments):
+    assert not any(key.startswith("amp") for key in make_trainer(**arguments).state_dict())
+
+
+def test_states_with_and_without_scaler_load_into_trainers_with_and_without(make_trainer):
+    half, full = make_trainer(**HALF), make_trainer()
+    half.train()
+    full.train()
+    scale = half.state_dict()["amp_native"]
+    half.load_state_dict(full.state_dict())
+    assert half.state_dict()["amp_native"] == scale  # it is found anew, from what it is now
+    full.load_state_dict(half.state_dict())
+    full.train()
+    half.train()
+
+
+@pytest.mark.parametrize(
+    ("scaler", "problem"),
+    [
+        (7, "int, not a dict"),
+        ({}, "without _growth_tracker, backoff_factor, growth_factor, growth_interval, scale"),
+        ({"scale": None}, "scale is no number"),
+    ],
+)
+def test_a_damaged_scaler_is_refused_before_anything_is_changed(make_trainer, scaler, problem):
+    trainer = make_trainer(**HALF)
+    state = trainer.state_dict()
+    if scaler and isinstance(scaler, dict):
+        scaler = {**state["amp_native"], **scaler}
+    trainer.train()
+    before = parameters(trainer.get_local_operator()).clone()
+    with pytest.raises(CheckpointError, match=rf"'amp_native' is no state of a scaler.*{problem}"):
+        trainer.load_state_dict({**state, "amp_native": scaler})
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+
+
+# ---- Apex, by a stand-in
+
+
+def test_apex_gets_models_and_optimizers_and_its_arguments(monkeypatch):
+    amp = fake_apex.install(monkeypatch)
+    operator = run_operator(registering(apex_args={"opt_level": "O1"}), use_fp16="apex")
+    assert amp.calls == [("initialize", {"opt_level": "O1"})]
+    assert amp.models == [operator.model]
+    plain = run_operator(registering())
+    for _ in range(3):
+        operator.train_batch(BATCH, {})
+        plain.train_batch(BATCH, {})
+    assert amp.calls[1:] == [("scale_loss", False)] * 3
+    torch.testing.assert_close(parameters(operator), parameters(plain))
+
+
+def test_what_apex_skips_is_counted_and_its_state_is_saved(monkeypatch, make_trainer):
+    amp = fake_apex.install(monkeypatch)
+    trainer = make_trainer(Overflowing, {"overflow_at": [1]}, use_fp16="apex")
+    assert trainer.train()["num_skipped_steps"] == 1
+    state = trainer.state_dict()
+    assert state["amp_apex"] == {"loss_scaler0": {"loss_scale": START / 2, "unskipped": 3}}
+    amp.scale = 1.0
+    trainer.load_state_dict(state)
+    assert amp.scale == START / 2
+
+
+def test_apex_leaves_gradients_scaled_until_the_last_batch_of_a_group(monkeypatch, make_trainer):
+    amp = fake_apex.install(monkeypatch)
+
+    class Accumulating(Classifier):
+        def register(self, **given):
+            return super().register(**given, gradient_accumulation_steps=2, max_grad_norm=0.1)
+
+    trainer = make_trainer(Accumulating, {"shuffle": False}, use_fp16="apex")
+    trainer.train()
+    assert amp.calls[1:] == [("scale_loss", delay) for delay in (True, False) * 2 + (False,)]
+    plain = make_trainer(Accumulating, {"shuffle": False})
+    plain.train()
+    torch.testing.assert_close(
+        parameters(trainer.get_local_operator()), parameters(plain.get_local_operator())
+    )
+
+
+# ---- on a GPU
+
+
+def on_gpu(function):
+    lacking = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+    return pytest.mark.gpu(lacking(function))
+
+
+@on_gpu
+def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
+    trainer = make_trainer(use_fp16=True, use_gpu=True)
+    operator = trainer.get_local_operator()
+    seen = []
+    operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+    metrics = trainer.train()
+    assert set(seen) == {torch.float16}
+    precision = operator._parts.updates.precision
+    assert precision.scaler.scale(torch.ones((), device="cuda")).is_cuda
+    assert precision._num_skipped.is_cuda
+    assert metrics["num_skipped_steps"] >= 0
+
+
+@on_gpu
+def test_on_a_gpu_an_overflow_skips_exactly_its_step(make_trainer):
+    trainer = make_trainer(Overflowing, {"overflow_at": [1]}, use_gpu=True, **HALF)
+    before = trainer.train(num_steps=1) and parameters(trainer.get_local_operator()).clone()
+    assert trainer.train(num_steps=1)["num_skipped_steps"] == 1
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
+    """With an optimizer that has the scaler inside; with others torch's scaler waits itself."""
+
+    class Fused(Classifier):
+        def register(self, *, models, optimizers, **given):
+            models.cuda()
+            optimizer = torch.optim.Adam(models.parameters(), fused=True)
+            return super().register(models=models, optimizers=optimizer, max_grad_norm=1, **given)
+
+    arguments = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
+    trainer = make_trainer(Fused, use_gpu=True, **arguments)
+    trainer.train()
+    operator = trainer.get_local_operator()
+    meters = operator._parts.new_meters()
+    batches = [operator.to_device(batch) for batch in operator.train_loader]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index, batch in enumerate(batches):
+            metrics = operator.train_batch(batch, {"batch_idx": index})
+            meters.update(metrics, metrics["num_samples"])
+            operator._parts.commit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+def test_a_state_goes_from_a_gpu_to_the_cpu_and_back(make_trainer):
+    trainer = make_trainer(Overflowing, {"overflow_at": [0]}, use_gpu=True, **HALF)
+    trainer.train()
+    other = make_trainer(Overflowing, {"overflow_at": []}, **HALF)
+    other.load_state_dict(trainer.state_dict())
+    assert scaler_of(other).get_scale() == START / 2
+    trainer.load_state_dict(other.state_dict())
+    trainer.train()
