@@ -51,6 +51,7 @@ class OperatorTrainer:
         self._latest_metrics: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
+        self._measured_from: dict[Any, int] | None = None
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
@@ -463,25 +464,29 @@ class OperatorTrainer:
 
         supervisor, call = self._supervisor, next(self._calls)
         num_losses = num_lost_paused = 0
-        measured_from, total_s, ended = None, 0.0, 0.0
+        total_s = ended = 0.0
         results: list[Any] = [None]
-        while results[0] is None:
-            results, seconds = self._run(
-                "train",
-                max_retries - num_losses,
-                profile,
-                info,
-                call=call,
-                dataset=dataset,
-                arguments_from=goal,
-                measured_from=measured_from,
-            )
-            num_losses += supervisor.losses_in_call
-            measured_from = dict(supervisor.measured_from)
-            total_s, ended = total_s + seconds, time.time()
-            num_events = len(supervisor.events)
-            self._hooks.pause(self)
-            num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
+        try:
+            while results[0] is None:
+                results, seconds = self._run(
+                    "train",
+                    max_retries - num_losses,
+                    profile,
+                    info,
+                    call=call,
+                    dataset=dataset,
+                    arguments_from=goal,
+                )
+                num_losses += supervisor.losses_in_call
+                total_s, ended = total_s + seconds, time.time()
+                if results[0] is None:
+                    # what a worker has measured so far would be lost with it in the pause, too
+                    self._measured_from = dict(supervisor.measured_from)
+                num_events = len(supervisor.events)
+                self._hooks.pause(self)
+                num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
+        finally:
+            self._measured_from = None
         self._last_call = LastCall("train", ended, total_s)
         return _Trained(
             results, num_losses + num_lost_paused > 0, supervisor.progress.epoch > begun[0].epoch
@@ -523,7 +528,7 @@ class OperatorTrainer:
         return self._supervised(method, **arguments)
 
     def _supervised(self, method: str, **arguments: Any) -> list[Any]:
-        outcomes = self._supervisor.call(method, **arguments)
+        outcomes = self._supervisor.call(method, measured_from=self._measured_from, **arguments)
         return [outcome.value() for outcome in outcomes]
 
     def _check_open(self, moves: bool = False) -> None:

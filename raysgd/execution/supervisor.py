@@ -214,7 +214,7 @@ class Supervisor:
             rank: the only worker to call.
             arguments_from: returns further arguments from how far training is as the call begins.
             on_wait: called with every worker's progress while the call runs.
-            measured_from: what the attribute was after the call that this one goes on with.
+            measured_from: what the attribute was after the part of a call that this one follows.
             arguments: keyword arguments of the method.
 
         Raises:
@@ -224,6 +224,7 @@ class Supervisor:
         """
         self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
         self._begun, self._losses_before_call = False, 0
+        self.measured_from = dict(measured_from or {})
         while True:
             self._make_ready(max_losses, 1 if any_size else self.min_workers)
             if arguments_from is not None:
@@ -232,7 +233,7 @@ class Supervisor:
             if not self._begun:
                 self._begun = True
                 since = self.progress.global_step
-                self.measured_from = dict.fromkeys(self.members, since) | dict(measured_from or {})
+                self.measured_from = dict.fromkeys(self.members, since) | self.measured_from
             members = list(self.members if rank is None else [self.members[rank]])
             attempt = self._run(members, method, arguments, on_wait)
             if attempt.outcomes:
@@ -485,7 +486,7 @@ class Supervisor:
                 "lost",
                 [member],
                 cause=said,
-                num_batches=max(0, self.progress.global_step - since) if self._begun else 0,
+                num_batches=max(0, self.progress.global_step - since),
             )
             self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
