@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from raysgd import checkpoint
 from raysgd.callbacks.base import Callback, LastCall
 from raysgd.callbacks.fit import History, run_epochs
 from raysgd.callbacks.hooks import Hooks, checked_callbacks
+from raysgd.calls import Calls
 from raysgd.config import rounded_config, warn_of_rounding
-from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.execution.supervisor import State, Supervisor
-from raysgd.metrics import NUM_SAMPLES, merge_workers
 
 __all__ = ["OperatorTrainer"]
 
@@ -47,11 +44,10 @@ class OperatorTrainer:
         self._supervisor = supervisor
         self._hooks = Hooks(callbacks)
         self._logdir = logdir
-        self._calls = itertools.count()
+        self._calls = Calls(supervisor, self._hooks)
         self._latest_metrics: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
-        self._measured_from: dict[Any, int] | None = None
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
@@ -98,14 +94,16 @@ class OperatorTrainer:
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._check_open(moves=True)
         with self._hooks.calling(self):
-            trained = self._train(num_steps, max_retries, profile, info, dataset)
+            result = self._calls.train(
+                self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
+            )
             epoch = self.epoch
-            metrics = {"epoch": epoch, **self._merged(trained.results, trained.lost)}
-            metrics["epoch"] = epoch  # whatever the operator calls so
-            self._show("on_epoch_end" if trained.completed else "on_steps_end", metrics)
+            metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
+            hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+            self._show(hook, metrics, result.call)
         if reduce_results:
             return metrics
-        return [{"epoch": epoch} | result | {"epoch": epoch} for result in trained.results]
+        return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
 
     def validate(
         self,
@@ -136,11 +134,9 @@ class OperatorTrainer:
         _check_info("validate", info)
         self._check_open(moves=True)
         with self._hooks.calling(self):
-            results, seconds = self._run("validate", 3, profile, info, num_steps=num_steps)
-            self._last_call = LastCall("validate", time.time(), seconds)
-            metrics = self._merged(results, lost=self._supervisor.losses_in_call > 0)
-            self._show("on_validation_end", metrics)
-        return metrics if reduce_results else [dict(result) for result in results]
+            result = self._calls.validate(self, num_steps, profile=profile, info=info)
+            self._show("on_validation_end", result.merged, result.call)
+        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
 
     def fit(
         self,
@@ -438,98 +434,16 @@ class OperatorTrainer:
 
     # ---- helpers
 
-    def _train(
-        self,
-        num_steps: int | None,
-        max_retries: int,
-        profile: bool,
-        info: Any,
-        dataset: Dataset | None,
-    ) -> _Trained:
-        """Make one call of train, in as many parts as callbacks want to pause in it.
-
-        To the workers the parts are one call, of which they merge what they have measured.
-        """
-        begun: list[Progress] = []
-
-        def goal(reached: Progress) -> dict[str, Any]:
-            # in absolute terms, so that the call can be repeated after a loss or a pause
-            begun.append(reached)
-            target = (
-                {"until_epoch": begun[0].epoch + 1}
-                if num_steps is None
-                else {"until_step": begun[0].global_step + num_steps}
-            )
-            return {**target, "stop_at": self._hooks.next_pause(reached.global_step)}
-
-        supervisor, call = self._supervisor, next(self._calls)
-        num_losses = num_lost_paused = 0
-        total_s = ended = 0.0
-        results: list[Any] = [None]
-        try:
-            while results[0] is None:
-                results, seconds = self._run(
-                    "train",
-                    max_retries - num_losses,
-                    profile,
-                    info,
-                    call=call,
-                    dataset=dataset,
-                    arguments_from=goal,
-                )
-                num_losses += supervisor.losses_in_call
-                total_s, ended = total_s + seconds, time.time()
-                if results[0] is None:
-                    # what a worker has measured so far would be lost with it in the pause, too
-                    self._measured_from = dict(supervisor.measured_from)
-                num_events = len(supervisor.events)
-                self._hooks.pause(self)
-                num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
-        finally:
-            self._measured_from = None
-        self._last_call = LastCall("train", ended, total_s)
-        return _Trained(
-            results, num_losses + num_lost_paused > 0, supervisor.progress.epoch > begun[0].epoch
-        )
-
-    def _run(
-        self, method: str, max_losses: int, profile: bool, info: Any, **arguments: Any
-    ) -> tuple[list[Any], float]:
-        """Call train or validate on the workers; returns the results and the seconds it took."""
-        arguments.setdefault("call", next(self._calls))
-        watcher = self._hooks.watcher(self, method)
-        started = time.perf_counter()
-        outcomes = self._supervised(
-            method,
-            max_losses=max_losses,
-            on_wait=watcher,
-            profile=profile,
-            info=dict(info or {}),
-            **arguments,
-        )
-        return outcomes, time.perf_counter() - started
-
-    def _merged(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
-        merged = merge_workers(results)
-        covered = self._supervisor.progress.num_covered
-        if lost and covered is not None:
-            # the steps are done, though what a lost worker measured of them is gone with it
-            merged[NUM_SAMPLES] = covered
-        return merged
-
-    def _show(self, hook: str, metrics: dict[str, Any]) -> None:
+    def _show(self, hook: str, metrics: dict[str, Any], call: LastCall) -> None:
         """Show the result of a call to the callbacks, which may add to it."""
+        self._last_call = call
         self._latest_metrics.update(metrics)
         self._hooks.call(hook, self, metrics)
         self._latest_metrics.update(metrics)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         self._check_open()
-        return self._supervised(method, **arguments)
-
-    def _supervised(self, method: str, **arguments: Any) -> list[Any]:
-        outcomes = self._supervisor.call(method, measured_from=self._measured_from, **arguments)
-        return [outcome.value() for outcome in outcomes]
+        return self._calls.make(method, **arguments)
 
     def _check_open(self, moves: bool = False) -> None:
         """Check that the workers may be called now, and for what `moves` the state."""
@@ -549,16 +463,6 @@ class OperatorTrainer:
                 f"This {type(self).__name__} is shut down; create a new one to train on."
             )
         self._writer.raise_failure()
-
-
-class _Trained(NamedTuple):
-    """What came of a call of train."""
-
-    results: list[dict[str, Any]]
-    lost: bool
-    """Whether workers were lost in it."""
-    completed: bool
-    """Whether an epoch was completed in it."""
 
 
 def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:

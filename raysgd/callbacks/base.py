@@ -144,8 +144,8 @@ class Callback:
         """See an event, once, as it happens: in the midst of a call, while workers may be waiting.
 
         Be quick. Calls that need the workers (``save``, ``train``, ...) are refused here; set a
-        mark, and make them at the next `on_epoch_end`. Events from before `on_train_start` follow
-        it at once.
+        mark, and make them at the next `on_epoch_end`. Events from before the first
+        `on_train_start` follow it at once; those after `on_train_end` are told as well.
         """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

@@ -34,6 +34,7 @@ class CsvLogger(LoggerCallback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Find out where to write."""
+        super().on_train_start(trainer)
         path = self._path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._columns = None

@@ -30,6 +30,8 @@ class _Entry:
     num_seen: int
     """Events that it was told of, counted from the trainer's first."""
     started: bool = False
+    begun: bool = False
+    """Whether it has ever started: it is told of events from then on, also after its end."""
     pause: int | None = None
     """The step at which it wants the call under way to pause."""
     muted: bool = False
@@ -93,11 +95,13 @@ class Hooks:
         self.raise_failures()
 
     def _detach(self, trainer: Trainer, added: Sequence[_Entry], before: Sequence[_Entry]) -> None:
-        self._end(trainer, [entry for entry in self._entries if entry not in before])
-        for entry in added:
-            with contextlib.suppress(CallbackError):  # it is on its way out: nothing is saved now
-                self._detached[entry.key] = self._state_of(entry)
-            self._entries.remove(entry)
+        try:
+            self._end(trainer, [entry for entry in self._entries if entry not in before])
+        finally:
+            for entry in added:
+                self._entries.remove(entry)
+                with contextlib.suppress(CallbackError):  # nothing is saved now
+                    self._detached[entry.key] = self._state_of(entry)
 
     def end(self, trainer: Trainer) -> None:
         """End all that were started: the trainer is shut down."""
@@ -108,13 +112,22 @@ class Hooks:
         new = [entry for entry in self._entries if not entry.started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)
+        for entry in new:
+            entry.begun = entry.begun or entry.started
         self.tell_events(trainer)
 
     def _end(self, trainer: Trainer, entries: Sequence[_Entry]) -> None:
+        interrupt: BaseException | None = None
         for entry in entries:
-            if entry.started:
+            if not entry.started:
+                continue
+            entry.started = False
+            try:
                 self._call_one(entry, "on_train_end", trainer)
-                entry.started = False
+            except BaseException as error:  # Ctrl-C: the others still have files to close
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     # ---- calling
 
@@ -162,7 +175,7 @@ class Hooks:
         """Call `on_event` for every event that a callback has not been told of yet."""
         events = trainer.events
         for entry in list(self._entries):
-            while entry.started and entry.num_seen < len(events):
+            while entry.begun and entry.num_seen < len(events):
                 entry.num_seen += 1
                 self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,13 @@ class JsonlLogger(LoggerCallback):
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else Path(folder).expanduser().absolute()
         """The folder that was given."""
-        self._begun: set[Path] = set()
+        self._told_of: weakref.ref[Trainer] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Tell of the run, once."""
+        """Tell of the run, once for each trainer."""
+        super().on_train_start(trainer)
         folder = folder_for(self, trainer, self.folder)
-        if folder in self._begun:
+        if self._told_of is not None and self._told_of() is trainer:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl"):
@@ -63,7 +65,7 @@ class JsonlLogger(LoggerCallback):
                 "min_workers": trainer.min_workers,
             },
         )
-        self._begun.add(folder)
+        self._told_of = weakref.ref(trainer)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
@@ -77,6 +79,10 @@ class JsonlLogger(LoggerCallback):
             "metrics": scalars(metrics),
         }
         self._write(trainer, "metrics.jsonl", line)
+
+    def on_event(self, trainer: Trainer, event: Event) -> None:
+        """Write an event, also between two runs: no file is open that could be closed."""
+        self.log_event(trainer, event)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""

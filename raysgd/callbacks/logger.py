@@ -13,13 +13,31 @@ __all__ = ["LoggerCallback", "folder_for"]
 
 
 class LoggerCallback(Callback):
-    """Writes the result of each call and each event somewhere. Override `log` and `log_event`."""
+    """Writes the result of each call and each event somewhere.
+
+    Override `log`, `log_event` and `close`.
+    """
+
+    is_running = False
+    """Whether it has started and not ended. What happens in between two runs it lets pass."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of one ``train()`` or ``validate()``."""
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
+
+    def close(self, trainer: Trainer) -> None:
+        """Close what is open; called in the end, also after an exception."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Begin."""
+        self.is_running = True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """End."""
+        self.is_running = False
+        self.close(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Write the result of a ``train()``."""
@@ -35,7 +53,8 @@ class LoggerCallback(Callback):
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
-        self.log_event(trainer, event)
+        if self.is_running:
+            self.log_event(trainer, event)
 
     def _log(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         call = trainer.last_call

@@ -91,7 +91,7 @@ class MLflowLogger(LoggerCallback):
         """Remember how the run ends."""
         self._failed = True
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         """End the run."""
         client, self._client = self._client, None
         if client is not None:

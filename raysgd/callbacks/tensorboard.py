@@ -56,7 +56,7 @@ class TensorBoardLogger(LoggerCallback):
         writer.add_scalar("workers/num_workers", event.num_workers, event.step, walltime=event.time)
         writer.flush()
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         """Close the file."""
         writer, self._writer = self._writer, None
         if writer is not None:

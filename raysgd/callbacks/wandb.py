@@ -78,7 +78,7 @@ class WandbLogger(LoggerCallback):
         """Remember how the run ends."""
         self._failed = True
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         """End the run."""
         run, self._run = self._run, None
         if run is not None:

@@ -201,6 +201,20 @@ def test_ctrl_c_leaves_a_trainer_that_can_be_used_on(make_trainer, where):
     assert trainer.get_local_operator().trained == [*range(40)] * 3
 
 
+def test_ctrl_c_in_the_end_still_ends_the_others(make_trainer):
+    class Interrupting(Callback):
+        def on_train_end(self, trainer):
+            signal.raise_signal(signal.SIGINT)
+
+    spy, own = Spy(), Spy("own")
+    trainer = make_trainer(callbacks=[spy])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(1, callbacks=[Interrupting(), own])
+    assert spy.hooks[-1] == own.hooks[-1] == "on_train_end"
+    assert len(trainer.fit(2)) == 1
+    assert own.hooks.count("on_epoch_end") == 1, "it has gone with its fit"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

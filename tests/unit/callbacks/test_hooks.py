@@ -282,6 +282,32 @@ def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
     assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
 
 
+def test_events_between_two_runs_are_told_too_and_once(make_trainer, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
+    trainer.fit(1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.apply_all_workers(lambda: 1 / 0)
+    assert spy.calls[-2:] == [("spy", "on_train_end", 1), ("spy", "on_event", "user_error")]
+    trainer.fit(2)
+    told = [detail for _, hook, detail in spy.calls if hook == "on_event"]
+    assert told == [event.kind for event in trainer.events]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
+
+
+def test_what_fails_in_an_event_of_another_call_is_raised_by_the_next(make_trainer, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    trainer.train()
+    spy.fail_in = ["on_event"]
+    with pytest.raises(ZeroDivisionError):
+        trainer.apply_all_workers(lambda: 1 / 0)
+    trainer.save(tmp_path / "state.pt")
+    with pytest.raises(CallbackError, match="on_event"):
+        trainer.train()
+    assert trainer.train()["epoch"] == 2
+
+
 def test_an_event_says_how_many_workers_there_are(make_trainer):
     assert [event.num_workers for event in make_trainer().events] == [1]
 
