@@ -8,6 +8,7 @@
     ├── CollectiveError              (RuntimeError)  workers could not talk to each other
     ├── InsufficientResourcesError   (RuntimeError)  the cluster has no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
+    ├── CallbackError                (RuntimeError)  a callback of the trainer raised
     └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
 
 An exception that user code raises on a worker is none of these: it reaches the caller as
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "CallbackError",
     "CheckpointError",
     "CollectiveError",
     "InsufficientResourcesError",
@@ -109,6 +111,27 @@ class InsufficientResourcesError(RaySGDError, RuntimeError):
 
 class CheckpointError(RaySGDError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not belong to this trainer."""
+
+
+class CallbackError(RaySGDError, RuntimeError):
+    """A callback raised; what it raised is the ``__cause__``.
+
+    Raised when the call in which it happened is over: its steps are done, the other callbacks
+    were called, and the trainer can be used on.
+
+    Attributes:
+        callback: name of the callback's class.
+        hook: name of the hook that raised.
+    """
+
+    def __init__(self, message: str, callback: str = "", hook: str = "") -> None:
+        super().__init__(message)
+        self.callback = callback
+        self.hook = hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the fields when the error crosses processes."""
+        return type(self), (str(self), self.callback, self.hook)
 
 
 class RemoteError(RaySGDError, RuntimeError):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from raysgd import checkpoint
+from raysgd.callbacks.base import Callback, LastCall
+from raysgd.callbacks.fit import History, run_epochs
+from raysgd.callbacks.hooks import Hooks, checked_callbacks
+from raysgd.calls import Calls
 from raysgd.config import rounded_config, warn_of_rounding
-from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
-from raysgd.errors import CheckpointError
+from raysgd.errors import CallbackError, CheckpointError
 from raysgd.execution.supervisor import State, Supervisor
-from raysgd.metrics import NUM_SAMPLES, merge_workers
-from raysgd.progress_bar import ProgressBar
 
 __all__ = ["OperatorTrainer"]
+
+logger = logging.getLogger(__name__)
 
 
 class OperatorTrainer:
@@ -30,19 +34,24 @@ class OperatorTrainer:
         self,
         config: Mapping[str, Any],
         supervisor: Supervisor,
-        use_tqdm: bool,
         operator_name: str = "",
+        callbacks: Sequence[Callback] = (),
+        logdir: Path | None = None,
     ) -> None:
         self._user_config = dict(config)
         self._operator_name = operator_name
         self._writer = checkpoint.BackgroundWriter()
         self._supervisor = supervisor
-        self._use_tqdm = use_tqdm
-        self._calls = itertools.count()
+        self._hooks = Hooks(callbacks)
+        self._logdir = logdir
+        self._calls = Calls(supervisor, self._hooks)
         self._latest_metrics: dict[str, Any] = {}
+        self._last_call: LastCall | None = None
+        self._stop_reason: str | None = None
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
+        supervisor.on_event = _telling(weakref.ref(self))
         supervisor.start()
 
     # ---- training
@@ -80,20 +89,21 @@ class OperatorTrainer:
         """
         _check_count("num_steps", num_steps, 1)
         _check_count("max_retries", max_retries, 0)
+        _check_info("train", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
-        self._check_open()
-
-        def goal(reached: Progress) -> dict[str, Any]:
-            # in absolute terms, so that the call can be repeated after a loss
-            if num_steps is None:
-                return {"until_epoch": reached.epoch + 1}
-            return {"until_step": reached.global_step + num_steps}
-
-        results = self._run(
-            "train", max_retries, profile, info, dataset=dataset, arguments_from=goal
-        )
-        return self._finished(results, reduce_results, epoch=self.epoch)
+        self._check_open(moves=True)
+        with self._hooks.calling(self):
+            result = self._calls.train(
+                self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
+            )
+            epoch = self.epoch
+            metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
+            hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+            self._show(hook, metrics, result.call)
+        if reduce_results:
+            return metrics
+        return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
 
     def validate(
         self,
@@ -121,9 +131,79 @@ class OperatorTrainer:
             BaseException: what user code raised.
         """
         _check_count("num_steps", num_steps, 1)
-        self._check_open()
-        results = self._run("validate", 3, profile, info, num_steps=num_steps)
-        return self._finished(results, reduce_results)
+        _check_info("validate", info)
+        self._check_open(moves=True)
+        with self._hooks.calling(self):
+            result = self._calls.validate(self, num_steps, profile=profile, info=info)
+            self._show("on_validation_end", result.merged, result.call)
+        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
+
+    def fit(
+        self,
+        num_epochs: int,
+        validate_every: int | None = 1,
+        callbacks: Iterable[Callback] = (),
+        *,
+        max_retries: int = 3,
+        info: dict[str, Any] | None = None,
+    ) -> History:
+        """Train until `num_epochs` are completed in all, and validate on the way.
+
+        `num_epochs` counts from the first epoch of all: a trainer that was loaded at epoch 3, or
+        that a CheckpointCallback has brought there, trains 7 more for ``fit(10)``. So a script
+        that is started again after a crash ends where it would have ended. An epoch that is
+        part-finished is finished first.
+
+        Args:
+            num_epochs: how many epochs shall be completed.
+            validate_every: validate after each epoch whose number it divides, and after the
+                last one; None for never. Without a validation loader there is no validation.
+            callbacks: called in this `fit` alone, after those that the trainer was made with.
+            max_retries: how many workers may be lost in one epoch, and in one validation.
+            info: handed to the operator, as in `train`.
+
+        Returns:
+            A list of one dict an epoch, with the metrics of training and validation. It ends
+            early where a callback asked for it; ``stop_reason`` of the list says why.
+
+        Raises:
+            ValueError: if a number is below 1.
+            CallbackError: if a callback raised.
+            BaseException: what `train` and `validate` raise. The trainer can be used on, also
+                after Ctrl-C.
+        """
+        _check_count("num_epochs", num_epochs, 1)
+        if num_epochs is None:
+            raise TypeError("num_epochs must be an int, but it is None.")
+        _check_count("validate_every", validate_every, 1)
+        _check_count("max_retries", max_retries, 0)
+        _check_info("fit", info)
+        own = checked_callbacks(f"{type(self).__name__}.fit(callbacks=...)", callbacks)
+        self._check_open(moves=True)
+        if self._hooks.inside:
+            raise RuntimeError(f"fit() cannot be called in {self._hooks.inside[-1]} of a callback.")
+        self._stop_reason = None
+        with self._hooks.attached(self, own):
+            if validate_every and not any(self._call("can_validate", max_losses=3)):
+                logger.info("fit() does not validate: there is no validation loader.")
+                validate_every = None
+            return run_epochs(
+                self,
+                num_epochs,
+                validate_every,
+                completed=lambda: self._supervisor.progress.epoch,
+                train=lambda: self.train(max_retries=max_retries, info=info),
+                validate=lambda: self.validate(info=info),
+            )
+
+    def request_stop(self, reason: str) -> None:
+        """Ask `fit` to end after the epoch under way. Other calls take no notice.
+
+        Args:
+            reason: why; the first one counts, and `stop_reason` returns it.
+        """
+        if self._stop_reason is None:
+            self._stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker."""
@@ -135,10 +215,19 @@ class OperatorTrainer:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
-        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, and ``data``:
-        the place in the data, and the states of the workers' random number generators.
+        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``data``: the
+        place in the data, and the states of the workers' random number generators, and
+        ``callbacks``, what callbacks want to be saved.
+
+        Raises:
+            CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._check_open()
+        callbacks = self._hooks.state_dict()
+        state = self._workers_state()
+        return {**state, "callbacks": callbacks} if callbacks else state
+
+    def _workers_state(self) -> dict[str, Any]:
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
             # no worker lives; this is what is left, and it may be what the user gave to load
             return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
@@ -156,8 +245,10 @@ class OperatorTrainer:
 
         Raises:
             CheckpointError: if it is no state of a trainer, or of one with other models.
+            CallbackError: if the ``load_state_dict`` of a callback raised; all else is loaded.
         """
         del blocking
+        self._check_open(moves=True)
         missing = [
             key
             for key in ("models", "optimizers", "epoch")
@@ -165,8 +256,10 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        self._call("load_state_dict", state=dict(state), max_losses=3)
-        self._supervisor.snapshots.set(dict(state))
+        own = {key: value for key, value in state.items() if key != "callbacks"}
+        self._call("load_state_dict", state=own, max_losses=3)
+        self._supervisor.snapshots.set(own)
+        self._hooks.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
         """Write the state to one file, whole or not at all.
@@ -225,7 +318,7 @@ class OperatorTrainer:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
                 if that write failed.
         """
-        self._check_open()
+        self._check_open(moves=True)
         self._writer.wait()  # whatever the path: one file may have several
         self.load_state_dict(checkpoint.read_file(path))
 
@@ -240,7 +333,7 @@ class OperatorTrainer:
         return self._call("apply_operator", function=_callable("apply_all_operators", fn))
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers and give their resources back; they are free when this returns.
+        """End callbacks and workers and give the resources back; they are free when this returns.
 
         Waits for a write of ``save(blocking=False)`` that is under way.
 
@@ -249,10 +342,16 @@ class OperatorTrainer:
 
         Raises:
             CheckpointError: if that write failed; the workers are ended all the same.
+            CallbackError: if a callback failed in ``on_train_end``, likewise.
         """
-        self._supervisor.shutdown(force)
-        self._finalizer.detach()
-        self._writer.wait()
+        try:
+            if self._supervisor.state is not State.CLOSED:
+                self._hooks.end(self)
+        finally:  # also when Ctrl-C ends the callbacks
+            self._supervisor.shutdown(force)
+            self._finalizer.detach()
+            self._writer.wait()
+        self._hooks.raise_failures()
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +364,7 @@ class OperatorTrainer:
     ) -> None:
         try:
             self.shutdown(force=kind is not None)
-        except CheckpointError as failure:
+        except (CheckpointError, CallbackError) as failure:
             if error is None:
                 raise
             error.add_note(str(failure))  # what went wrong first is what the caller shall see
@@ -288,6 +387,16 @@ class OperatorTrainer:
         return self._supervisor.max_workers
 
     @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._supervisor.min_workers
+
+    @property
+    def operator_name(self) -> str:
+        """Name of the operator's class."""
+        return self._operator_name
+
+    @property
     def epoch(self) -> int:
         """The epoch that training is in or has just finished, from 1; 0 before the first."""
         progress = self._supervisor.progress
@@ -308,51 +417,63 @@ class OperatorTrainer:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
         return dict(self._latest_metrics)
 
+    @property
+    def last_call(self) -> LastCall | None:
+        """Kind, time of the end and seconds of the newest `train` or `validate` that returned."""
+        return self._last_call
+
+    @property
+    def logdir(self) -> Path | None:
+        """The run folder."""
+        return self._logdir
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why `fit` was asked to stop (`request_stop`); None if nobody has since it began."""
+        return self._stop_reason
+
     # ---- helpers
 
-    def _run(
-        self, method: str, max_losses: int, profile: bool, info: Any, **arguments: Any
-    ) -> list[dict[str, Any]]:
-        if info is not None and not isinstance(info, Mapping):
-            raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
-        bar = ProgressBar(method, self.max_workers) if self._use_tqdm else None
-        try:
-            results = self._call(
-                method,
-                max_losses=max_losses,
-                on_wait=None if bar is None else bar.update,
-                call=next(self._calls),
-                profile=profile,
-                info=dict(info or {}),
-                **arguments,
-            )
-            if bar is not None:
-                bar.finish(merge_workers(results), self.num_workers)
-            return results
-        finally:
-            if bar is not None:
-                bar.close()
-
-    def _finished(self, results: list[dict[str, Any]], reduce: bool, **extra: Any) -> Any:
-        merged = {**extra, **merge_workers(results), **extra}
-        covered = self._supervisor.progress.num_covered
-        if self._supervisor.losses_in_call and covered is not None:
-            # the steps are done, though what a lost worker measured of them is gone with it
-            merged[NUM_SAMPLES] = covered
-        self._latest_metrics.update(merged)
-        return merged if reduce else [{**extra, **result, **extra} for result in results]
+    def _show(self, hook: str, metrics: dict[str, Any], call: LastCall) -> None:
+        """Show the result of a call to the callbacks, which may add to it."""
+        self._last_call = call
+        self._latest_metrics.update(metrics)
+        self._hooks.call(hook, self, metrics)
+        self._latest_metrics.update(metrics)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         self._check_open()
-        outcomes = self._supervisor.call(method, **arguments)
-        return [outcome.value() for outcome in outcomes]
+        return self._calls.make(method, **arguments)
 
-    def _check_open(self) -> None:
+    def _check_open(self, moves: bool = False) -> None:
+        """Check that the workers may be called now, and for what `moves` the state."""
+        for hook in self._hooks.inside:
+            if hook in ("on_event", "on_progress"):
+                raise RuntimeError(
+                    f"A callback cannot call the workers in {hook}, in the midst of another call. "
+                    "Set a mark there, and make the call at the next on_epoch_end."
+                )
+            if hook == "on_pause" and moves:
+                raise RuntimeError(
+                    "In on_pause a callback can read and save the state, but not train, validate "
+                    "or load: the call of train() under way would lose its place."
+                )
         if self._supervisor.state is State.CLOSED:
             raise RuntimeError(
                 f"This {type(self).__name__} is shut down; create a new one to train on."
             )
         self._writer.raise_failure()
+
+
+def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
+    """Return a function that tells callbacks of events and does not keep the trainer alive."""
+
+    def tell() -> None:
+        alive = trainer()
+        if alive is not None:
+            alive._hooks.tell_events(alive)
+
+    return tell
 
 
 def _check_count(name: str, value: Any, lowest: int) -> None:
@@ -362,6 +483,11 @@ def _check_count(name: str, value: Any, lowest: int) -> None:
         raise TypeError(f"{name} must be an int, but it is {value!r}.")
     if value < lowest:
         raise ValueError(f"{name}={value}: must be at least {lowest}.")
+
+
+def _check_info(method: str, info: Any) -> None:
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
 
 
 def _callable(method: str, function: Any) -> Any:

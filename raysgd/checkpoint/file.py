@@ -79,7 +79,8 @@ def prepare_write(
     target.check_writable()
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
-    _check_loadable(state.get("operator"), target)
+    _check_loadable("the operator's state_dict()", state.get("operator"), target)
+    _check_loadable("the callbacks' state_dict()", state.get("callbacks"), target)
     manifest = dataclasses.replace(
         manifest or Manifest(),
         epoch=state.get("epoch", 0),
@@ -167,7 +168,7 @@ def _loaded(source: Location, file: IO[bytes]) -> Any:
         ) from error
 
 
-def _check_loadable(user_state: Any, target: Location) -> None:
+def _check_loadable(source: str, user_state: Any, target: Location) -> None:
     """Check that the user's own state will load again: find out now, not when it is needed."""
     if user_state is None:
         return
@@ -178,8 +179,8 @@ def _check_loadable(user_state: Any, target: Location) -> None:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"Cannot save to {target.shown}: what the operator's state_dict() returned could not "
-            f"be loaded again. {_ALLOW}\n{first_line(error)}"
+            f"Cannot save to {target.shown}: what {source} returned could not be loaded again. "
+            f"{_ALLOW}\n{first_line(error)}"
         ) from error
 
 

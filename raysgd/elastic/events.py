@@ -45,6 +45,8 @@ class Event:
     num_batches: int = 0
     """For ``lost``: batches of the call under way whose metrics died with the worker. The steps
     are not lost, and ``num_samples`` is exact; means are over the batches that are left."""
+    num_workers: int = 0
+    """Workers there are after it."""
     seconds: float = 0.0
     """How long it took, in seconds, for what takes time."""
     time: float = field(default_factory=time.time)

@@ -115,12 +115,15 @@ class Supervisor:
         """How far training is, as of the last call or the last new generation."""
         self.events: list[Event] = []
         """What happened to the group, oldest first."""
+        self.on_event: Callable[[], None] | None = None
+        """Called after each event, in the thread that called."""
         self.losses_in_call = 0
         """Times that workers were lost in the newest call."""
         self.snapshots = SnapshotKeeper()
         self._causes: list[str] = []
         self._begun = False
-        self._measured_from: dict[Member, int] = {}
+        self.measured_from: dict[Member, int] = {}
+        """The step from which a worker's metrics of the newest call are with itself alone."""
         self._losses_before_call = 0
         self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
@@ -182,6 +185,11 @@ class Supervisor:
         """The most workers that the group may have."""
         return self._group.options.num_workers
 
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._group.options.min_workers
+
     # ---- calls
 
     def call(
@@ -193,6 +201,7 @@ class Supervisor:
         rank: int | None = None,
         arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
         on_wait: Callable[[Sequence[Progress]], None] | None = None,
+        measured_from: Mapping[Member, int] | None = None,
         **arguments: Any,
     ) -> list[Outcome]:
         """Call a method of the runner on every worker, or on one, and return the outcomes.
@@ -205,6 +214,7 @@ class Supervisor:
             rank: the only worker to call.
             arguments_from: returns further arguments from how far training is as the call begins.
             on_wait: called with every worker's progress while the call runs.
+            measured_from: what the attribute was after the part of a call that this one follows.
             arguments: keyword arguments of the method.
 
         Raises:
@@ -214,15 +224,16 @@ class Supervisor:
         """
         self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
         self._begun, self._losses_before_call = False, 0
+        self.measured_from = dict(measured_from or {})
         while True:
-            self._make_ready(max_losses, 1 if any_size else self._min_workers)
+            self._make_ready(max_losses, 1 if any_size else self.min_workers)
             if arguments_from is not None:
                 arguments = {**arguments, **arguments_from(self.progress)}
                 arguments_from = None
             if not self._begun:
                 self._begun = True
                 since = self.progress.global_step
-                self._measured_from = dict.fromkeys(self.members, since)
+                self.measured_from = dict.fromkeys(self.members, since) | self.measured_from
             members = list(self.members if rank is None else [self.members[rank]])
             attempt = self._run(members, method, arguments, on_wait)
             if attempt.outcomes:
@@ -239,10 +250,6 @@ class Supervisor:
                 if not attempt.paused:
                     self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                     return [attempt.outcomes[member] for member in members]
-
-    @property
-    def _min_workers(self) -> int:
-        return self._group.options.min_workers
 
     def _run(
         self,
@@ -449,7 +456,7 @@ class Supervisor:
         if not attempt.failed:
             self._group.members[:] = entering
             self._number_members()
-            self._measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
+            self.measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
             self.state = State.READY
             return {}
@@ -474,12 +481,12 @@ class Supervisor:
             return
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _cause(member, error)
-            since = self._measured_from.get(member, self.progress.global_step)
+            since = self.measured_from.get(member, self.progress.global_step)
             self._record(
                 "lost",
                 [member],
                 cause=said,
-                num_batches=max(0, self.progress.global_step - since) if self._begun else 0,
+                num_batches=max(0, self.progress.global_step - since),
             )
             self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
@@ -545,7 +552,7 @@ class Supervisor:
         self._recruiting.stop()
         self._group.shutdown(force=True)
         self._stragglers.clear()
-        self._measured_from.clear()
+        self.measured_from.clear()
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
             deadline = time.monotonic() + wait_s
@@ -618,6 +625,8 @@ class Supervisor:
             cause=cause,
             seconds=seconds,
             num_batches=num_batches,
+            # one that is lost is still among the members, so that it has a rank here
+            num_workers=len(self.members) - (kind == "lost"),
         )
         self.events.append(event)
         logger.info(
@@ -629,6 +638,8 @@ class Supervisor:
             seconds,
             cause,
         )
+        if self.on_event is not None:
+            self.on_event()
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
         self._generation += 1

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from raysgd.config import BATCH_SIZE, worker_config
-from raysgd.context import Progress, WorkerContext
+from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.torch import replica
 from raysgd.torch.components import Components, OperatorSettings
@@ -49,6 +49,8 @@ class TorchRunner:
     def __init__(self, options: TorchRunnerOptions) -> None:
         self._options = options
         self._loop: Loop | None = None
+        self._asked_pause: int | None = None
+        self._own_pause: int | None = None
 
     # ---- life
 
@@ -174,7 +176,20 @@ class TorchRunner:
 
     def pause_at(self, step: int | None) -> int:
         """Let the call under way pause at a step; returns the step that it is at."""
-        return 0 if self._loop is None else self._loop.pause_at(step)
+        self._asked_pause = step
+        return self._apply_pause()
+
+    def _apply_pause(self) -> int:
+        """Let the loop pause at the first step of those that the driver and the call ask for."""
+        while self._loop is not None:
+            asked = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            first = min(asked, default=None)
+            reached = self._loop.pause_at(first)
+            # the other thread may have asked meanwhile; whoever comes last sees what both ask for
+            latest = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            if min(latest, default=None) == first:
+                return reached
+        return 0
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, on CPU."""
@@ -191,9 +206,34 @@ class TorchRunner:
         info: dict[str, Any] | None = None,
         profile: bool = False,
         dataset: Dataset | None = None,
-    ) -> Mapping[str, Any]:
-        """Train until so many epochs are completed, or so many steps are done, in all."""
-        return self._running.train(call, until_epoch, until_step, info, profile, dataset)
+        stop_at: int | None = None,
+    ) -> Mapping[str, Any] | None:
+        """Train until so many epochs are completed, or so many steps are done, in all.
+
+        Returns:
+            The metrics; None if it stopped at the step `stop_at` before it was there. The same
+            call made again goes on, and its metrics cover all of it.
+        """
+        loop = self._running
+        self._own_pause = stop_at
+        self._apply_pause()
+        try:
+            return loop.train(call, until_epoch, until_step, info, profile, dataset)
+        except PausedError:
+            if stop_at is None or self._parts.global_step < stop_at:
+                raise  # it was the driver that asked for this one
+            return None
+        finally:
+            self._own_pause = None
+            self._apply_pause()
+
+    def can_validate(self) -> bool:
+        """Return whether there is a validation loader."""
+        try:
+            self._parts.source("validation")
+        except RuntimeError:
+            return False
+        return True
 
     def validate(
         self,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from raysgd.backends import backend_names, create_backend
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.config import check_batch_size, env_seconds
 from raysgd.elastic.config import ElasticConfig
 from raysgd.execution.group import GroupOptions, WorkerGroup
@@ -76,6 +79,9 @@ class TorchTrainer(OperatorTrainer):
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
             started nor imported, and torch keeps the threads that this process gave it.
         elastic: what to do about workers that are lost or come back; the defaults need none.
+        callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
+        logdir: folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and what callbacks write
+            that are given no folder of their own. None: nothing is written.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -107,6 +113,8 @@ class TorchTrainer(OperatorTrainer):
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
+        callbacks: Iterable[Callback] = (),
+        logdir: str | os.PathLike[str] | None = None,
         **old_arguments: Any,
     ) -> None:
         _refuse(old_arguments)
@@ -131,6 +139,8 @@ class TorchTrainer(OperatorTrainer):
         if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
         elastic = _checked_elastic(elastic, num_workers)
+        folder = checked_logdir(logdir)
+        attached = trainer_callbacks("TorchTrainer", callbacks, use_tqdm, folder)
         inline = use_local and num_workers == 1
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         gpu = _decide_gpu(use_gpu, inline, resources)
@@ -172,7 +182,7 @@ class TorchTrainer(OperatorTrainer):
             timeout_s,
             elastic,
         )
-        super().__init__(config, supervisor, use_tqdm, operator_cls.__qualname__)
+        super().__init__(config, supervisor, operator_cls.__qualname__, attached, folder)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.

@@ -10,6 +10,7 @@ from raysgd import errors
 from raysgd.torch.steps import StepInterruptedError
 
 EXAMPLES = {
+    "CallbackError": errors.CallbackError("failed", callback="Mine", hook="on_epoch_end"),
     "WorkerLostError": errors.WorkerLostError("gone", rank=3, node_id="ab", cause="OOM"),
     "WorkerTimeoutError": errors.WorkerTimeoutError("late", ranks=[1, 2], waited_s=5.0),
     "InsufficientResourcesError": errors.InsufficientResourcesError(

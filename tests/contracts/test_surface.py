@@ -17,6 +17,22 @@ SURFACE = {
         "__version__",
     ],
     "raysgd.backends": ["Backend", "backend_names", "create_backend", "register_backend"],
+    "raysgd.callbacks": [
+        "Callback",
+        "CheckpointCallback",
+        "CsvLogger",
+        "EarlyStopping",
+        "History",
+        "JsonlLogger",
+        "LastCall",
+        "LearningRateLogger",
+        "LoggerCallback",
+        "MLflowLogger",
+        "ProgressBar",
+        "TensorBoardLogger",
+        "TorchProfiler",
+        "WandbLogger",
+    ],
     "raysgd.checkpoint": [
         "BackgroundWriter",
         "CheckpointStore",
@@ -43,6 +59,7 @@ SURFACE = {
     "raysgd.elastic.config": ["ElasticConfig"],
     "raysgd.elastic.events": ["Event", "EventKind"],
     "raysgd.errors": [
+        "CallbackError",
         "CheckpointError",
         "CollectiveError",
         "InsufficientResourcesError",
@@ -124,6 +141,8 @@ TRAINER_ARGUMENTS = {
     "scheduler_step_freq": None,
     "use_local": False,
     "elastic": None,
+    "callbacks": (),
+    "logdir": None,
 }
 
 ELASTIC_FIELDS = {
@@ -199,6 +218,22 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
             ["num_steps", "profile", "reduce_results", "max_retries", "info", "dataset"],
         ),
         ("TorchTrainer", "validate", ["num_steps", "profile", "reduce_results", "info"]),
+        (
+            "TorchTrainer",
+            "fit",
+            ["num_epochs", "validate_every", "callbacks", "max_retries", "info"],
+        ),
+        ("TorchTrainer", "request_stop", ["reason"]),
+        ("Callback", "on_train_start", ["trainer"]),
+        ("Callback", "on_train_end", ["trainer"]),
+        ("Callback", "on_epoch_end", ["trainer", "metrics"]),
+        ("Callback", "on_steps_end", ["trainer", "metrics"]),
+        ("Callback", "on_validation_end", ["trainer", "metrics"]),
+        ("Callback", "on_event", ["trainer", "event"]),
+        ("Callback", "on_exception", ["trainer", "error"]),
+        ("Callback", "on_pause", ["trainer"]),
+        ("Callback", "on_progress", ["trainer", "kind", "progress"]),
+        ("Callback", "next_pause", ["global_step"]),
         ("TorchTrainer", "update_scheduler", ["metric"]),
         ("TorchTrainer", "get_model", ["to_cpu"]),
         ("TorchTrainer", "save", ["path", "blocking"]),
@@ -213,7 +248,8 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
     ],
 )
 def test_methods_take_their_arguments_in_this_order(owner, method, names):
-    parameters = inspect.signature(getattr(getattr(raysgd, owner), method)).parameters
+    home = raysgd.callbacks if owner == "Callback" else raysgd
+    parameters = inspect.signature(getattr(getattr(home, owner), method)).parameters
     assert list(parameters)[1 : len(names) + 1] == names
 
 

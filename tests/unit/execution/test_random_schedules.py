@@ -138,7 +138,7 @@ class Run:
         else:
             event("done")
             assert [outcome.progress.global_step for outcome in outcomes] == [goal] * len(outcomes)
-            assert len(outcomes) == len(supervisor.members) >= supervisor._min_workers
+            assert len(outcomes) == len(supervisor.members) >= supervisor.min_workers
             assert len({m.generation for m in supervisor.members}) == 1
             assert supervisor.losses_in_call <= max_losses
         lost = [e for e in supervisor.events if e.kind == "lost"]

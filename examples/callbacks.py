@@ -1,0 +1,156 @@
+"""Train with callbacks: logs, checkpoints to go on from, early stopping, and one written here.
+
+    python examples/callbacks.py
+    python examples/callbacks.py --logdir runs/digits     # twice: the second one goes on
+    tensorboard --logdir runs/digits                       # what it shows
+
+Everything goes into one run folder. The first run is cut off in the middle of its third epoch, as
+if the machine had failed; the second one finds the newest checkpoint and ends what was begun.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import (
+    Callback,
+    CheckpointCallback,
+    CsvLogger,
+    EarlyStopping,
+    LearningRateLogger,
+    ProgressBar,
+    TensorBoardLogger,
+)
+from raysgd.utils import BATCH_SIZE
+
+
+class DigitClassifier(TrainingOperator):
+    """A small net for images of handwritten digits, whose learning rate goes down."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 128),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(128, 10),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.CrossEntropyLoss(),
+            schedulers=scheduler,
+        )
+        digits = load_digits()
+        images = torch.tensor(digits.data, dtype=torch.float32) / 16
+        data = TensorDataset(images, torch.tensor(digits.target))
+        train, validation = torch.utils.data.random_split(
+            data, [1440, 357], generator=torch.Generator().manual_seed(0)
+        )
+        self.register_data(
+            train_loader=DataLoader(train, batch_size=config[BATCH_SIZE], shuffle=True),
+            validation_loader=DataLoader(validation, batch_size=config[BATCH_SIZE]),
+        )
+
+
+class Table(Callback):
+    """Prints a line an epoch: a callback of one's own is a class with the hooks that it needs."""
+
+    def on_train_start(self, trainer):
+        print(f"  starting at epoch {trainer.epoch}, step {trainer.global_step}")
+
+    def on_validation_end(self, trainer, metrics):
+        latest = trainer.latest_metrics
+        print(
+            f"  epoch {trainer.epoch:2d}   lr {latest['lr']:.2e}   "
+            f"train_loss {latest['train_loss']:.4f}   val_loss {metrics['val_loss']:.4f}   "
+            f"val_accuracy {metrics['val_accuracy']:.2%}"
+        )
+
+    def on_event(self, trainer, event):
+        print(f"  [{event.kind}, {event.num_workers} workers]")
+
+    def on_exception(self, trainer, error):
+        print(f"  cut off at step {trainer.global_step}: {error!r}")
+
+
+class PowerCut(Callback):
+    """Ends the run in mid-epoch, as a machine that fails would."""
+
+    def next_pause(self, global_step):
+        return 55 if global_step < 55 else None
+
+    def on_pause(self, trainer):
+        raise KeyboardInterrupt("the power is gone")
+
+
+def train(args, logdir, *more):
+    callbacks = [
+        CheckpointCallback(every=10, keep=2),  # also in mid-epoch
+        EarlyStopping("val_loss", patience=4),
+        LearningRateLogger(),
+        CsvLogger(),
+        Table(),
+        *more,
+    ]
+    if importlib.util.find_spec("tensorboard"):
+        callbacks.append(TensorBoardLogger())
+    if args.progress:
+        callbacks.append(ProgressBar())
+    with TorchTrainer(
+        training_operator_cls=DigitClassifier,
+        config={"lr": 5e-3, BATCH_SIZE: 64},
+        num_workers=args.num_workers,
+        use_gpu=args.use_gpu,
+        scheduler_step_freq="epoch",
+        callbacks=callbacks,
+        logdir=logdir,
+    ) as trainer:
+        return trainer.fit(5 if args.smoke_test else args.num_epochs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--num-epochs", type=int, default=30)
+    parser.add_argument("--use-gpu", action="store_true", help="one GPU a worker")
+    parser.add_argument("--logdir", help="the run folder; a temporary one without")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    parser.add_argument("--smoke-test", action="store_true", help="five epochs, no more")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    with tempfile.TemporaryDirectory() as temporary:
+        logdir = Path(args.logdir or temporary)
+        if not (logdir / "checkpoints").exists():
+            print("the first run, which will be cut off:")
+            with contextlib.suppress(KeyboardInterrupt):
+                train(args, logdir, PowerCut())
+        print("the run that goes on:")
+        history = train(args, logdir)
+        if history.stop_reason:
+            print(f"stopped early: {history.stop_reason}")
+        print("in the run folder:")
+        for path in sorted(logdir.rglob("*")):
+            if path.is_file():
+                print(f"  {path.stat().st_size:8,} bytes  {path.relative_to(logdir)}")
+        lines = [json.loads(line) for line in (logdir / "metrics.jsonl").read_text().splitlines()]
+        print("lines of metrics.jsonl:", " ".join(line["kind"] for line in lines))
+    if history and history[0]["epoch"] != 3 and not args.logdir:
+        raise SystemExit(f"went on at epoch {history[0]['epoch']}, not in the third")
+    if not args.smoke_test and history and history[-1]["val_accuracy"] < 0.95:
+        raise SystemExit(f"val_accuracy {history[-1]['val_accuracy']:.2%} is below 95 %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Callbacks: what observes training from the driver, and may ask it to stop.
+
+>>> from raysgd.callbacks import CheckpointCallback, EarlyStopping
+>>> callbacks = [EarlyStopping("val_loss", patience=3)]
+
+``TorchTrainer(callbacks=callbacks)`` attaches them for good, ``trainer.fit(10,
+callbacks=callbacks)`` for that call. Each is in a file of its own, which imports what it needs
+when it is made; ``pip install "raysgd[callbacks]"`` brings it all.
+"""
+
+from raysgd.callbacks.base import Callback as Callback
+from raysgd.callbacks.base import LastCall as LastCall
+from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
+from raysgd.callbacks.csv_logger import CsvLogger as CsvLogger
+from raysgd.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from raysgd.callbacks.fit import History as History
+from raysgd.callbacks.jsonl_logger import JsonlLogger as JsonlLogger
+from raysgd.callbacks.learning_rate import LearningRateLogger as LearningRateLogger
+from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
+from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
+from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
+from raysgd.callbacks.progress import ProgressBar as ProgressBar
+from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
+from raysgd.callbacks.wandb import WandbLogger as WandbLogger
+
+# every class above: a new callback is a new file and its line there
+__all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

@@ -1,0 +1,155 @@
+"""Checkpoints of a run, and going on from the newest."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.logger import folder_for
+
+if TYPE_CHECKING:
+    from raysgd.checkpoint import CheckpointStore
+
+__all__ = ["CheckpointCallback"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointCallback(Callback):
+    """Saves checkpoints into a folder, and goes on from the newest one that loads.
+
+    Without `monitor` it saves at the end of each epoch, or every so many steps. With it, it also
+    saves whenever the metric is measured, which is when the epoch's checkpoint can be judged:
+    after ``validate()`` for ``val_loss``, and instead of at the end of the epoch.
+
+    Args:
+        folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
+            the trainer's ``logdir``.
+        every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
+        keep: how many checkpoints to keep, besides the newest; None for all.
+        monitor: name of the metric by which the best are kept; without one the newest are.
+        mode: "min" if smaller values of the metric are better, or "max".
+        blocking: False: copy the state, and write it while training goes on.
+        resume: whether a trainer that has not trained yet starts from the newest checkpoint in the
+            folder. Those that are damaged are passed over, with a warning that names them.
+        job: name of the job, which a folder has one of; None for the operator's.
+
+    Raises:
+        ValueError: if an argument has a value that is not allowed.
+    """
+
+    stage: ClassVar[int] = 1  # saves what the others have noted, and restores it before they start
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        every: Literal["epoch"] | int = "epoch",
+        keep: int | None = 3,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        blocking: bool = True,
+        resume: bool = True,
+        job: str | None = None,
+    ) -> None:
+        from raysgd.checkpoint import BackgroundWriter, CheckpointStore
+
+        if every != "epoch" and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
+            raise ValueError(
+                f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
+            )
+        self._folder = folder
+        self._every = every
+        self._monitor = monitor
+        self._blocking = blocking
+        self._resume = resume
+        self._job = job
+        self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
+        self._new_store(folder or ".", job=job or "checked here")  # refuses wrong arguments now
+        self._store: CheckpointStore | None = None
+        self._writer = BackgroundWriter()
+        self._num_epochs_missing = 0
+        self.restored_from: str | None = None
+        """The checkpoint that training went on from."""
+        self.passed_over: list[tuple[str, str]] = []
+        """Newer ones that could not be loaded, and why."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Go on from the newest checkpoint."""
+        folder: str | os.PathLike[str] = self._folder or folder_for(
+            self, trainer, None, "checkpoints"
+        )
+        self._store = self._new_store(folder, job=self._job or trainer.operator_name)
+        if not self._resume or trainer.epoch or trainer.global_step:
+            return  # what was trained or loaded already is what the user wants
+        restored = self._store.restore()  # logs what it passes over
+        if restored is None:
+            return
+        trainer.load_state_dict(restored.state)
+        self.restored_from, self.passed_over = restored.path, restored.passed_over
+        logger.info(
+            "Going on from %s: epoch %d, step %d.",
+            restored.path,
+            trainer.epoch,
+            trainer.global_step,
+        )
+
+    def next_pause(self, global_step: int) -> int | None:
+        """Pause at the next multiple."""
+        if self._every == "epoch":
+            return None
+        return (global_step // self._every + 1) * self._every
+
+    def on_pause(self, trainer: Trainer) -> None:
+        """Save in mid-epoch."""
+        self._save(trainer, {})
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Save, unless the metric that judges it is still to come."""
+        if self._monitor in metrics or (self._monitor is None and self._every == "epoch"):
+            self._save(trainer, metrics)
+        elif self._monitor is not None:
+            self._num_epochs_missing += 1
+            if self._num_epochs_missing == 2:
+                logger.warning(
+                    "CheckpointCallback(monitor=%r): two epochs are over without it, and nothing "
+                    "is saved before it is measured. There are: %s.",
+                    self._monitor,
+                    ", ".join(trainer.latest_metrics),
+                )
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Save with the metric that judges it."""
+        if self._monitor is None:
+            return
+        if self._monitor in metrics:
+            self._save(trainer, {**trainer.latest_metrics, **metrics})
+        elif self._monitor not in trainer.latest_metrics:
+            raise ValueError(
+                f"CheckpointCallback(monitor={self._monitor!r}): there is no such metric. There "
+                f"are: {', '.join(trainer.latest_metrics)}."
+            )
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Wait for the write that is under way."""
+        self._writer.wait()
+
+    def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        assert self._store is not None
+        self._num_epochs_missing = 0
+        self._writer.wait()  # before the state is copied, so that there is one at a time
+        state = trainer.state_dict()
+        if self._monitor is not None:
+            metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
+        save = functools.partial(
+            self._store.save, state, metrics, trainer.num_workers, trainer.operator_name
+        )
+        if self._blocking:
+            save()
+        else:
+            self._writer.submit(save, f"step {trainer.global_step}")

@@ -1,0 +1,86 @@
+"""The metrics of a run as a table."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.base import LastCall, Trainer
+from raysgd.callbacks.logger import LoggerCallback, folder_for
+from raysgd.callbacks.values import scalars
+
+__all__ = ["CsvLogger"]
+
+_COLUMNS = ("kind", "time", "seconds", "epoch", "global_step", "num_workers")
+
+
+class CsvLogger(LoggerCallback):
+    """Writes a row for each ``train()`` and each ``validate()``.
+
+    The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
+    the metrics. Where a metric appears for the first time, the file is written anew with a column
+    more, and rows from before have nothing there. A file that is there is gone on with.
+
+    Args:
+        path: of the file; None for ``metrics.csv`` in the trainer's ``logdir``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._given = path
+        self._columns: list[str] | None = None
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Find out where to write."""
+        super().on_train_start(trainer)
+        path = self._path(trainer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = None
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        """Write a row."""
+        path, values = self._path(trainer), scalars(metrics)
+        row: dict[str, Any] = {
+            **{name: value for name, value in values.items() if name not in _COLUMNS},
+            "kind": call.kind,
+            "time": call.time,
+            "seconds": call.seconds,
+            "epoch": trainer.epoch,
+            "global_step": trainer.global_step,
+            "num_workers": trainer.num_workers,
+        }
+        if self._columns is None:
+            self._columns = _columns_of(path)
+        missing = [name for name in (*_COLUMNS, *row) if name not in self._columns]
+        if missing:
+            self._columns = list(dict.fromkeys([*self._columns, *missing]))
+            _rewrite(path, self._columns)
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def _path(self, trainer: Trainer) -> Path:
+        return folder_for(self, trainer, self._given, "metrics.csv")
+
+
+def _columns_of(path: Path) -> list[str]:
+    """Return the columns of the file that is there."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _rewrite(path: Path, columns: Sequence[str]) -> None:
+    """Write the file anew with other columns: beside it, and then in its place."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as old:
+                for row in csv.DictReader(old):
+                    # a row that is cut off, or too long, is kept as far as it has columns
+                    writer.writerow({name: row.get(name) or "" for name in columns})
+    os.replace(temporary, path)

@@ -1,0 +1,119 @@
+"""Stopping when a metric has got no better for a while."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Literal
+
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.values import numbers_in
+
+__all__ = ["EarlyStopping"]
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping(Callback):
+    """Asks ``fit()`` to stop when a metric has not improved for `patience` values in a row.
+
+    What it has seen is saved with the trainer's state: a run that is resumed stops when it would
+    have stopped, and one that had stopped trains no more.
+
+    Args:
+        monitor: name of the metric, of training or of validation.
+        mode: "min" if smaller values are better, or "max".
+        patience: how many values in a row may be no better.
+        min_delta: by how much a value has to be better, to count.
+
+    Raises:
+        ValueError: if an argument has a value that is not allowed; in training, if there is no
+            such metric, or it is no number.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f'EarlyStopping(mode={mode!r}): must be "min" or "max".')
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"EarlyStopping(patience={patience!r}): must be an int from 1 on.")
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): must be at least 0.")
+        self._monitor = monitor
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._patience = patience
+        self._min_delta = min_delta
+        self.best: float | None = None
+        """The best value so far; None before the first."""
+        self.num_waited = 0
+        """Values since then."""
+        self._num_epochs_missing = 0
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Stop at once where the run had stopped before it was resumed."""
+        self._num_epochs_missing = 0
+        if self.num_waited >= self._patience:
+            self._stop(trainer)
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Look at the metrics of training."""
+        if not self._look(trainer, metrics):
+            self._num_epochs_missing += 1
+            if self._num_epochs_missing == 2:
+                logger.warning(
+                    "EarlyStopping(monitor=%r): two epochs are over without it. There are: %s.",
+                    self._monitor,
+                    ", ".join(trainer.latest_metrics),
+                )
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Look at the metrics of validation."""
+        if not self._look(trainer, metrics) and self._monitor not in trainer.latest_metrics:
+            raise ValueError(
+                f"EarlyStopping(monitor={self._monitor!r}): there is no such metric. There are: "
+                f"{', '.join(trainer.latest_metrics)}."
+            )
+
+    def _look(self, trainer: Trainer, metrics: dict[str, Any]) -> bool:
+        """Note the value, if there is one."""
+        if self._monitor not in metrics:
+            return False
+        self._num_epochs_missing = 0
+        value = numbers_in({"value": metrics[self._monitor]}).get("value")
+        if value is None:
+            raise ValueError(
+                f"EarlyStopping(monitor={self._monitor!r}): it must be a number, but it is "
+                f"{metrics[self._monitor]!r}."
+            )
+        if self._is_better(value):
+            self.best, self.num_waited = value, 0
+        else:
+            self.num_waited += 1
+        if self.num_waited >= self._patience:
+            self._stop(trainer)
+        return True
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return self._sign * (self.best - value) > self._min_delta
+
+    def _stop(self, trainer: Trainer) -> None:
+        best = "no number so far" if self.best is None else f"it is {self.best:.6g} at best"
+        trainer.request_stop(
+            f"{self._monitor} has not improved for {self.num_waited} values in a row; {best}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {"monitor": self._monitor, "best": self.best, "num_waited": self.num_waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, if it is about the same metric."""
+        if state["monitor"] == self._monitor:
+            self.best, self.num_waited = state["best"], state["num_waited"]

@@ -1,0 +1,116 @@
+"""The log of a run as files of one JSON object a line, which other tools can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.base import LastCall, Trainer
+from raysgd.callbacks.logger import LoggerCallback, folder_for
+from raysgd.callbacks.values import jsonable, scalars
+from raysgd.elastic.events import Event
+
+__all__ = ["JsonlLogger"]
+
+
+class JsonlLogger(LoggerCallback):
+    """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` has one.
+
+    A line is written and flushed as it comes, and no file is held open in between. The first line
+    of ``metrics.jsonl``, and one more for each time that the run is resumed, tells of the run::
+
+        {"kind": "run", "time": ..., "version": ..., "config": {...}, "num_workers": 2,
+         "min_workers": 1}
+        {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
+         "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
+
+    ``time`` is in seconds since the epoch, at the end of the call; numbers that are not finite are
+    the texts "nan", "inf" and "-inf". ``events.jsonl`` has the fields of
+    :class:`raysgd.elastic.events.Event`.
+
+    Args:
+        folder: where to; None for the trainer's ``logdir``. It is made if it is missing.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = None if folder is None else Path(folder).expanduser().absolute()
+        """The folder that was given."""
+        self._told_of: weakref.ref[Trainer] | None = None
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Tell of the run, once for each trainer."""
+        super().on_train_start(trainer)
+        folder = folder_for(self, trainer, self.folder)
+        if self._told_of is not None and self._told_of() is trainer:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            _end_line(folder / name)
+        self._write(
+            trainer,
+            "metrics.jsonl",
+            {
+                "kind": "run",
+                "time": time.time(),
+                "version": importlib.import_module("raysgd").__version__,
+                "config": _writable(trainer.config),
+                "num_workers": trainer.num_workers,
+                "min_workers": trainer.min_workers,
+            },
+        )
+        self._told_of = weakref.ref(trainer)
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        """Write the result of a call."""
+        line = {
+            "kind": call.kind,
+            "time": call.time,
+            "seconds": call.seconds,
+            "epoch": trainer.epoch,
+            "global_step": trainer.global_step,
+            "num_workers": trainer.num_workers,
+            "metrics": scalars(metrics),
+        }
+        self._write(trainer, "metrics.jsonl", line)
+
+    def on_event(self, trainer: Trainer, event: Event) -> None:
+        """Write an event, also between two runs: no file is open that could be closed."""
+        self.log_event(trainer, event)
+
+    def log_event(self, trainer: Trainer, event: Event) -> None:
+        """Write an event."""
+        self._write(trainer, "events.jsonl", dataclasses.asdict(event))
+
+    def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
+        text = json.dumps(jsonable(line), allow_nan=False)
+        path = folder_for(self, trainer, self.folder) / name
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+
+def _end_line(path: Path) -> None:
+    """End the last line of a file whose writer was killed in the midst of it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def _writable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those values of a config that JSON has a form for."""
+    found = {}
+    for key, value in config.items():
+        try:
+            found[str(key)] = jsonable(value)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return found

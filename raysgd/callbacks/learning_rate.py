@@ -1,0 +1,47 @@
+"""The learning rates as metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.errors import WorkerLostError
+
+__all__ = ["LearningRateLogger"]
+
+logger = logging.getLogger(__name__)
+
+
+class LearningRateLogger(Callback):
+    """Adds the learning rate of every optimizer to the metrics of training, as at its end.
+
+    The name is ``lr``; with several optimizers ``lr-0``, ``lr-1``, and with several parameter
+    groups ``lr/group0``, ``lr/group1``. Loggers and the caller of ``train()`` see it.
+    """
+
+    stage: ClassVar[int] = -1  # before the loggers
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Add the rates."""
+        try:
+            metrics.update(trainer.apply_all_operators(_learning_rates)[0])
+        except WorkerLostError as error:
+            # the next call mends the group; a run is not to end for want of this number
+            logger.warning("No learning rates of epoch %d: %s", trainer.epoch, error)
+
+    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Add the rates."""
+        self.on_epoch_end(trainer, metrics)
+
+
+def _learning_rates(operator: Any) -> dict[str, float]:
+    """Return the rates of an operator. Runs on the worker."""
+    optimizers, rates = operator._parts.optimizers, {}
+    for number, optimizer in enumerate(optimizers):
+        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
+        groups = optimizer.param_groups
+        for place, group in enumerate(groups):
+            key = name if len(groups) == 1 else f"{name}/group{place}"
+            rates[key] = float(group["lr"])
+    return rates

@@ -1,0 +1,126 @@
+"""A trace of some steps, made by torch's profiler on worker 0."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.logger import folder_for
+
+__all__ = ["TorchProfiler"]
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY: dict[str, Any] = {}
+"""In the worker: the profilers that are on."""
+
+
+class TorchProfiler(Callback):
+    """Profiles some training steps on worker 0, once, and writes a trace.
+
+    The trace, ``trace-step-00000010.json.gz`` or the like, opens in https://ui.perfetto.dev and in
+    ``chrome://tracing``. Training pauses before and after the steps. A worker 0 that is lost
+    takes its trace along.
+
+    Args:
+        num_steps: how many steps to profile; each makes the trace some 100 kB larger.
+        skip_steps: how many steps to let pass before, since the first ones are not typical.
+        folder: where to; None for ``profile`` in the trainer's ``logdir``.
+        arguments: further arguments of ``torch.profiler.profile``, such as ``record_shapes``.
+
+    Raises:
+        ValueError: if a number of steps is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_steps: int = 10,
+        skip_steps: int = 10,
+        folder: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        if num_steps < 1 or skip_steps < 0:
+            raise ValueError(
+                f"TorchProfiler(num_steps={num_steps!r}, skip_steps={skip_steps!r}): at least one "
+                "step must be profiled, and skip_steps be at least 0."
+            )
+        self._num_steps = num_steps
+        self._skip_steps = skip_steps
+        self._given = folder
+        self._arguments = arguments
+        self._folder: Path | None = None
+        self._begin_at: int | None = None
+        self._end_at: int | None = None
+        self.trace: Path | None = None
+        """The trace, once it is written."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Begin at once if no step is to be skipped."""
+        self._folder = folder_for(self, trainer, self._given, "profile")
+        if self.trace is None:
+            self._begin_at = trainer.global_step + self._skip_steps
+            if self._skip_steps == 0:
+                self._begin(trainer)
+
+    def next_pause(self, global_step: int) -> int | None:
+        """Pause where profiling begins and where it ends."""
+        due = self._begin_at if self._end_at is None else self._end_at
+        # training may have gone past it where all workers were lost
+        return None if due is None else max(due, global_step + 1)
+
+    def on_pause(self, trainer: Trainer) -> None:
+        """Begin or end."""
+        if self._end_at is None:
+            self._begin(trainer)
+        else:
+            self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """End it where training ended first."""
+        if self._end_at is not None:
+            self._end(trainer)
+        self._begin_at = None
+
+    def _begin(self, trainer: Trainer) -> None:
+        key, arguments = str(id(self)), self._arguments
+        trainer.apply_all_operators(lambda operator: _start(operator, key, arguments))
+        self._end_at = trainer.global_step + self._num_steps
+
+    def _end(self, trainer: Trainer) -> None:
+        self._begin_at = self._end_at = None
+        key = str(id(self))
+        packed = trainer.apply_all_operators(lambda operator: _stop(operator, key))[0]
+        if packed is None:
+            logger.warning("No trace: worker 0 was lost while it was profiled.")
+            return
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.trace = self._folder / f"trace-step-{trainer.global_step:08d}.json.gz"
+        self.trace.write_bytes(packed)
+
+
+def _start(operator: Any, key: str, arguments: dict[str, Any]) -> None:
+    """Turn the profiler on. Runs on the worker, in the thread that trains."""
+    if operator.world_rank == 0:
+        from torch.profiler import profile
+
+        profiler = profile(**arguments)
+        profiler.start()
+        _UNDER_WAY[key] = profiler
+
+
+def _stop(operator: Any, key: str) -> bytes | None:
+    """Turn the profiler off and return its trace. Runs on the worker."""
+    profiler = _UNDER_WAY.pop(key, None)
+    if profiler is None:
+        return None
+    profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return gzip.compress(path.read_bytes())

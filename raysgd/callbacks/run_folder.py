@@ -1,0 +1,55 @@
+"""The folder of a run, and the callbacks that a trainer has of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.hooks import checked_callbacks
+from raysgd.callbacks.jsonl_logger import JsonlLogger
+from raysgd.callbacks.progress import ProgressBar
+
+__all__ = ["checked_logdir", "trainer_callbacks"]
+
+
+def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
+    """Return the run folder as an absolute path.
+
+    Raises:
+        TypeError: if it is no path.
+        ValueError: if it is a URL or a file.
+    """
+    if logdir is None:
+        return None
+    if not isinstance(logdir, str | os.PathLike):
+        raise TypeError(f"logdir must be a path, but it is {logdir!r}.")
+    path = Path(logdir).expanduser().absolute()
+    if "://" in str(logdir):
+        raise ValueError(
+            f"logdir={str(logdir)!r}: must be a folder on a disk of the driver. Checkpoints may "
+            "go to a URL: CheckpointCallback('s3://...')."
+        )
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"logdir={str(logdir)!r}: it is there, and is no folder.")
+    return path
+
+
+def trainer_callbacks(
+    trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
+) -> list[Callback]:
+    """Return the user's callbacks with those that ``use_tqdm`` and ``logdir`` stand for.
+
+    Raises:
+        TypeError: if one is no callback.
+    """
+    found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks)
+    if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
+        found.insert(0, ProgressBar())
+    if logdir is not None and not any(
+        isinstance(callback, JsonlLogger) and callback.folder in (None, logdir)
+        for callback in found
+    ):
+        found.append(JsonlLogger())  # last, for what the others add to the metrics
+    return found

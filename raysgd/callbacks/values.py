@@ -1,0 +1,68 @@
+"""Metrics and configs as plain values that files and services take."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["jsonable", "numbers_in", "scalars"]
+
+
+def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
+    """Return the numbers and texts in `metrics`; of nested dicts as ``outer/inner``.
+
+    >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
+    {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
+    """
+    found: dict[str, float | int | str] = {}
+    for key, value in metrics.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found.update(scalars(value, f"{name}/"))
+        elif (plain := _plain(value)) is not None:
+            found[name] = plain
+    return found
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
+    """Return the numbers in `metrics`, as `scalars` does."""
+    return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
+
+
+def jsonable(value: Any) -> Any:
+    """Return `value` as JSON has it, with ``"nan"`` and ``"inf"`` as texts.
+
+    >>> jsonable({"a": (1, float("nan")), "b": -float("inf")})
+    {'a': [1, 'nan'], 'b': '-inf'}
+
+    Raises:
+        TypeError: if it has no such form.
+    """
+    if value is None or isinstance(value, str | bool):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("JSON has only texts as keys")
+        return {str(key): jsonable(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(held) for held in value]
+    plain = _plain(value)
+    if plain is None:
+        raise TypeError(f"JSON has no {type(value).__name__}")
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return str(plain)
+    return plain
+
+
+def _plain(value: Any) -> float | int | str | None:
+    """Return a number or a text as Python's own; None where it is neither."""
+    if isinstance(value, str):
+        return str(value)
+    if hasattr(value, "item") and (hasattr(value, "numel") or hasattr(value, "size")):
+        size = value.numel() if hasattr(value, "numel") else value.size
+        return _plain(value.item()) if size == 1 else None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else None

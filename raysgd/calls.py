@@ -1,0 +1,138 @@
+"""The trainer's calls to its workers, as callbacks see them: parts, pauses, losses, seconds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from raysgd.callbacks.base import LastCall, Trainer
+from raysgd.callbacks.hooks import Hooks
+from raysgd.context import Progress
+from raysgd.data import Dataset
+from raysgd.execution.supervisor import Supervisor
+from raysgd.metrics import NUM_SAMPLES, merge_workers
+
+__all__ = ["CallResult", "Calls"]
+
+
+class CallResult(NamedTuple):
+    """What came of a call of train or validate."""
+
+    by_worker: list[dict[str, Any]]
+    """What each worker measured."""
+    merged: dict[str, Any]
+    """The same over all workers."""
+    completed_epoch: bool
+    call: LastCall
+
+
+class Calls:
+    """Makes calls on the workers of a supervisor.
+
+    The trainer is handed in with each call, since what refers to it here would keep it from being
+    collected.
+    """
+
+    def __init__(self, supervisor: Supervisor, hooks: Hooks) -> None:
+        self._supervisor = supervisor
+        self._hooks = hooks
+        self._numbers = itertools.count()
+        self._measured_from: dict[Any, int] | None = None
+
+    def make(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of the runner, and return what it returned, by rank."""
+        outcomes = self._supervisor.call(method, measured_from=self._measured_from, **arguments)
+        return [outcome.value() for outcome in outcomes]
+
+    def train(
+        self,
+        trainer: Trainer,
+        num_steps: int | None,
+        max_retries: int,
+        *,
+        profile: bool,
+        info: Mapping[str, Any] | None,
+        dataset: Dataset | None,
+    ) -> CallResult:
+        """Make one call of train, in as many parts as callbacks want to pause in it.
+
+        To the workers the parts are one call, of which they merge what they have measured.
+        """
+        begun: list[Progress] = []
+
+        def goal(reached: Progress) -> dict[str, Any]:
+            # in absolute terms, so that the call can be repeated after a loss or a pause
+            begun.append(reached)
+            target = (
+                {"until_epoch": begun[0].epoch + 1}
+                if num_steps is None
+                else {"until_step": begun[0].global_step + num_steps}
+            )
+            return {**target, "stop_at": self._hooks.next_pause(reached.global_step)}
+
+        supervisor, number = self._supervisor, next(self._numbers)
+        num_losses = num_lost_paused = 0
+        total_s = ended = 0.0
+        results: list[Any] = [None]
+        try:
+            while results[0] is None:
+                results, seconds = self._timed(
+                    trainer,
+                    "train",
+                    max_losses=max_retries - num_losses,
+                    call=number,
+                    profile=profile,
+                    info=dict(info or {}),
+                    dataset=dataset,
+                    arguments_from=goal,
+                )
+                num_losses += supervisor.losses_in_call
+                total_s, ended = total_s + seconds, time.time()
+                if results[0] is None:
+                    # what a worker has measured so far would be lost with it in the pause, too
+                    self._measured_from = dict(supervisor.measured_from)
+                num_events = len(supervisor.events)
+                self._hooks.pause(trainer)
+                num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
+        finally:
+            self._measured_from = None
+        completed = supervisor.progress.epoch > begun[0].epoch
+        merged = self._merged(results, num_losses + num_lost_paused > 0)
+        return CallResult(results, merged, completed, LastCall("train", ended, total_s))
+
+    def validate(
+        self,
+        trainer: Trainer,
+        num_steps: int | None,
+        *,
+        profile: bool,
+        info: Mapping[str, Any] | None,
+    ) -> CallResult:
+        """Make one call of validate."""
+        results, seconds = self._timed(
+            trainer,
+            "validate",
+            max_losses=3,
+            call=next(self._numbers),
+            profile=profile,
+            info=dict(info or {}),
+            num_steps=num_steps,
+        )
+        merged = self._merged(results, self._supervisor.losses_in_call > 0)
+        return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
+
+    def _timed(self, trainer: Trainer, method: str, **arguments: Any) -> tuple[list[Any], float]:
+        watcher = self._hooks.watcher(trainer, method)
+        started = time.perf_counter()
+        results = self.make(method, on_wait=watcher, **arguments)
+        return results, time.perf_counter() - started
+
+    def _merged(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
+        merged = merge_workers(results)
+        covered = self._supervisor.progress.num_covered
+        if lost and covered is not None:
+            # the steps are done, though what a lost worker measured of them is gone with it
+            merged[NUM_SAMPLES] = covered
+        return merged

@@ -1,0 +1,215 @@
+"""Checkpoints of a run, and going on from the newest."""
+
+import logging
+
+import pytest
+import torch
+
+from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping
+from raysgd.checkpoint import read_manifest
+from raysgd.errors import CallbackError, CheckpointError
+from tests.unit.callbacks.spy import Spy
+from tests.unit.recorder import Recorder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*.ckpt"))
+
+
+def steps(folder):
+    return [int(name[-13:-5]) for name in names(folder)]
+
+
+def weights(trainer):
+    return trainer.get_local_operator().model.state_dict()
+
+
+class Scripted(Callback):
+    stage = -1
+
+    def __init__(self, values):
+        self._values = values
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["score"] = self._values[trainer.epoch - 1]
+
+
+def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[CheckpointCallback(keep=2)], logdir=tmp_path)
+    history = trainer.fit(4)
+    folder = tmp_path / "checkpoints"
+    assert names(folder) == ["epoch-00003-step-00000015.ckpt", "epoch-00004-step-00000020.ckpt"]
+    manifest = read_manifest(folder / names(folder)[-1])
+    assert (manifest.operator, manifest.job) == ("Classifier", "Classifier")
+    assert manifest.metrics["train_loss"] == history[-1]["train_loss"]
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_next_sample(make_trainer, tmp_path):
+    """In mid-epoch, and to the same bits as one that was not."""
+    config = {"shuffle": True, "dropout": 0.5}
+    whole = make_trainer(Recorder, config)
+    expected = whole.fit(3)
+
+    def callbacks():
+        return [CheckpointCallback(tmp_path, every=3), EarlyStopping(patience=9)]
+
+    cut = make_trainer(Recorder, config, callbacks=callbacks())
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == 8:
+            raise MemoryError("cut off")
+
+    cut.get_local_operator().fail = fail
+    with pytest.raises(MemoryError):
+        cut.fit(3)
+    assert steps(tmp_path) == [3, 6]
+
+    resumed_by, stopping = callbacks()
+    resumed = make_trainer(Recorder, {**config, "seed": 9}, callbacks=[stopping, resumed_by])
+    history = resumed.fit(3)
+    assert resumed_by.restored_from.endswith("epoch-00002-step-00000006.ckpt")
+    assert [entry["epoch"] for entry in history] == [2, 3]
+    assert history[1]["val_loss"] == expected[2]["val_loss"]
+    assert history[1]["train_loss"] == expected[2]["train_loss"]
+    assert stopping.best == min(entry["val_loss"] for entry in expected)
+    seen = whole.get_local_operator().trained
+    assert resumed.get_local_operator().trained == seen[48:]
+    left, right = weights(whole), weights(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, caplog):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(2)
+    newest = tmp_path / names(tmp_path)[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    callback = CheckpointCallback(tmp_path)
+    trainer = make_trainer(callbacks=[callback])
+    with caplog.at_level(logging.INFO):
+        assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
+    assert [path for path, _ in callback.passed_over] == [str(newest)]
+    assert f"Passed over {newest}" in caplog.text
+    assert "epoch 1, step 5" in caplog.text
+
+
+def test_a_finished_run_that_is_started_again_trains_no_more(make_trainer, tmp_path):
+    for expected in (2, 0):
+        trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path)])
+        assert len(trainer.fit(2)) == expected
+        assert trainer.global_step == 10
+
+
+def test_a_trainer_that_has_trained_is_left_as_it_is(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(3)
+    trainer = make_trainer()
+    trainer.train(num_steps=2)
+    callback = CheckpointCallback(tmp_path)
+    trainer.fit(1, callbacks=[callback])
+    assert callback.restored_from is None
+    assert trainer.global_step == 5
+
+
+def test_resume_can_be_turned_off(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(2)
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, resume=False)])
+    assert len(trainer.fit(1)) == 1
+    assert steps(tmp_path) == [5, 10]
+
+
+def test_the_best_are_kept_and_the_metric_of_validation_is_theirs(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, keep=1, monitor="score", mode="max")
+    make_trainer(callbacks=[saving, Scripted([1, 9, 2, 3])]).fit(4)
+    assert steps(tmp_path) == [10, 20], "the best, and the newest"
+    assert read_manifest(tmp_path / names(tmp_path)[0]).metrics["score"] == 9
+    assert "train_loss" in read_manifest(tmp_path / names(tmp_path)[0]).metrics
+
+
+def test_steps_and_the_best_go_together(make_trainer, tmp_path):
+    """What is saved in mid-epoch has not been measured, and gives way to what has."""
+    saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")
+    make_trainer(callbacks=[saving, Scripted([1, 2, 3])]).fit(3)
+    assert steps(tmp_path) == [5, 10, 15]
+
+
+def test_a_metric_of_training_is_there_at_the_end_of_the_epoch(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="train_loss")])
+    trainer.train()
+    assert steps(tmp_path) == [5]
+    trainer.validate()
+    assert steps(tmp_path) == [5]
+
+
+def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_los")])
+    with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
+        trainer.fit(2)
+    assert "val_accuracy" in str(caught.value.__cause__)
+
+
+def test_a_metric_that_never_comes_is_pointed_out(make_trainer, tmp_path, caplog):
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
+    trainer.fit(3, validate_every=None)
+    assert caplog.text.count("nothing is saved before it is measured") == 1
+
+
+@pytest.mark.parametrize("num_calls", [1, 5])
+def test_plain_calls_are_saved_in_mid_epoch_too(make_trainer, tmp_path, num_calls):
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, every=2, keep=None)])
+    for _ in range(num_calls):
+        trainer.train(num_steps=5 // num_calls)
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_writing_behind_is_done_when_training_ends(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, every=2, keep=None, blocking=False)
+    trainer = make_trainer(callbacks=[saving])
+    trainer.fit(2)
+    assert steps(tmp_path) == [2, 4, 6, 8, 10]
+    for step in (4, 8):
+        other = make_trainer()
+        other.load(next(tmp_path.glob(f"*{step:08d}.ckpt")))
+        assert other.global_step == step
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_save_that_fails_is_told_and_training_can_go_on(make_trainer, tmp_path, blocking):
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    trainer = make_trainer(callbacks=[CheckpointCallback(folder, blocking=blocking, resume=False)])
+    with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
+        trainer.fit(3)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    folder.unlink()
+    trainer.fit(3)
+    assert trainer.global_step == 15
+    assert steps(folder)[-1] == 15
+
+
+def test_the_folder_of_another_job_is_refused(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path)])
+    with pytest.raises(CallbackError, match="on_train_start") as caught:
+        trainer.fit(1)
+    assert "job 'Classifier'" in str(caught.value.__cause__)
+    assert trainer.global_step == 0
+
+
+def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path), Spy(state={"best": 1})]).fit(2)
+    spy = Spy()
+    make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(2)
+    assert spy.calls[0] == ("spy", "on_train_start", 2)
+    assert spy.loaded == [{"best": 1}]
+
+
+def test_the_folder_may_be_a_url(make_trainer):
+    for expected in (2, 0):
+        saving = CheckpointCallback("memory://run/checkpoints")
+        assert len(make_trainer(callbacks=[saving]).fit(2)) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every": 0}, {"every": "step"}, {"every": True}, {"keep": 0}, {"mode": "low"}]
+)
+def test_senseless_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        CheckpointCallback(**arguments)

@@ -1,0 +1,48 @@
+"""The metrics as a table."""
+
+import csv
+
+from raysgd.callbacks import Callback, CsvLogger
+
+
+class Adding(Callback):
+    """A metric that appears in the second epoch."""
+
+    def on_epoch_end(self, trainer, metrics):
+        if trainer.epoch == 2:
+            metrics |= {"late, with a comma": 0.5, "note": 'a "text"\nof two lines'}
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_is_written_for_each_call(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[CsvLogger(tmp_path / "new" / "table.csv")])
+    trained, validated = trainer.train(), trainer.validate()
+    first, second = rows(tmp_path / "new" / "table.csv")
+    assert (first["kind"], first["epoch"], first["global_step"]) == ("train", "1", "5")
+    assert float(first["train_loss"]) == trained["train_loss"]
+    assert float(second["val_loss"]) == validated["val_loss"]
+    assert second["train_loss"] == first["val_loss"] == ""
+
+
+def test_columns_may_appear_later(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[Adding(), CsvLogger()], logdir=tmp_path)
+    for _ in range(3):
+        trainer.train()
+    found = rows(tmp_path / "metrics.csv")
+    assert [row["late, with a comma"] for row in found] == ["", "0.5", ""]
+    assert found[1]["note"] == 'a "text"\nof two lines'
+    assert [row["epoch"] for row in found] == ["1", "2", "3"]
+    assert [path.name for path in tmp_path.glob("*.csv*")] == ["metrics.csv"]
+
+
+def test_a_table_that_is_there_is_gone_on_with(make_trainer, tmp_path):
+    make_trainer(callbacks=[Adding(), CsvLogger()], logdir=tmp_path).fit(2)
+    make_trainer(callbacks=[CsvLogger()], logdir=tmp_path).train()
+    found = rows(tmp_path / "metrics.csv")
+    assert [row["kind"] for row in found] == ["train", "validate", "train", "validate", "train"]
+    assert found[2]["late, with a comma"] == "0.5"
+    assert found[4]["late, with a comma"] == ""

@@ -1,0 +1,119 @@
+"""Stopping when a metric has got no better for a while."""
+
+import logging
+
+import pytest
+
+from raysgd.callbacks import Callback, EarlyStopping
+from raysgd.errors import CallbackError
+
+NAN = float("nan")
+
+
+class Scripted(Callback):
+    """Adds the values of a script, one a validation."""
+
+    stage = -1
+
+    def __init__(self, values, name="score"):
+        self._values = list(values)
+        self._name = name
+
+    def on_validation_end(self, trainer, metrics):
+        metrics[self._name] = self._values[trainer.epoch - 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "epochs"),
+    [
+        ({}, [5, 4, 3, 2, 1], 5),
+        ({}, [3, 4, 4, 4, 4], 4),
+        ({}, [3, 3, 3, 3, 1], 4),
+        ({"mode": "max"}, [3, 2, 2, 4, 1], 5),
+        ({"mode": "max"}, [3, 2, 1, 0, 9], 4),
+        ({"patience": 1}, [3, 4, 1], 2),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.6, 1], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.4, 1.8, 1], 4),
+        ({"patience": 2}, [NAN, NAN, 1], 2),
+        ({"patience": 2}, [NAN, 2, NAN, NAN, 1], 4),
+        ({"patience": 2}, [2, NAN, 1, 0], 4),
+        ({"patience": 2}, ["bad"], None),
+    ],
+    ids=str,
+)
+def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, values, epochs):
+    trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score", **arguments)])
+    if epochs is None:
+        with pytest.raises(CallbackError, match="must be a number") as caught:
+            trainer.fit(len(values))
+        assert isinstance(caught.value.__cause__, ValueError)
+        return
+    history = trainer.fit(len(values))
+    assert len(history) == epochs
+    if epochs < len(values):
+        assert history.stop_reason.startswith("score has not improved")
+
+
+def test_it_watches_metrics_of_training_as_well(make_trainer):
+    stopping = EarlyStopping("num_workers_seen", patience=1)
+
+    class Adding(Callback):
+        stage = -1
+
+        def on_epoch_end(self, trainer, metrics):
+            metrics["num_workers_seen"] = trainer.num_workers
+
+    assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
+
+
+def test_what_it_has_seen_survives_a_file(make_trainer, tmp_path):
+    values = [3, 2, 2.5, 2.5, 2.5, 1]
+    trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
+    trainer.fit(4)
+    path = trainer.save(tmp_path / "state.pt")
+    stopping = EarlyStopping("score")
+    other = make_trainer(callbacks=[Scripted(values), stopping])
+    other.load(path)
+    assert (stopping.best, stopping.num_waited) == (2, 2)
+    assert [entry["epoch"] for entry in other.fit(9)] == [5]
+    path = other.save(tmp_path / "stopped.pt")
+    third = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
+    third.load(path)
+    history = third.fit(9)
+    assert history == []
+    assert "not improved for 3 values" in history.stop_reason
+
+
+def test_the_state_of_another_metric_is_not_taken(make_trainer):
+    stopping = EarlyStopping("score")
+    stopping.load_state_dict({"monitor": "val_loss", "best": 1.0, "num_waited": 2})
+    assert stopping.best is None
+
+
+def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are(make_trainer):
+    with pytest.raises(CallbackError, match="EarlyStopping") as caught:
+        make_trainer(callbacks=[EarlyStopping("val_los")]).fit(2)
+    assert "val_accuracy" in str(caught.value.__cause__)
+
+
+def test_a_metric_that_never_comes_is_pointed_out(make_trainer, caplog):
+    trainer = make_trainer(callbacks=[EarlyStopping()])
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(3, validate_every=None)
+    assert caplog.text.count("two epochs are over without it") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mode": "low"},
+        {"patience": 0},
+        {"patience": 1.5},
+        {"patience": True},
+        {"min_delta": -1},
+        {"min_delta": NAN},
+    ],
+)
+def test_senseless_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match=rf"EarlyStopping\({next(iter(arguments))}"):
+        EarlyStopping(**arguments)

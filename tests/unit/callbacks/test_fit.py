@@ -1,0 +1,253 @@
+"""``trainer.fit()``."""
+
+import logging
+import signal
+
+import pytest
+
+from raysgd.callbacks import Callback, History
+from raysgd.errors import CallbackError
+from tests.unit.callbacks.spy import Spy
+from tests.unit.recorder import Recorder
+
+
+class Stopping(Callback):
+    """Asks to stop at the end of an epoch."""
+
+    def __init__(self, epoch):
+        self._epoch = epoch
+
+    def on_epoch_end(self, trainer, metrics):
+        if metrics["epoch"] == self._epoch:
+            trainer.request_stop("enough")
+            trainer.request_stop("a second reason")
+
+
+class TrainOnly(Recorder):
+    def make_loaders(self, config):
+        loaders = super().make_loaders(config)
+        del loaders["validation_loader"]
+        return loaders
+
+
+def test_it_trains_and_validates_and_returns_what_it_measured(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    history = trainer.fit(2)
+    assert isinstance(history, History)
+    assert [entry["epoch"] for entry in history] == [1, 2]
+    assert {"train_loss", "val_loss", "val_accuracy"} <= set(history[0])
+    assert history[1]["val_loss"] == trainer.latest_metrics["val_loss"]
+    assert history.stop_reason is None
+    assert [call[1:] for call in spy.calls] == [
+        ("on_train_start", 0),
+        ("on_event", "started"),
+        ("on_epoch_end", 1),
+        ("on_validation_end", 40),
+        ("on_epoch_end", 2),
+        ("on_validation_end", 40),
+        ("on_train_end", 2),
+    ]
+
+
+def test_epochs_count_from_the_first_of_all(make_trainer, caplog):
+    trainer = make_trainer()
+    trainer.train()
+    trainer.train(num_steps=2)
+    assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
+    assert trainer.global_step == 15
+    with caplog.at_level(logging.WARNING):
+        assert trainer.fit(3) == []
+    assert "nothing to do" in caplog.text
+    assert "fit(6)" in caplog.text
+
+
+def test_a_run_that_is_loaded_ends_where_it_would_have(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder)
+    trainer.fit(2)
+    path = trainer.save(tmp_path / "state.pt")
+    other = make_trainer(Recorder)
+    other.load(path)
+    assert [entry["epoch"] for entry in other.fit(4)] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5]), (None, [])]
+)
+def test_validation_comes_as_often_as_asked_for_and_in_the_end(make_trainer, every, expected):
+    history = make_trainer().fit(5, validate_every=every)
+    assert [entry["epoch"] for entry in history if "val_loss" in entry] == expected
+
+
+def test_without_a_validation_loader_there_is_no_validation(make_trainer):
+    assert "val_loss" not in make_trainer(TrainOnly).fit(1)[0]
+
+
+def test_a_callback_may_ask_to_stop(make_trainer):
+    trainer = make_trainer(callbacks=[Stopping(2)])
+    history = trainer.fit(5)
+    assert len(history) == 2
+    assert "val_loss" in history[1], "the epoch is brought to its end"
+    assert history.stop_reason == trainer.stop_reason == "enough"
+    assert len(trainer.fit(4)) == 2
+    assert trainer.stop_reason is None
+
+
+def test_plain_calls_take_no_notice_of_a_request(make_trainer):
+    trainer = make_trainer(callbacks=[Stopping(1)])
+    trainer.train()
+    assert trainer.stop_reason == "enough"
+    assert trainer.train()["epoch"] == 2
+
+
+def test_its_own_callbacks_are_there_for_it_alone(make_trainer):
+    calls = []
+    always, own = Spy("always", calls), Spy("own", calls)
+    trainer = make_trainer(callbacks=[always])
+    trainer.train()
+    trainer.fit(2, validate_every=None, callbacks=[own])
+    trainer.train()
+    assert [call for call in calls if call[1] != "on_event"] == [
+        ("always", "on_train_start", 0),
+        ("always", "on_epoch_end", 1),
+        ("own", "on_train_start", 1),
+        ("always", "on_epoch_end", 2),
+        ("own", "on_epoch_end", 2),
+        ("own", "on_train_end", 2),
+        ("always", "on_epoch_end", 3),
+    ]
+
+
+def test_it_ends_what_it_started_and_the_next_call_starts_that_again(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    trainer.fit(1, validate_every=None)
+    trainer.train()
+    trainer.shutdown()
+    assert [hook for hook in spy.hooks if hook != "on_event"] == [
+        "on_train_start",
+        "on_epoch_end",
+        "on_train_end",
+        "on_train_start",
+        "on_epoch_end",
+        "on_train_end",
+    ]
+
+
+def test_an_error_is_told_once_and_callbacks_end(make_trainer):
+    spy, own = Spy(), Spy("own")
+    trainer = make_trainer(Recorder, callbacks=[spy])
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == 7:
+            raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.fit(3, callbacks=[own])
+    for each in (spy, own):
+        assert each.hooks[-2:] == ["on_exception", "on_train_end"]
+        assert each.hooks.count("on_exception") == 1
+    trainer.get_local_operator().fail = lambda *arguments: None
+    assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
+    assert own.hooks[-1] == "on_train_end"
+
+
+def test_an_error_of_a_callback_ends_it_after_the_epoch(make_trainer):
+    bad, good = Spy("bad", fail_in=["on_epoch_end"]), Spy("good")
+    trainer = make_trainer()
+    with pytest.raises(CallbackError, match="on_epoch_end"):
+        trainer.fit(3, callbacks=[bad, good])
+    assert (trainer.epoch, trainer.global_step) == (1, 5)
+    assert good.calls[1:] == [
+        ("good", "on_epoch_end", 1),
+        ("good", "on_exception", "CallbackError"),
+        ("good", "on_train_end", 1),
+    ]
+    assert len(trainer.fit(2)) == 1
+
+
+def test_an_error_in_the_end_is_raised(make_trainer):
+    trainer = make_trainer()
+    with pytest.raises(CallbackError, match="on_train_end"):
+        trainer.fit(1, callbacks=[Spy(fail_in=["on_train_end"])])
+    assert len(trainer.fit(2)) == 1
+
+
+@pytest.mark.parametrize("where", ["training", "a callback"])
+def test_ctrl_c_leaves_a_trainer_that_can_be_used_on(make_trainer, where):
+    class Interrupting(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            if where == "a callback" and trainer.epoch == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[Interrupting(), spy])
+
+    def fail(batch_info, when):
+        if where == "training" and batch_info["global_step"] == 7 and when == "before":
+            signal.raise_signal(signal.SIGINT)
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(3)
+    assert [call[1:] for call in spy.calls[-2:]] == [
+        ("on_exception", "KeyboardInterrupt"),
+        ("on_train_end", 2),
+    ]
+    assert trainer.global_step == (7 if where == "training" else 10)
+    trainer.get_local_operator().fail = lambda *arguments: None
+    assert [entry["epoch"] for entry in trainer.fit(3)] == ([2, 3] if where == "training" else [3])
+    assert trainer.get_local_operator().trained == [*range(40)] * 3
+
+
+def test_ctrl_c_in_the_end_still_ends_the_others(make_trainer):
+    class Interrupting(Callback):
+        def on_train_end(self, trainer):
+            signal.raise_signal(signal.SIGINT)
+
+    spy, own = Spy(), Spy("own")
+    trainer = make_trainer(callbacks=[spy])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(1, callbacks=[Interrupting(), own])
+    assert spy.hooks[-1] == own.hooks[-1] == "on_train_end"
+    assert len(trainer.fit(2)) == 1
+    assert own.hooks.count("on_epoch_end") == 1, "it has gone with its fit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_epochs": 0}, ValueError, "num_epochs=0"),
+        ({"num_epochs": 2.0}, TypeError, "num_epochs"),
+        ({"num_epochs": None}, TypeError, "num_epochs"),
+        ({"num_epochs": 1, "validate_every": 0}, ValueError, "validate_every=0"),
+        ({"num_epochs": 1, "max_retries": -1}, ValueError, "max_retries=-1"),
+        ({"num_epochs": 1, "info": 3}, TypeError, "info"),
+    ],
+)
+def test_senseless_arguments_are_refused(make_trainer, arguments, error, message):
+    trainer = make_trainer()
+    with pytest.raises(error, match=message):
+        trainer.fit(**arguments)
+    assert trainer.global_step == 0
+
+
+def test_it_is_not_called_by_a_callback(make_trainer):
+    class Fitting(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            trainer.fit(9)
+
+    with pytest.raises(CallbackError, match=r"fit\(\) cannot be called in on_epoch_end"):
+        make_trainer(callbacks=[Fitting()]).train()
+
+
+def test_a_callback_may_validate_at_the_end_of_an_epoch(make_trainer):
+    class Validating(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            metrics |= {"checked": trainer.validate()["num_samples"]}
+
+    spy = Spy()
+    trainer = make_trainer(callbacks=[Validating(), spy])
+    assert trainer.train()["checked"] == 40
+    assert spy.hooks[-2:] == ["on_validation_end", "on_epoch_end"]

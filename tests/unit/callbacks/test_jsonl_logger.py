@@ -1,0 +1,153 @@
+"""The run folder's own files, in the format that reports are made from."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import raysgd
+from raysgd.callbacks import Callback, JsonlLogger
+from raysgd.errors import CallbackError
+from tests.unit.recorder import Recorder
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def refuse(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+class Adding(Callback):
+    """Adds metrics of every kind."""
+
+    def on_epoch_end(self, trainer, metrics):
+        metrics |= {
+            "nan": float("nan"),
+            "inf": math.inf,
+            "minus": -math.inf,
+            "text": "words",
+            "tensor": torch.tensor(2.0),
+            "numpy": np.int64(3),
+            "vector": torch.zeros(2),
+            "nothing": None,
+            "profile": {"mean_fwd_s": 0.5},
+        }
+
+
+def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
+    config = {"lr": 0.5, "layers": (8, 4), "data": object(), "rate": float("inf")}
+    folder = tmp_path / "runs" / "1"
+    began = time.time()
+    trainer = make_trainer(Recorder, config, logdir=folder)
+    assert trainer.logdir == folder
+    assert not folder.exists()
+    result = trainer.train()
+    trainer.train(num_steps=2)
+    trainer.validate()
+    run, *rest = lines(folder / "metrics.jsonl")
+    assert run.pop("time") >= began
+    assert run == {
+        "kind": "run",
+        "version": raysgd.__version__,
+        "config": {
+            "num_samples": 40,
+            "batch_size": 8,
+            "lr": 0.5,
+            "layers": [8, 4],
+            "rate": "inf",
+        },
+        "num_workers": 1,
+        "min_workers": 1,
+    }
+    keys = ["kind", "time", "seconds", "epoch", "global_step", "num_workers", "metrics"]
+    assert [list(line) for line in rest] == [keys] * 3
+    assert [(line["kind"], line["epoch"], line["global_step"]) for line in rest] == [
+        ("train", 1, 5),
+        ("train", 2, 7),
+        ("validate", 2, 7),
+    ]
+    assert rest[0]["metrics"] == result
+    assert rest[2]["metrics"]["num_samples"] == 40
+    times = [line["time"] for line in rest]
+    assert began < times[0] < times[1] < times[2] < time.time()
+    assert all(0 < line["seconds"] < line["time"] - began for line in rest)
+
+    (event,) = lines(folder / "events.jsonl")
+    assert event["kind"] == "started"
+    assert event["num_workers"] == 1
+    fields = {"kind", "generation", "ranks", "nodes", "step", "cause", "seconds", "time"}
+    assert fields | {"num_batches", "num_workers"} == set(event)
+    assert event["ranks"] == [0]
+
+
+def test_values_that_json_has_not_are_texts_or_left_out(make_trainer, tmp_path):
+    make_trainer(callbacks=[Adding()], logdir=tmp_path).train()
+    metrics = lines(tmp_path / "metrics.jsonl")[1]["metrics"]
+    added = {name: metrics[name] for name in metrics if "train_loss" not in name}
+    assert added == {
+        "epoch": 1,
+        "num_samples": 40,
+        "batch_count": 5,
+        "nan": "nan",
+        "inf": "inf",
+        "minus": "-inf",
+        "text": "words",
+        "tensor": 2.0,
+        "numpy": 3,
+        "profile/mean_fwd_s": 0.5,
+    }
+
+
+def test_an_error_is_in_the_events_before_it_is_raised(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder, logdir=tmp_path)
+
+    def fail(batch_info, when):
+        raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert [line["kind"] for line in lines(tmp_path / "events.jsonl")] == ["started", "user_error"]
+
+
+def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
+    first = make_trainer(logdir=tmp_path)
+    first.fit(1)
+    first.fit(2)
+    path = tmp_path / "metrics.jsonl"
+    assert [line["kind"] for line in lines(path)] == ["run"] + ["train", "validate"] * 2
+    with path.open("a") as file:
+        file.write('{"kind": "tra')  # its writer was killed
+    second = make_trainer(logdir=tmp_path)
+    second.train()
+    kept = path.read_text().splitlines()
+    assert kept[5] == '{"kind": "tra'
+    assert [json.loads(line)["kind"] for line in kept[6:]] == ["run", "train"]
+
+
+def test_a_logger_of_ones_own_takes_the_place_of_the_trainers(make_trainer, tmp_path):
+    make_trainer(logdir=tmp_path, callbacks=[JsonlLogger()]).train()
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+    make_trainer(logdir=tmp_path / "a", callbacks=[JsonlLogger(tmp_path / "b")]).train()
+    assert len(lines(tmp_path / "a" / "metrics.jsonl")) == 2
+    assert len(lines(tmp_path / "b" / "metrics.jsonl")) == 2
+
+
+def test_a_logger_without_a_folder_says_how_to_give_one(make_trainer):
+    trainer = make_trainer()
+    with pytest.raises(CallbackError, match="JsonlLogger") as caught:
+        trainer.fit(1, callbacks=[JsonlLogger()])
+    assert "logdir='runs/1'" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("logdir", "error"), [(3, TypeError), ("s3://bucket/run", ValueError), (__file__, ValueError)]
+)
+def test_what_is_no_folder_is_refused(make_trainer, logdir, error):
+    with pytest.raises(error, match="logdir"):
+        make_trainer(logdir=logdir)

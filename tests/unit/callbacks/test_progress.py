@@ -1,0 +1,181 @@
+"""The progress of calls, in a terminal and in a file."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from raysgd.callbacks import ProgressBar
+from raysgd.callbacks import progress as module
+from raysgd.context import Progress
+from raysgd.errors import CallbackError
+from tests.unit.recorder import Recorder
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class FakeTrainer:
+    """As much of a trainer as a bar looks at."""
+
+    epoch = 1
+    num_workers = 2
+    max_workers = 3
+    global_step = 100
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What is written to standard error, which is a terminal."""
+    stream = Terminal()
+    # not sys.stderr itself: pytest puts its own there between the fixtures and the test
+    monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=stream, modules=sys.modules))
+    return stream
+
+
+def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
+    return Progress(
+        num_batches=num_batches,
+        total_batches=total,
+        num_samples=num_samples,
+        global_step=100 + num_batches if step is None else step,
+        loss=loss,
+    )
+
+
+def test_a_bar_shows_batches_loss_rate_and_live_workers(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    bar.on_progress(trainer, "train", [progress(2, loss=0.5), progress(2, loss=1.5)])
+    text = terminal.getvalue()
+    assert "train" in text
+    assert "2/5" in text
+    assert "loss=1" in text
+    assert "workers=2/3" in text
+    assert "samples/s" in text
+    bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99, "train_loss": 0.25})
+    assert "train 1: 100%" in terminal.getvalue()
+    assert "5/5" in terminal.getvalue()
+    assert "loss=0.25" in terminal.getvalue()
+    assert terminal.getvalue().count("\n") == 1, "one line for the whole call"
+
+
+def test_no_loss_yet_is_no_loss_shown(terminal):
+    ProgressBar().on_progress(FakeTrainer(), "train", [progress(1)])
+    assert "loss" not in terminal.getvalue()
+
+
+def test_an_unknown_length_is_no_error(terminal):
+    ProgressBar().on_progress(FakeTrainer(), "train", [progress(3, total=None)])
+    assert "3batch" in terminal.getvalue()
+
+
+def test_no_answer_from_the_workers_leaves_the_bar_as_it_is(terminal):
+    bar = ProgressBar()
+    bar.on_progress(FakeTrainer(), "validate", [])
+    bar.on_progress(FakeTrainer(), "validate", [])
+    assert "0batch" in terminal.getvalue()
+
+
+def test_a_bar_counts_on_where_a_call_pauses_or_loses_a_worker(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    bar.on_progress(trainer, "train", [progress(3)])
+    trainer.global_step = 103
+    bar.on_progress(trainer, "train", [])
+    bar.on_progress(trainer, "train", [progress(1, total=2, step=104)])
+    assert "4/5" in terminal.getvalue()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests turn on."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+def test_a_file_gets_a_line_now_and_then(capsys, clock):
+    bar, trainer = ProgressBar(every_s=10), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    for seconds in range(25):
+        clock.now = seconds
+        bar.on_progress(trainer, "train", [progress(seconds + 1, total=50, loss=0.5)])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "train: 11/50 batches",
+        "train: 21/50 batches",
+    ]
+    assert "loss=0.5" in lines[0]
+    assert lines[0].endswith("workers=2/3")
+    bar.on_epoch_end(trainer, {"batch_count": 50.0, "num_samples": 99, "train_loss": 0.25})
+    assert capsys.readouterr().err.startswith("train 1: 50/50 batches, loss=0.25, samples/s=")
+
+
+def test_use_tqdm_shows_each_call_and_no_more_than_one_bar(make_trainer, capsys):
+    trainer = make_trainer(use_tqdm=True, callbacks=[ProgressBar()])
+    trainer.train(num_steps=3)
+    trainer.train()
+    trainer.validate()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "train 1: 3/3 batches",
+        "train 1: 2/2 batches",
+        "validate: 5/5 batches",
+    ]
+
+
+def test_a_call_that_raises_leaves_its_bar_and_the_next_has_its_own(make_trainer, terminal):
+    trainer = make_trainer(Recorder, use_tqdm=True)
+
+    def fail(batch_info, when):
+        raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    trainer.get_local_operator().fail = lambda *arguments: None
+    trainer.train()
+    assert terminal.getvalue().count("\n") == 2
+    assert "5/5" in terminal.getvalue()
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_call(make_trainer, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError("gone")
+
+    trainer = make_trainer(use_tqdm=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Gone())
+        with pytest.raises(CallbackError, match="ProgressBar"):
+            trainer.train()
+    assert trainer.global_step == 5
+
+
+def test_a_notebook_is_no_file(monkeypatch):
+    class Shell:
+        config = {"IPKernelApp": {}}  # noqa: RUF012
+
+    class IPython:
+        shell = None
+
+        @classmethod
+        def get_ipython(cls):
+            return cls.shell
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    assert not module._is_interactive()
+    IPython.shell = Shell()
+    assert module._is_interactive()
+
+
+def test_senseless_arguments_are_refused():
+    with pytest.raises(ValueError, match="every_s=0"):
+        ProgressBar(every_s=0)

@@ -1,0 +1,256 @@
+"""TensorBoard, MLflow and Weights & Biases, read back with their own readers."""
+
+import builtins
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from raysgd.callbacks import (
+    CheckpointCallback,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from tests.unit.recorder import Recorder
+
+CONFIG = {"lr": 0.5, "name": "tiny", "odd": object()}
+
+
+def fail_at(trainer, step):
+    def fail(batch_info, when):
+        if batch_info["global_step"] == step:
+            raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+
+
+@pytest.mark.parametrize("callback", [TensorBoardLogger, MLflowLogger, WandbLogger])
+def test_a_missing_package_is_named_with_its_extra(callback, monkeypatch):
+    package = {"TensorBoardLogger": "tensorboard", "MLflowLogger": "mlflow"}.get(
+        callback.__name__, "wandb"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    def refuse(name, *arguments, **named):
+        if name.partition(".")[0] == package:
+            raise ImportError(f"No module named {package!r}")
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr("importlib.import_module", refuse)
+    with pytest.raises(ImportError, match=rf'{callback.__name__}.*"raysgd\[callbacks\]"'):
+        callback()
+
+
+def test_importing_the_callbacks_imports_none_of_the_packages():
+    code = (
+        "import sys, raysgd.callbacks\n"
+        "print(sorted({n.split('.')[0] for n in sys.modules} & "
+        "{'torch', 'tensorboard', 'mlflow', 'wandb', 'ray'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---- TensorBoard
+
+
+@pytest.fixture
+def board():
+    """A function that reads a folder with TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read(folder):
+        accumulator = EventAccumulator(str(folder))
+        accumulator.Reload()
+        return accumulator
+
+    return read
+
+
+def scalar(accumulator, tag):
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def texts(accumulator, tag):
+    found = accumulator.Tensors(f"{tag}/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
+
+
+def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_path, board):
+    trainer = make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger()], logdir=tmp_path)
+    history = trainer.fit(2)
+    fail_at(trainer, 12)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.fit(3)
+    trainer.shutdown()
+    read = board(tmp_path / "tensorboard")
+    expected = [(5 * (n + 1), pytest.approx(e["train_loss"])) for n, e in enumerate(history)]
+    assert scalar(read, "train/train_loss") == expected
+    assert [step for step, _ in scalar(read, "validate/val_loss")] == [5, 10]
+    assert scalar(read, "train/num_samples") == [(5, 40), (10, 40)]
+    assert all(speed > 0 for _, speed in scalar(read, "speed/train_samples_per_s"))
+    assert set(scalar(read, "workers/num_workers")) == {(0, 1), (5, 1), (10, 1), (12, 1)}
+    events = texts(read, "events")
+    assert [step for step, _ in events] == [0, 12]
+    assert "started" in events[0][1]
+    assert "bad batch" in events[1][1]
+    assert '"lr": 0.5' in texts(read, "config")[0][1]
+    metadata = read.SummaryMetadata("_hparams_/session_start_info")
+    assert metadata.plugin_data.plugin_name == "hparams"
+
+
+def test_hyper_parameters_are_those_that_have_a_plain_value(make_trainer, tmp_path, board):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
+    content = board(tmp_path).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    given = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in given.items()} == {
+        "lr": "number_value",
+        "name": "string_value",
+        "num_samples": "number_value",
+        "batch_size": "number_value",
+    }
+
+
+def test_what_was_trained_in_vain_is_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
+    callbacks = [CheckpointCallback(), TensorBoardLogger()]
+    trainer = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
+    trainer.fit(1)
+    trainer.train(num_steps=3)  # is not saved
+    callbacks = [CheckpointCallback(), TensorBoardLogger()]
+    again = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
+    again.fit(2)
+    steps = [step for step, _ in scalar(board(tmp_path / "tensorboard"), "train/train_loss")]
+    assert steps == [5, 10]
+
+
+# ---- MLflow
+
+
+def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
+    from mlflow import MlflowClient
+
+    folder = tmp_path / "mlruns"
+    logger = MLflowLogger(folder, experiment="digits", run_name="first", tags={"team": "vision"})
+    trainer = make_trainer(Recorder, CONFIG, callbacks=[logger])
+    history = trainer.fit(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient(str(folder))
+        experiment = client.get_experiment_by_name("digits")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.run_id == logger.run_id
+        assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+        assert run.data.params == {
+            "lr": "0.5",
+            "name": "tiny",
+            "num_samples": "40",
+            "batch_size": "8",
+        }
+        measured = client.get_metric_history(logger.run_id, "train/train_loss")
+        assert [(m.step, m.value) for m in measured] == [
+            (5, history[0]["train_loss"]),
+            (10, history[1]["train_loss"]),
+        ]
+        assert run.data.metrics["validate/val_loss"] == history[1]["val_loss"]
+        assert run.data.tags["team"] == "vision"
+        assert json.loads(run.data.tags["raysgd.events"])["kind"] == "started"
+
+        fail_at(trainer, 12)
+        with pytest.raises(ValueError, match="bad batch"):
+            trainer.fit(3)
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.status == "FAILED"
+
+
+def test_mlflow_goes_on_with_the_run_that_was_saved(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    loggers = []
+    for num_epochs in (1, 2):
+        loggers.append(MLflowLogger(tmp_path / "mlruns"))
+        callbacks = [loggers[-1], CheckpointCallback(tmp_path / "checkpoints")]
+        make_trainer(Recorder, callbacks=callbacks).fit(num_epochs)
+    assert loggers[0].run_id == loggers[1].run_id
+
+
+def test_the_environment_is_as_it_was_after_mlflow_wrote_into_a_folder(make_trainer, tmp_path):
+    import os
+
+    make_trainer(callbacks=[MLflowLogger(tmp_path / "mlruns")]).fit(1)
+    assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
+
+
+# ---- Weights & Biases
+
+
+def records(folder):
+    """Read the records of an offline run: a log of LevelDB, as wandb syncs it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    data, place, part = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(part)
+            part = b""
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    """What wandb needs to be quiet, and the end of the process that it keeps."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_writes_a_run_without_network_and_login(make_trainer, tmp_path, wandb_offline):
+    logger = WandbLogger("digits", mode="offline", settings={"console": "off"})
+    trainer = make_trainer(Recorder, CONFIG, callbacks=[logger], logdir=tmp_path)
+    history = trainer.fit(2)
+    trainer.shutdown()
+    found = list(records(tmp_path))
+    (run,) = [r.run for r in found if r.WhichOneof("record_type") == "run"][:1]
+    assert (run.project, run.run_id) == ("digits", logger.run_id)
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["lr"] == 0.5
+    rows = [
+        {
+            ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    trained = [row for row in rows if "train/train_loss" in row]
+    assert [(row["global_step"], row["train/train_loss"]) for row in trained] == [
+        (5, history[0]["train_loss"]),
+        (10, history[1]["train_loss"]),
+    ]
+    assert [row["global_step"] for row in rows if "validate/val_loss" in row] == [5, 10]
+    assert rows[0]["events/started"] == 1
+    assert rows[0]["workers/num_workers"] == 1
+    (end,) = [r.exit for r in found if r.WhichOneof("record_type") == "exit"]
+    assert end.exit_code == 0
+
+
+def test_a_mode_that_wandb_has_not_is_refused():
+    with pytest.raises(ValueError, match="mode='of'"):
+        WandbLogger(mode="of")
