@@ -99,9 +99,9 @@ class EarlyStopping(Callback):
         return True
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
+        if self.best is None:
             return not math.isnan(value)
-        return self._sign * (self.best - value) > self._min_delta
+        return self._sign * (self.best - value) > self._min_delta  # which NaN never is
 
     def _stop(self, trainer: Trainer) -> None:
         best = "no number so far" if self.best is None else f"it is {self.best:.6g} at best"

@@ -423,6 +423,11 @@ def test_progress_that_fails_is_told_once_a_call(make_trainer):
     with pytest.raises(CallbackError, match="on_progress"):
         trainer.train()
     assert callback.num_calls == 1
+    tell = trainer._hooks.watcher(trainer, "train")
+    tell([])
+    assert callback.num_calls == 2, "once when the call began, and not again"
+    with pytest.raises(CallbackError, match="on_progress"):
+        trainer.shutdown()
 
 
 # ---- what is refused

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.config import BATCH_SIZE
-from raysgd.context import Progress, WorkerContext
+from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 from tests.operators import Classifier
@@ -15,6 +15,11 @@ from tests.unit.recorder import Recorder, Streaming
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
+
+
+class TrainOnly(Recorder):
+    def make_loaders(self, config):
+        return {"train_loader": super().make_loaders(config)["train_loader"]}
 
 
 def make_runner(operator_cls=Recorder, config=None, context=None, **options):
@@ -478,3 +483,67 @@ def test_all_loaders_are_left_as_they_are_where_the_trainer_says_so():
     runner.rejoin(context, leader=0)
     assert not runner.operator.train_loader.sharded
     assert len(runner.operator.train_loader) == 5
+
+
+# ---- stops of a call's own, and pauses that the driver asks for
+
+
+def asking(runner, *requests):
+    """A hook in which the driver asks for pauses, in the step after the first."""
+
+    def ask(batch_info, when):
+        if batch_info["global_step"] == 1 and when == "before":
+            for step in requests:
+                runner.pause_at(step)
+
+    return ask
+
+
+def test_a_call_stops_at_its_step_and_goes_on_as_the_same_call():
+    runner, plain = make_runner(), make_runner()
+    for stop_at in (2, 3):
+        assert runner.train(call=0, until_epoch=1, stop_at=stop_at) is None
+        assert runner.progress().global_step == stop_at
+    result = runner.train(call=0, until_epoch=1, stop_at=9)
+    assert result == plain.train(call=0, until_epoch=1)
+    assert runner.operator.trained == EPOCH
+
+
+def test_a_stop_where_the_call_ends_anyway_is_its_end():
+    runner = make_runner()
+    assert runner.train(call=0, until_step=3, stop_at=3)["num_samples"] == 24
+    assert runner.train(call=1, until_epoch=1, stop_at=5)["num_samples"] == 16
+    assert runner.progress().epoch == 1
+
+
+@pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
+@pytest.mark.parametrize("asked", [2, 3, 4])
+def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked):
+    runner = make_runner(operator_cls)
+    runner.operator.fail = asking(runner, asked)
+    if asked < 3:
+        with pytest.raises(PausedError):
+            runner.train(call=0, until_epoch=1, stop_at=3)
+        assert runner.progress().global_step == asked
+        runner.pause_at(None)
+    assert runner.train(call=0, until_epoch=1, stop_at=3) is None
+    assert runner.progress().global_step == 3
+    if asked > 3:
+        with pytest.raises(PausedError):
+            runner.train(call=0, until_epoch=1)
+        assert runner.progress().global_step == asked
+    runner.pause_at(None)
+    assert runner.train(call=0, until_epoch=1)["num_samples"] == 40
+    assert runner.operator.trained == EPOCH
+
+
+def test_a_request_that_is_taken_back_leaves_the_stop_of_the_call():
+    runner = make_runner()
+    runner.operator.fail = asking(runner, 4, None)
+    assert runner.train(call=0, until_epoch=1, stop_at=3) is None
+    assert runner.train(call=0, until_epoch=1)["num_samples"] == 40
+
+
+@pytest.mark.parametrize("operator_cls", [Recorder, TrainOnly])
+def test_a_runner_knows_whether_it_can_validate(operator_cls):
+    assert make_runner(operator_cls).can_validate() == (operator_cls is Recorder)
