@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 __all__ = ["BREAKS", "Record", "RunLog", "goodput"]
 
 Record = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 BREAKS = ("lost", "hung", "user_error")
 """Kinds of events after which training stands still."""
@@ -29,11 +32,11 @@ class RunLog:
 
     @classmethod
     def read(cls, folder: str | Path) -> RunLog:
-        """Read the logs; a last line that was not written to its end is left out.
+        """Read the logs; lines that were not written to their end are left out.
 
         Raises:
             FileNotFoundError: if the folder has no ``metrics.jsonl``.
-            ValueError: if a line is no JSON object.
+            ValueError: if a line is JSON, but no object.
         """
         folder = Path(folder)
         path = folder / "metrics.jsonl"
@@ -124,16 +127,14 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _lines(path: Path) -> Iterator[Record]:
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return  # the writer was killed in it, or is still at it
-            raise ValueError(f"{path}, line {number}: this is no JSON ({error}).") from error
+        except json.JSONDecodeError:
+            logger.warning("Left out line %d of %s: its writer was killed in it.", number, path)
+            continue
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: this is no JSON object.")
         yield record

@@ -20,6 +20,7 @@ from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
 from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
 from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
+from raysgd.callbacks.run_report import RunReport as RunReport
 from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.wandb import WandbLogger as WandbLogger
 

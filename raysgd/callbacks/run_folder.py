@@ -10,6 +10,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.hooks import checked_callbacks
 from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
+from raysgd.callbacks.run_report import RunReport
 
 __all__ = ["checked_logdir", "trainer_callbacks"]
 
@@ -52,4 +53,6 @@ def trainer_callbacks(
         for callback in found
     ):
         found.append(JsonlLogger())  # last, for what the others add to the metrics
+    if logdir is not None:
+        found.append(RunReport())
     return found

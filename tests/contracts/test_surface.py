@@ -29,6 +29,7 @@ SURFACE = {
         "LoggerCallback",
         "MLflowLogger",
         "ProgressBar",
+        "RunReport",
         "TensorBoardLogger",
         "TorchProfiler",
         "WandbLogger",

@@ -56,17 +56,19 @@ def test_a_log_is_read_into_runs_calls_and_events(tmp_path):
     assert log.events[0]["kind"] == "started"
 
 
-def test_a_last_line_that_is_not_whole_is_left_out(tmp_path):
+def test_lines_that_are_not_whole_are_left_out(tmp_path, caplog):
+    """Of a driver that was killed, and of one that went on after it."""
     write(tmp_path, [run(), call(120, 10, 5)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra')
-    assert len(RunLog.read(tmp_path).calls) == 1
+        file.write('{"kind": "tra\n' + json.dumps(run(130)) + '\n{"kind"')
+    log = RunLog.read(tmp_path)
+    assert (len(log.runs), len(log.calls)) == (2, 1)
+    assert "Left out line 3 of" in caplog.text
 
 
-@pytest.mark.parametrize("text", ['{"kind"\n{}\n', "[1]\n{}\n"])
-def test_a_damaged_line_is_named(tmp_path, text):
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: this is no JSON"):
+def test_a_file_of_something_else_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: this is no JSON object"):
         RunLog.read(tmp_path)
 
 

@@ -1,0 +1,29 @@
+"""The page that is made when a run ends."""
+
+import sys
+
+from raysgd import TorchTrainer
+from raysgd.runlog import RunLog, goodput
+from tests.operators import Classifier
+
+
+def train(logdir):
+    with TorchTrainer(
+        training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=logdir
+    ) as trainer:
+        trainer.train()
+        return trainer.validate()
+
+
+def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
+    metrics = train(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert f'<b id="val_loss">{metrics["val_loss"]:.6g}</b>' in text
+    assert f'<b id="goodput">{100 * goodput(RunLog.read(tmp_path)):.1f} %</b>' in text
+
+
+def test_a_run_does_not_fail_for_the_want_of_plotly(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    train(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert 'pip install "raysgd[callbacks]"' in caplog.text
