@@ -33,6 +33,10 @@ def test_what_is_ignored_counts_for_nothing():
     target = torch.tensor([[0, 255], [255, 1]])
     counts = confusion_matrix(torch.tensor([[0, 1], [1, 0]]), target, 2, ignore_index=255)
     assert counts.tolist() == [[1, 0], [1, 0]]
+    counts = confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2, ignore_index=0)
+    assert counts.tolist() == [[0, 0], [0, 1]]
+    counts = confusion_matrix(torch.tensor([0, 1]), torch.tensor([-100, 1]), 2)
+    assert counts.tolist() == [[0, 0], [0, 1]]
 
 
 def test_nothing_counted_is_nan():
