@@ -9,8 +9,19 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["gan", "language_model", "segmentation", "text_classification"])
-def test_an_example_of_an_operator_runs(name, ray_cluster, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints",
+        "creators",
+        "custom_loop",
+        "gan",
+        "language_model",
+        "segmentation",
+        "text_classification",
+    ],
+)
+def test_an_example_runs(name, ray_cluster, monkeypatch, capsys):
     path = FOLDER / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--num-workers", "1", "--smoke-test"])
     runpy.run_path(str(path), run_name="__main__")

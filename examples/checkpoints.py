@@ -1,0 +1,120 @@
+"""Save in the middle of an epoch, go on with another number of workers, and survive damage.
+
+    python examples/checkpoints.py
+    python examples/checkpoints.py --num-workers 3 --num-workers-after 2
+
+The model is a ledger: one parameter a sample, which starts at 0 and to which training on that
+sample adds 1. After one epoch every parameter has to be 1, however often the run was interrupted.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.checkpoint import CheckpointStore, read_manifest
+from raysgd.errors import CheckpointError
+
+NUM_SAMPLES = 600
+
+
+class Ids(Dataset):
+    """Samples that are nothing but their own number."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return index
+
+
+class Counts(torch.nn.Module):
+    """One parameter a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(NUM_SAMPLES))
+
+    def forward(self, ids):
+        return self.counts[ids]
+
+
+class Ledger(TrainingOperator):
+    """Adds 1 to the parameter of each sample that it trains on."""
+
+    def setup(self, config):
+        model = Counts()
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        self.register_data(train_loader=DataLoader(Ids(), batch_size=10, shuffle=True))
+
+    def train_batch(self, batch, batch_info):
+        # the gradients of the workers are averaged, and their sum is wanted
+        self.backward(-self.model(batch).sum() * self.world_size)
+        self.optimizer_step(self.optimizer)
+        return {"num_samples": len(batch)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--num-workers-after", type=int, default=1, help="when the run goes on")
+    parser.add_argument("--use-gpu", action="store_true", help="one GPU a worker")
+    parser.add_argument("--smoke-test", action="store_true", help="the same; it is short")
+    args = parser.parse_args()
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        first = Path(folder) / "first.pt"
+        store = CheckpointStore(Path(folder) / "run", keep=3, job="ledger")
+        with TorchTrainer(
+            training_operator_cls=Ledger, num_workers=args.num_workers, use_gpu=args.use_gpu
+        ) as trainer:
+            trainer.train(num_steps=5)
+            trainer.save(first, blocking=False)  # written while training goes on
+            for _ in range(2):
+                trainer.train(num_steps=5)
+                store.save(trainer.state_dict(), world_size=trainer.num_workers)
+        manifest = read_manifest(first)
+        print(
+            f"saved at step {manifest.global_step} by {manifest.world_size} workers with torch "
+            f"{manifest.versions['torch']}, and twice more into a folder"
+        )
+
+        newest = sorted((Path(folder) / "run").glob("*.ckpt"))[-1]
+        damaged = bytearray(newest.read_bytes())
+        damaged[len(damaged) // 2] ^= 1  # one bit
+        newest.write_bytes(damaged)
+        path, state, passed_over = store.restore()
+        print(f"one bit of {newest.name} was flipped: passed over, and {Path(path).name} taken")
+        assert [Path(name).name for name, _ in passed_over] == [newest.name]
+
+        with TorchTrainer(
+            training_operator_cls=Ledger, num_workers=args.num_workers_after, use_gpu=args.use_gpu
+        ) as trainer:
+            try:
+                trainer.load(newest)
+            except CheckpointError as error:
+                print(f"loading it all the same: {str(error).splitlines()[0][:96]}...")
+            trainer.load_state_dict(state)
+            metrics = trainer.train()
+            counts = trainer.get_model().counts.detach()
+            print(
+                f"{trainer.num_workers} workers trained on the other {metrics['num_samples']} "
+                f"samples of the epoch: each of the {NUM_SAMPLES} was trained on "
+                f"{counts.min():.0f} to {counts.max():.0f} times"
+            )
+            weights = trainer.save_model(Path(folder) / "weights.safetensors")
+            print(f"the weights alone: {Path(weights).stat().st_size} bytes")
+    print(f"done in {time.perf_counter() - started:.1f} s")
+    if not bool((counts == 1).all()):
+        raise SystemExit("the ledger shows samples that were lost or repeated")
+
+
+if __name__ == "__main__":
+    main()
