@@ -625,8 +625,7 @@ class Supervisor:
             cause=cause,
             seconds=seconds,
             num_batches=num_batches,
-            # one that is lost is still among the members, so that it has a rank here
-            num_workers=len(self.members) - (kind == "lost"),
+            num_workers=self._num_left() if kind == "lost" else len(self.members),
         )
         self.events.append(event)
         logger.info(
@@ -640,6 +639,10 @@ class Supervisor:
         )
         if self.on_event is not None:
             self.on_event()
+
+    def _num_left(self) -> int:
+        """Return how many workers will be left when one that is lost, and still here, is gone."""
+        return len(self.members) - 1 if self._elastic.in_place else 0
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
         self._generation += 1
