@@ -1,6 +1,7 @@
 """One Ray cluster for all tests that need one, and a check that none of them leaves a thing."""
 
 import os
+import signal
 import time
 
 import psutil
@@ -46,3 +47,8 @@ def ray_cluster(cluster):
     wait_until(lambda: cluster.available_resources().get("CPU", 0) == NUM_CPUS)
     left = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
     assert left <= children
+
+
+def pytest_configure():
+    """Take SIGINT, here and in child processes: shells ignore it in what runs in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
