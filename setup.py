@@ -14,6 +14,7 @@ EXTRAS = {
     "bench": ["lightning", "accelerate"],
     "test": [
         "build",
+        "fsspec[http]",
         "hypothesis",
         "import-linter",
         "mypy",
