@@ -30,8 +30,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-import cloudpickle
-
 from raysgd.backends import Backend
 from raysgd.context import Progress, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
@@ -50,7 +48,7 @@ from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
 from raysgd.execution.watch import Hearing, Watch, stacks_of
-from raysgd.execution.worker import Outcome
+from raysgd.execution.worker import Outcome, dumps
 
 __all__ = ["State", "Supervisor"]
 
@@ -742,13 +740,12 @@ class Supervisor:
 
 def _pickled(what: str, value: Any) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        return dumps(value)
     except Exception as error:
         raise TypeError(
             f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in setup() instead, which runs on the workers."
         ) from error
-    return pickled
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "custom_loop",
         "gan",
         "language_model",
+        "ray_data",
         "segmentation",
         "text_classification",
     ],

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -61,6 +62,18 @@ def test_threads_are_the_cpus_of_a_worker(ray_cluster):
     ) as trainer:
         assert trainer.apply_all_workers(torch.get_num_threads) == [2]
         assert ray_cluster.available_resources()["CPU"] == 2
+
+
+def test_references_to_what_ray_holds_can_be_in_a_config(ray_cluster):
+    """The blocks of a Ray Dataset are such."""
+    reference = ray_cluster.put({"answer": 42})
+    with TorchTrainer(
+        training_operator_cls=Classifier, num_workers=2, config={"reference": reference}
+    ) as trainer:
+        fetched = trainer.apply_all_operators(
+            lambda op: ray.get(op.config["reference"], timeout=20)["answer"]
+        )
+    assert fetched == [42, 42]
 
 
 def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
