@@ -11,7 +11,7 @@ EXTRAS = {
     "operators": ["torchmetrics", "transformers"],
     "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
     "examples": ["scikit-learn"],
-    "bench": ["lightning", "accelerate"],
+    "bench": ["accelerate", "lightning", "plotly"],
     "test": [
         "build",
         "fsspec[http]",

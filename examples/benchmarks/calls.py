@@ -17,8 +17,8 @@ from pathlib import Path
 
 import ray
 import torch
+from _workloads import NUM_WORKERS, machine, spread
 from torch.utils.data import DataLoader, TensorDataset
-from workloads import NUM_WORKERS, machine, spread
 
 from raysgd import TorchTrainer, TrainingOperator
 

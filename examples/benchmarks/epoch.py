@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import ray
-from peers import PEERS
-from workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
+from _peers import PEERS
+from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
 TOLERANCE = {"mlp": 1e-5, "resnet": 0.1}

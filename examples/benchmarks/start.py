@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import ray
-from peers import PEERS
-from workloads import NUM_WORKERS, in_turn, machine, spread
+from _peers import PEERS
+from _workloads import NUM_WORKERS, in_turn, machine, spread
 
 
 def time_start(peer):

@@ -16,9 +16,9 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _workloads import BATCH_SIZE, NUM_WORKERS, make_data, make_model, make_optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
-from workloads import BATCH_SIZE, NUM_WORKERS, make_data, make_model, make_optimizer
 
 from raysgd import TorchTrainer, TrainingOperator
 
