@@ -63,6 +63,11 @@ class Progress:
     """Committed steps of the newest snapshot that this worker holds for the driver."""
     loss: float | None = None
     """Newest loss, as last read; None before the first batch or where there is none."""
+    held: bool = False
+    """Whether the worker's code does nothing but wait for the driver, or has ended."""
+    collective: int | None = None
+    """Number of the collective in which it waits for all the others; None where it is in none, or
+    where the backend cannot tell."""
 
 
 class PausedError(Exception):

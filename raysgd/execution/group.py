@@ -37,6 +37,8 @@ class GroupOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     use_local: bool = False
     start_timeout_s: float = 100.0
+    strategy: str = "SPREAD"
+    """How Ray places the workers on nodes."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -84,6 +86,7 @@ class WorkerGroup:
             num_workers=options.num_workers - num_local,
             min_workers=max(1, options.min_workers - num_local),
             timeout_s=timeout_s,
+            strategy=options.strategy,
         )
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind

@@ -487,7 +487,7 @@ class World:
         if self.supervisor is not None:
             assert len(members) <= self.supervisor.max_workers, "more members than num_workers"
 
-    def reserve(self, bundle, *, num_workers, min_workers, timeout_s):
+    def reserve(self, bundle, *, num_workers, min_workers, timeout_s, strategy):
         """Stand in for `placement.reserve`."""
         end = self.now + timeout_s
         while self.room < min_workers and self.now < end:
