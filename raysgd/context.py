@@ -24,6 +24,8 @@ class WorkerContext:
     world_size: int = 1
     local_rank: int = 0
     """Rank among the workers of the same node."""
+    local_world_size: int = 1
+    """Number of workers on the same node."""
     node_rank: int = 0
     generation: int = 0
     distributed: bool = False

@@ -107,6 +107,31 @@ class WorkerGroup:
         if options.use_local:
             self.members.insert(0, _local_member())
 
+    def add(self, num_workers: int) -> None:
+        """Start further workers behind those there are, and wait until they are up.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for them.
+        """
+        from raysgd.execution import placement
+
+        options = self.options
+        more = placement.reserve(
+            options.bundle,
+            num_workers=num_workers,
+            min_workers=num_workers,
+            timeout_s=options.start_timeout_s,
+            strategy=options.strategy,
+        )
+        self._reservation.include(more)
+        members = [self.new_member(slot) for slot in more.slots]
+        places = gather(
+            [member.control("place") for member in members], _COME_UP_S, "worker processes"
+        )
+        for member, place in zip(members, places, strict=True):
+            member.place = place
+        self.members += members
+
     def new_member(self, slot: Any) -> Member:
         """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
         member = self.spares.take(slot.node_id) if self.spares else None

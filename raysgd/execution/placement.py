@@ -112,6 +112,11 @@ class Reservation:
         self.slots.append(slot)
         return slot
 
+    def include(self, other: Reservation) -> None:
+        """Take over the room of another reservation."""
+        self._owned += other._owned
+        self.slots += other.slots
+
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
         if not ray.is_initialized():
