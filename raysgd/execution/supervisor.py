@@ -283,11 +283,8 @@ class Supervisor:
             watch = Watch(attempt, self._ranks, hang_timeout_s)
             while attempt.under_way:
                 busy = on_wait is not None or self._recruiting.under_way
-                uneven = bool(attempt.outcomes)
-                attempt.settle(
-                    _BUSY_TICK_S if busy else _UNEVEN_TICK_S if uneven else _TICK_S,
-                )
-                if attempt.under_way:
+                idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
+                if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
                     self._look(attempt, watch, on_wait, pausable=method == "train")
             if attempt.failed:
                 self._end(attempt)
