@@ -73,6 +73,10 @@ class NumberedCheckpoints:
         self._tidy(saved)
         return saved
 
+    def adopt(self, other: NumberedCheckpoints) -> None:
+        """Take over what another has found in the same folder."""
+        self._held = list(other._held)
+
     def finish(self) -> None:
         """Note that nothing will be restarted from the newest any more."""
         if self._held:

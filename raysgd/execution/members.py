@@ -33,6 +33,10 @@ class Member(ABC):
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the work thread."""
 
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
+
     @abstractmethod
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call that runs beside the work."""

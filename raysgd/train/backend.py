@@ -86,11 +86,12 @@ class BackendConfig:
         """The class of the backend; a plain method that returns it will do as well."""
         return Backend
 
-    def transport(self) -> Transport | None:
+    def transport(self, use_gpu: bool = False) -> Transport | None:
         """Return the :class:`raysgd.backends.Backend` by which the workers communicate.
 
-        With one, workers that wait for each other are woken when another fails. None where the
-        backend's `on_start` sets up all there is.
+        Runs on the driver; `use_gpu` says whether the workers reserve GPUs. With a transport,
+        workers that wait for each other are woken when another fails. None where the backend's
+        `on_start` sets up all there is.
         """
         return None
 

@@ -55,6 +55,7 @@ class BackendExecutor:
         additional_resources_per_worker: further Ray resources of each.
         max_retries: how often workers may be lost in one run before it fails; -1: without end.
         elastic: how to wait for room; its ``in_place`` has no meaning here.
+        placement_strategy: how Ray places the workers; None for what the environment says.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -70,6 +71,7 @@ class BackendExecutor:
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
+        placement_strategy: str | None = None,
     ) -> None:
         fewest, most = checked_size(num_workers)
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < -1:
@@ -79,6 +81,8 @@ class BackendExecutor:
         self._options = group_options(
             most, fewest, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
+        if placement_strategy is not None and self._options.strategy == "PACK":
+            self._options = dataclasses.replace(self._options, strategy=placement_strategy)
         self._backend_config = backend_config
         self._backend_cls = backend_class(backend_config)
         self._backend: Backend = self._backend_cls()
@@ -120,7 +124,7 @@ class BackendExecutor:
         supervisor = Supervisor(
             self._group,
             runner,
-            self._backend_config.transport(),
+            self._backend_config.transport(use_gpu=self._options.num_gpus > 0),
             initialization_hook,
             self._backend_config.timeout,
             self._elastic,
