@@ -194,7 +194,7 @@ class DataParallelTrainer:
         failure = getattr(self.run_config, "failure_config", None)
         return BackendExecutor(
             self.backend_config,
-            getattr(scaling, "num_workers", 1) or 1,
+            1 if scaling.num_workers is None else scaling.num_workers,
             num_cpus,
             num_gpus,
             others,
@@ -313,7 +313,7 @@ class DataParallelTrainer:
         Raises:
             RuntimeError: if Ray Tune is not installed.
         """
-        functions = importlib.import_module("raysgd.tune.functions")
+        functions = importlib.import_module("raysgd.tune_functions")
         made: type[Any] = functions.trainer_trainable(self)
         return made
 

@@ -214,7 +214,7 @@ class Trainer:
                 "workers of its own: call shutdown() first."
             )
         bound_function(train_func, {})
-        functions = importlib.import_module("raysgd.tune.functions")
+        functions = importlib.import_module("raysgd.tune_functions")
         made: type[Any] = functions.function_trainable(self._arguments, train_func, dataset)
         return made
 

@@ -152,9 +152,13 @@ def test_workers_that_report_and_save_differently_are_an_error(executor, first):
 def test_a_worker_that_dies_is_an_error_once_there_are_no_retries_left(executors):
     executor = executors(max_retries=1)
     executor.start()
-    with pytest.raises(TrainingWorkerError, match="lost workers 2 times") as raised:
+
+    def train_to_the_end():
         executor.start_training(lambda: os.kill(os.getpid(), signal.SIGKILL))
         executor.finish_training()
+
+    with pytest.raises(TrainingWorkerError, match="lost workers 2 times") as raised:
+        train_to_the_end()
     assert str(raised.value).count("process ") >= 2  # each with its cause
     with pytest.raises(RuntimeError):
         executor.run(lambda: os.kill(os.getpid(), signal.SIGKILL))

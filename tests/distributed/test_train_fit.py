@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import ray.data
@@ -88,8 +89,7 @@ def test_rays_own_configs_and_checkpoints_are_taken(ray_cluster, tmp_path):
         run_config=ray.train.RunConfig(name="rays", storage_path=str(tmp_path)),
     ).fit()
     with result.checkpoint.as_directory() as folder:
-        with open(os.path.join(folder, "model.txt")) as file:
-            assert file.read() == "weights"
+        assert (Path(folder) / "model.txt").read_text() == "weights"
 
 
 def test_losses_within_max_failures_cost_the_work_since_the_checkpoint(ray_cluster, tmp_path):

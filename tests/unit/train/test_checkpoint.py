@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -36,8 +37,7 @@ def test_a_dict_survives_a_folder_and_a_folder_survives_a_dict(tmp_path):
     packed = Checkpoint.from_directory(tmp_path / "b").to_dict()
     again = Checkpoint.from_dict(packed)
     with again.as_directory() as folder:
-        with open(os.path.join(folder, "sub", "w.bin"), "rb") as file:
-            assert file.read() == b"123"
+        assert (Path(folder) / "sub" / "w.bin").read_bytes() == b"123"
     assert not os.path.exists(folder)
 
 
