@@ -19,7 +19,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import raysgd.train.torch
 from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
 

@@ -7,6 +7,7 @@ it, or before it, Tune is asked to keep that.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from raysgd.train.trainer import worker_resources
 __all__ = ["FunctionTrainable", "function_trainable", "trainer_trainable"]
 
 _STATE = "function.checkpoint"
+_NOTHING = pickle.dumps(None)
 
 
 class FunctionTrainable(Trainable):
@@ -98,13 +100,13 @@ class FunctionTrainable(Trainable):
         """Save the function's newest checkpoint."""
         blob = self._executor_blob()
         manifest = Manifest(global_step=self._reported)
-        write_pickle(blob or b"", Path(checkpoint_dir) / _STATE, manifest)
+        write_pickle(blob or _NOTHING, Path(checkpoint_dir) / _STATE, manifest)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Start the function, in the next step, from what `save_checkpoint` wrote."""
         blob, manifest = read_pickle(Path(checkpoint) / _STATE)
         self._reported = 0 if manifest is None else manifest.global_step
-        self._start = Checkpoint(blob=blob) if blob else None
+        self._start = None if blob == _NOTHING else Checkpoint(blob=blob)
         if self._checkpoints is not None:  # a trial that takes over another's state
             self._restart_workers()
 

@@ -13,10 +13,13 @@ from raysgd.checkpoint.checked import checked_manifest
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.seal import seal_whole
+from raysgd.errors import CheckpointError
 
 __all__ = ["read_pickle", "read_pickle_manifest", "write_pickle"]
 
 _NAME = "pickle"
+_STOP = b"."
+"""How every pickle ends."""
 
 
 def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
@@ -49,7 +52,13 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
     with source.open() as file:
         manifest = checked_manifest(source, file, whole=True)
         file.seek(0)
-        return file.read(manifest.parts[0].size if manifest else -1), manifest
+        blob = file.read(manifest.parts[0].size if manifest else -1)
+    if not blob.endswith(_STOP):
+        raise CheckpointError(
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it is no "
+            "pickle, or was cut off."
+        )
+    return blob, manifest
 
 
 def read_pickle_manifest(path: str | os.PathLike[str]) -> Manifest | None:
