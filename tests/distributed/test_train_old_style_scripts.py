@@ -144,7 +144,7 @@ def test_digits(make_trainer):
         def handle_result(self, results, **info):
             accuracy.append(sum(r["accuracy"] for r in results) / len(results))
 
-    config = {"lr": 0.5, "batch_size": 64, "epochs": 6}
+    config = {"lr": 0.5, "batch_size": 64, "epochs": 12}
     states = trainer.run(digits_func, config=config, callbacks=[Callback()])
     assert accuracy[-1] > 0.8
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -433,12 +433,13 @@ def test_profiles_of_the_workers(make_trainer):
 # ---- 13 and 14: MLflow, TorchMetrics
 
 
-def test_mlflow(make_trainer, tmp_path):
+def test_mlflow(make_trainer, tmp_path, monkeypatch):
     import mlflow
 
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     trainer = make_trainer()
     trainer.start()
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = str(tmp_path / "mlruns")
     callback = MLflowLoggerCallback(tracking_uri=uri, experiment_name="lines")
     trainer.run(linear_func, config={"epochs": 2, "lr": 0.1}, callbacks=[callback])
     run = mlflow.MlflowClient(uri).get_run(callback.run_id)
