@@ -1,5 +1,6 @@
 """Checkpoints as objects, and which of them stay."""
 
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -98,12 +99,15 @@ def test_the_best_stay_and_the_newest_until_the_run_ends(tmp_path):
     assert checkpoints.latest == {"loss": 3.0}
 
 
-def test_not_a_number_is_worst(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "loss", "max"))
-    for loss in (-5.0, float("nan"), -6.0):
+@pytest.mark.parametrize("order", ["max", "min"])
+@pytest.mark.parametrize("losses", itertools.permutations([-5.0, float("nan"), -6.0]))
+def test_not_a_number_is_worst(tmp_path, losses, order):
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "loss", order))
+    for loss in losses:
         kept(checkpoints, loss=loss)
     checkpoints.disk.finish()
-    assert os.listdir(tmp_path) == ["checkpoint_000001"]
+    best = losses.index(-5.0 if order == "max" else -6.0) + 1
+    assert os.listdir(tmp_path) == [f"checkpoint_00000{best}"]
 
 
 @pytest.mark.parametrize(("name", "said"), [("accuracy", "has none"), ("text", "be a number")])
