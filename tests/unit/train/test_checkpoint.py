@@ -100,7 +100,7 @@ def test_the_best_stay_and_the_newest_until_the_run_ends(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["max", "min"])
-@pytest.mark.parametrize("losses", itertools.permutations([-5.0, float("nan"), -6.0]))
+@pytest.mark.parametrize("losses", list(itertools.permutations([-5.0, float("nan"), -6.0])))
 def test_not_a_number_is_worst(tmp_path, losses, order):
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "loss", order))
     for loss in losses:
