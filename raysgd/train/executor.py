@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
 from raysgd.execution import group as core
 from raysgd.execution import tasks
 from raysgd.execution.supervisor import State, Supervisor
+from raysgd.execution.worker import dumps
 from raysgd.train import session
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
@@ -492,13 +491,12 @@ def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
 
 def _pickled_function(function: Callable[[], Any]) -> bytes:
     try:
-        packed: bytes = cloudpickle.dumps(function)
+        return dumps(function)
     except Exception as error:
         raise TypeError(
             f"Cannot send the training function to the workers, because it cannot be pickled: "
             f"{error}. Create such objects inside of the function instead, which runs there."
         ) from error
-    return packed
 
 
 def _uneven(turns: list[Turn]) -> str:
