@@ -11,18 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.network import LOOPBACK, driver_address, interfaces, is_single_node
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
-_LOOPBACK = "127.0.0.1"
 _CONNECT = datetime.timedelta(seconds=10)
 """How long connecting to workers that are all there may take, for it cannot be interrupted."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
@@ -58,8 +57,7 @@ class TorchBackend(Backend):
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         """Start the store of a new generation on a free port of the driver."""
-        single_node = len(set(addresses)) == 1 and addresses[0] in {_LOOPBACK, *_interfaces()}
-        host = _LOOPBACK if single_node else _address_towards(addresses[0])
+        single_node, host = is_single_node(addresses), driver_address(addresses)
         self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
@@ -76,7 +74,7 @@ class TorchBackend(Backend):
         alone = rendezvous is None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
-                _LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
+                LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
             )
             self._set_interface = True
         store: Any = HashStore()
@@ -222,35 +220,17 @@ def _listeners() -> set[tuple[str, int]]:
     return {endpoint.local for endpoint in _endpoints() if endpoint.remote is None}
 
 
-def _interfaces() -> dict[str, str]:
-    """Return the name of each network interface of this machine by its IPv4 addresses."""
-    return {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-    }
-
-
 def _interface_of(address: str) -> str:
     """Return the name of the interface that has `address`.
 
     Raises:
         RuntimeError: if none has it.
     """
-    interfaces = _interfaces()
-    if address not in interfaces:
+    there_are = interfaces()
+    if address not in there_are:
         raise RuntimeError(
             f"No network interface of this node has the address {address} by which Ray knows "
-            f"it; it has {', '.join(interfaces) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
+            f"it; it has {', '.join(there_are) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
             "interface that the workers shall use."
         )
-    return interfaces[address]
-
-
-def _address_towards(address: str) -> str:
-    """Return this machine's address on the way to `address`; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, 1))
-        name: str = sock.getsockname()[0]
-        return name
+    return there_are[address]

@@ -31,6 +31,7 @@ class Recruiting:
         created: arguments of a worker's ``create``.
         draw: returns a random number in 0..1, for the jitter.
         on_failure: told of a newcomer that failed, and why.
+        starts: whether newcomers start before they join.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Recruiting:
         created: Sequence[Any],
         draw: Callable[[], float],
         on_failure: Callable[[Member | None, BaseException], None],
+        starts: bool = True,
     ) -> None:
         self._group = group
         self._config = config
         self._created = created
         self._draw = draw
         self._on_failure = on_failure
+        self._starts = starts
         self._recruits: list[Recruit] = []
         self._lost_slots: list[Any] = []
         self._failures = 0
@@ -101,7 +104,9 @@ class Recruiting:
                 num_cpus=self._group.options.num_cpus,
             )
             replaces_lost = slot in self._lost_slots
-            self._recruits.append(Recruit(self._group, slot, context, self._created, replaces_lost))
+            self._recruits.append(
+                Recruit(self._group, slot, context, self._created, replaces_lost, self._starts)
+            )
 
     def fail(self, recruit: Recruit, error: BaseException | None = None) -> None:
         """Give a newcomer up, and start another after a while."""

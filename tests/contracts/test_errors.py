@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 
 from raysgd import errors
-from raysgd.torch.steps import StepInterruptedError
+from raysgd.hosting.steps import StepInterruptedError
 
 EXAMPLES = {
     "CallbackError": errors.CallbackError("failed", callback="Mine", hook="on_epoch_end"),
