@@ -96,6 +96,7 @@ class Supervisor:
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
         elastic: what to do about losses.
+        rejoins: whether workers can go on in another generation, where the backend allows it.
     """
 
     def __init__(
@@ -106,13 +107,14 @@ class Supervisor:
         hook: Callable[[], None] | None,
         timeout_s: float,
         elastic: ElasticConfig | None = None,
+        rejoins: bool = True,
     ) -> None:
         self.state = State.NEW
         self._group = group
         self._backend = backend
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
-        self._rejoins = backend is None or backend.rejoins
+        self._rejoins = rejoins and (backend is None or backend.rejoins)
         self._generation = 0
         self.progress = Progress()
         """How far training is, as of the last call or the last new generation."""

@@ -46,6 +46,7 @@ class Loop:
         self._validated: _Counted | None = None
         self._start: int | None = None
         self._shared_out = True
+        self._source: Source | None = None
         self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
         """Copies of the state for the driver; none until the runner says how often."""
@@ -83,7 +84,7 @@ class Loop:
         """Return what the call under way has reached, for workers that join it."""
         covered = self.num_covered
         if covered is not None and self._start is not None:
-            covered += self._parts.offset - self._start
+            covered = _added(covered, self._between(self._start))
         return {
             "call": self._call,
             "num_covered": covered,
@@ -119,7 +120,7 @@ class Loop:
         source, changed = self._parts.training_source(dataset)
         if changed:
             self.forget_iteration()
-        self._shared_out = source.sharded
+        self._shared_out, self._source = source.sharded, source
         while (limit := self._left(until_epoch, until_step)) != 0:
             if self._pause_at is not None and self._parts.global_step >= self._pause_at:
                 raise PausedError
@@ -218,7 +219,13 @@ class Loop:
         if not source.sharded or self.num_covered is None:
             self.num_covered = None
         else:
-            self.num_covered += self._parts.offset - start
+            self.num_covered = _added(self.num_covered, self._between(start))
+
+    def _between(self, start: int) -> int | None:
+        """Return the samples from `start` to where the epoch stands."""
+        if self._source is None:
+            return None
+        return self._source.num_samples(start, self._parts.offset)
 
     def _new_steps(self, source: Source, limit: int | None) -> Steps:
         parts = self._parts
@@ -299,6 +306,10 @@ class Loop:
         if timers.enabled:
             return Summary({**result, "profile": timers.stats()}, result.weights)
         return result
+
+
+def _added(total: int, more: int | None) -> int | None:
+    return None if more is None else total + more
 
 
 class _Counted:

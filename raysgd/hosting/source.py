@@ -46,6 +46,10 @@ class Source:
         """Return the place `num_steps` steps after `offset`."""
         raise NotImplementedError
 
+    def num_samples(self, start: int, stop: int) -> int | None:
+        """Return how many samples lie between two places; None where that is unknown."""
+        return stop - start
+
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
