@@ -64,14 +64,14 @@ def own_metrics(keras: Any, given: list[Any], target: Any, output: Any) -> list[
     """
     made = []
     for each in given:
-        if isinstance(each, str) and each in ("accuracy", "acc"):
+        name = "accuracy" if isinstance(each, str) and each in ("accuracy", "acc") else None
+        if name is not None:
             each = _accuracy_for(target, output)
         metric = keras.metrics.get(each) if isinstance(each, str) else each
-        if isinstance(metric, keras.metrics.Metric):
+        if isinstance(metric, keras.metrics.Metric) and name is None:
             made.append(type(metric).from_config(metric.get_config()))
         elif callable(metric):
-            name = getattr(metric, "__name__", type(metric).__name__)
-            name = "accuracy" if name.endswith("_accuracy") and given and each != name else name
+            name = name or getattr(metric, "__name__", type(metric).__name__)
             made.append(keras.metrics.MeanMetricWrapper(metric, name=name))
         else:
             raise TypeError(f"register(metrics=...) must be metrics of Keras, but got {each!r}.")
