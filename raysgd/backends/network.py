@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import psutil
 
-__all__ = ["LOOPBACK", "address_towards", "driver_address", "interfaces", "is_single_node"]
+__all__ = [
+    "LOOPBACK",
+    "address_towards",
+    "driver_address",
+    "interface_of",
+    "interfaces",
+    "is_single_node",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -38,3 +45,19 @@ def is_single_node(addresses: Sequence[str]) -> bool:
 def driver_address(addresses: Sequence[str]) -> str:
     """Return the address at which workers reach this machine."""
     return LOOPBACK if is_single_node(addresses) else address_towards(addresses[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`.
+
+    Raises:
+        RuntimeError: if none has it.
+    """
+    there_are = interfaces()
+    if address not in there_are:
+        raise RuntimeError(
+            f"No network interface of this node has the address {address} by which Ray knows "
+            f"it; it has {', '.join(there_are) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
+            "interface that the workers shall use."
+        )
+    return there_are[address]

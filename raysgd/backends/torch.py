@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.backends.gloo import GlooGroup
-from raysgd.backends.network import LOOPBACK, driver_address, interfaces, is_single_node
+from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
+from raysgd.backends.sockets import endpoints, listeners
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
@@ -73,7 +73,7 @@ class TorchBackend(Backend):
             )
         alone = rendezvous is None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
                 LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
             )
             self._set_interface = True
@@ -86,7 +86,7 @@ class TorchBackend(Backend):
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
             store.set(everyone[context.world_rank], "")
             store.wait(everyone, self._timeout)
-        before = _listeners()
+        before = listeners()
         self._made = True
         place = (store, context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
@@ -96,7 +96,7 @@ class TorchBackend(Backend):
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
-        own = sorted(_listeners() - before)
+        own = sorted(listeners() - before)
         texts = [json.dumps(own)]
         if not alone:
             store.set(f"listening/{context.world_rank}", texts[0])
@@ -109,7 +109,7 @@ class TorchBackend(Backend):
         gloo's threads notice nothing but their sockets: neither ``abort`` nor
         ``destroy_process_group`` wakes them.
         """
-        for endpoint in _endpoints():
+        for endpoint in endpoints():
             if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
                 endpoint.shut_down()
         if (group := self._group) is not None:
@@ -169,68 +169,3 @@ def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) ->
         world_size=size,
         timeout=timeout,
     )
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """A TCP socket of this process; `remote` is None where it listens."""
-
-    descriptor: int
-    local: tuple[str, int]
-    remote: tuple[str, int] | None
-
-    def shut_down(self) -> None:
-        """Shut the connection down; the descriptor stays open for its owner."""
-        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Open a socket object on a descriptor that someone else owns."""
-    copy = os.dup(descriptor)
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
-        yield sock
-
-
-def _endpoints() -> list[_Endpoint]:
-    """Return the TCP sockets of this process.
-
-    From its descriptors: the system's table of connections loses entries while it is read.
-    """
-    found = []
-    for name in os.listdir("/dev/fd"):
-        # not every descriptor is a socket, and other threads close theirs meanwhile
-        with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            remote = None if listens else sock.getpeername()[:2]
-            found.append(_Endpoint(int(name), sock.getsockname()[:2], remote))
-    return found
-
-
-def _listeners() -> set[tuple[str, int]]:
-    """Return the addresses on which this process listens."""
-    return {endpoint.local for endpoint in _endpoints() if endpoint.remote is None}
-
-
-def _interface_of(address: str) -> str:
-    """Return the name of the interface that has `address`.
-
-    Raises:
-        RuntimeError: if none has it.
-    """
-    there_are = interfaces()
-    if address not in there_are:
-        raise RuntimeError(
-            f"No network interface of this node has the address {address} by which Ray knows "
-            f"it; it has {', '.join(there_are) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
-            "interface that the workers shall use."
-        )
-    return there_are[address]

@@ -1,4 +1,4 @@
-"""States with tensors of torch: the archive of ``torch.save``, read without running code from it."""
+"""States with tensors of torch: the archive of ``torch.save``, of which no code is run."""
 
 from __future__ import annotations
 

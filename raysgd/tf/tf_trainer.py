@@ -20,7 +20,8 @@ from raysgd.arguments import (
     decide_gpu,
     is_number,
 )
-from raysgd.backends import create_backend
+from raysgd.backends import Backend, create_backend
+from raysgd.backends.horovod import HorovodBackend, check_horovod
 from raysgd.backends.tensorflow import check_tensorflow, keras_environment
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
@@ -118,6 +119,8 @@ class TFTrainer(OperatorTrainer):
         name = "TFTrainer"
         check_tensorflow(name)
         environment = keras_environment()
+        if backend == "horovod":
+            check_horovod()
         config = checked_config(name, config)
         workers = _number_of_workers(num_workers, num_replicas)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
@@ -177,7 +180,7 @@ class TFTrainer(OperatorTrainer):
         supervisor = Supervisor(
             WorkerGroup(options, runner.imports),
             runner,
-            create_backend(backend, timeout_s) if workers > 1 else None,
+            _backend(backend, timeout_s) if workers > 1 else None,
             initialization_hook,
             timeout_s,
             elastic,
@@ -322,6 +325,12 @@ def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[
             "and the data are registered."
         )
     return operator_cls
+
+
+def _backend(name: str, timeout_s: float) -> Backend:
+    if name == "horovod":
+        return HorovodBackend(name, timeout_s, framework="tensorflow")
+    return create_backend(name, timeout_s)
 
 
 def _own_gpus() -> bool:

@@ -18,6 +18,7 @@ from raysgd.hosting.parts import Parts, Settings
 from raysgd.hosting.source import Source
 from raysgd.torch import replica
 from raysgd.torch.fitting import check_fits
+from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import dataset_loader, wrap_loader
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registration import (
@@ -41,6 +42,7 @@ class OperatorSettings(Settings):
     scheduler_step_freq: str | None = None
     use_fp16: bool | str = False
     amp_dtype: torch.dtype | None = None
+    use_horovod: bool = False
 
 
 class Components(Parts):
@@ -72,6 +74,7 @@ class Components(Parts):
         apex_args: Any = None,
         accumulation_steps: Any = 1,
         max_grad_norm: Any = None,
+        horovod_args: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         if self.registered:
@@ -95,7 +98,15 @@ class Components(Parts):
             check_plateau(self.schedulers, self.settings.scheduler_step_freq)
         self.updates.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.models = self.updates.precision.prepare(self.models, self.optimizers, apex_args)
-        if self.settings.wrap_ddp and self.settings.context.distributed:
+        arguments = check_horovod_args(horovod_args)
+        if self.settings.use_horovod and self.settings.context.distributed:
+            self.updates.exchanges = {
+                id(optimizer): HorovodExchange(
+                    optimizer, self.models, arguments, self.updates.accumulation_steps
+                )
+                for optimizer in self.optimizers
+            }
+        elif self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
@@ -237,7 +248,9 @@ class Components(Parts):
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
-        buffers = [b for m in self.models if replica.replicated(m) for b in m.buffers()]
+        with_horovod = bool(self.updates.exchanges)
+        models = [m for m in self.models if with_horovod or replica.replicated(m)]
+        buffers = [buffer for model in models for buffer in model.buffers()]
         if buffers:
             replica.broadcast_tensors(buffers, source=0)
             self.commit_buffers()
@@ -255,6 +268,8 @@ class Components(Parts):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Take a place in a new generation: rebuild the models' wrappers, share data out anew."""
         super().enter(context, batch_share)
+        for exchange in self.updates.exchanges.values():
+            exchange.renew()
         for model, arguments in zip(self.models, self._wrapping, strict=True):
             if isinstance(model, DistributedDataParallel) and arguments is not None:
                 replica.rebuild(model, arguments)
@@ -262,7 +277,7 @@ class Components(Parts):
     @property
     def replicated(self) -> bool:
         """Whether the models are the same on every rank."""
-        return any(replica.replicated(model) for model in self.models)
+        return bool(self.updates.exchanges) or any(map(replica.replicated, self.models))
 
     # ---- state
 

@@ -33,6 +33,7 @@ class TorchRunnerOptions:
     use_tqdm: bool = False
     use_fp16: bool | str = False
     amp_dtype: torch.dtype | None = None
+    use_horovod: bool = False
     snapshot_every: Literal["epoch"] | int | None = None
 
 
@@ -75,6 +76,7 @@ class TorchRunner(OperatorRunner):
             use_tqdm=options.use_tqdm,
             use_fp16=options.use_fp16,
             amp_dtype=options.amp_dtype,
+            use_horovod=options.use_horovod,
             batch_share=config.get(BATCH_SIZE),
         )
         self.host(build_operator(options.operator_cls, config, settings), options.snapshot_every)
@@ -85,6 +87,9 @@ class TorchRunner(OperatorRunner):
             )
             self._parts.reseed(seed)
             self._check_data(data)
+            if options.use_horovod:  # DistributedDataParallel does it for its models
+                state = replica.broadcast_state(self._parts.training_state, 0, settings.device)
+                self._parts.load_training_state(state)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""

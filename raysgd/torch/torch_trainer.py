@@ -22,6 +22,7 @@ from raysgd.arguments import (
     is_number,
 )
 from raysgd.backends import backend_names, create_backend
+from raysgd.backends.horovod import check_horovod
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.config import check_batch_size, env_seconds
@@ -74,7 +75,8 @@ class TorchTrainer(OperatorTrainer):
         num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
         resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one.
         use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs.
-        backend: "gloo", "nccl", or one that was registered; "auto": nccl with GPUs, else gloo.
+        backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl with GPUs, else
+            gloo. With Horovod models are not wrapped; its DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
         timeout_s: bound, in seconds, of each collective and of the workers' setup;
             ``NCCL_TIMEOUT_S`` in the environment overrides it for nccl.
@@ -171,6 +173,9 @@ class TorchTrainer(OperatorTrainer):
             use_local=use_local,
             start_timeout_s=start_timeout_s,
         )
+        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
+        if name == "horovod":
+            check_horovod()
         runner = TorchRunner(
             TorchRunnerOptions(
                 operator_cls=operator_cls,
@@ -182,10 +187,10 @@ class TorchTrainer(OperatorTrainer):
                 use_tqdm=use_tqdm,
                 use_fp16=use_fp16,
                 amp_dtype=amp_dtype,
+                use_horovod=name == "horovod",
                 snapshot_every=elastic.snapshot_every,
             )
         )
-        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
         self._use_gpu = gpu
         # the hook comes before any import
         self._group = WorkerGroup(options, () if initialization_hook else runner.imports)

@@ -184,6 +184,7 @@ class TrainingOperator(OperatorTools):
         apex_args: dict[str, Any] | None = None,
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
+        horovod_args: dict[str, Any] | None = None,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -201,6 +202,8 @@ class TrainingOperator(OperatorTools):
                 one batch of so many times the size would. Workers exchange gradients once for it.
             max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
                 which they are clipped before each step; None for no clipping.
+            horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
+                ``compression``, for ``backend="horovod"``.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, each in
@@ -222,6 +225,7 @@ class TrainingOperator(OperatorTools):
             apex_args,
             gradient_accumulation_steps,
             max_grad_norm,
+            horovod_args,
         )
 
     def register_data(

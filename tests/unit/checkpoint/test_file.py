@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.checkpoint import Manifest, check_writable, read_file, read_manifest, write_file
+from raysgd.checkpoint import (
+    Manifest,
+    check_writable,
+    read_file,
+    read_manifest,
+    tensors,
+    write_file,
+)
 from raysgd.checkpoint import file as checkpoint_file
-from raysgd.checkpoint import tensors
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, Code, flip

@@ -11,8 +11,7 @@ import tempfile
 import pytest
 import torch
 
-from raysgd.checkpoint import check_writable, read_file, write_file
-from raysgd.checkpoint import tensors
+from raysgd.checkpoint import check_writable, read_file, tensors, write_file
 from raysgd.checkpoint.local import LocalFile
 from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
