@@ -77,7 +77,7 @@ class Digits(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         fail = self.config.get("fail_at")
-        if fail == (self.world_rank, batch_info["global_step"]):
+        if fail == (self.world_rank, batch_info.get("global_step")):
             self.config["fail_at"] = None
             raise ValueError("bad batch")
         return super().train_batch(batch, batch_info)

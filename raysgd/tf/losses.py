@@ -68,8 +68,9 @@ def own_metrics(keras: Any, given: list[Any], target: Any, output: Any) -> list[
         if name is not None:
             each = _accuracy_for(target, output)
         metric = keras.metrics.get(each) if isinstance(each, str) else each
-        if isinstance(metric, keras.metrics.Metric) and name is None:
-            made.append(type(metric).from_config(metric.get_config()))
+        if isinstance(metric, keras.metrics.Metric):
+            named = {"name": name} if name else {}
+            made.append(type(metric).from_config({**metric.get_config(), **named}))
         elif callable(metric):
             name = name or getattr(metric, "__name__", type(metric).__name__)
             made.append(keras.metrics.MeanMetricWrapper(metric, name=name))

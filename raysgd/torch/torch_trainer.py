@@ -137,6 +137,8 @@ class TorchTrainer(OperatorTrainer):
         resources = checked_resources("TorchTrainer", resources_per_worker, num_cpus_per_worker)
         check_choice("TorchTrainer", "use_gpu", use_gpu, (True, False, "auto"))
         check_choice("TorchTrainer", "backend", backend, ("auto", *_backends()))
+        if backend == "horovod":
+            check_horovod()
         check_choice(
             "TorchTrainer",
             "scheduler_step_freq",
@@ -174,8 +176,6 @@ class TorchTrainer(OperatorTrainer):
             start_timeout_s=start_timeout_s,
         )
         name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        if name == "horovod":
-            check_horovod()
         runner = TorchRunner(
             TorchRunnerOptions(
                 operator_cls=operator_cls,

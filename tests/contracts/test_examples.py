@@ -16,8 +16,11 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "creators",
         "custom_loop",
         "gan",
+        "horovod_digits",
         "language_model",
         "segmentation",
+        "tensorflow_creators",
+        "tensorflow_digits",
         "text_classification",
     ],
 )

@@ -159,7 +159,7 @@ class Compiled(Digits):
 def test_a_compiled_model_brings_all_with_it(build, keras):
     operator = build(Compiled, {"keras": keras})
     found = operator.train_epoch(batches(operator))
-    assert found["train_accuracy"] > 0.3
+    assert found["train_accuracy"] > 0.15
     assert "val_accuracy" in operator.validate(batches(operator, "validation"))
 
 
