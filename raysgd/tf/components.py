@@ -240,8 +240,8 @@ class Components(Parts):
 
     @property
     def copy_leaf(self) -> Callable[[Any], Any]:
-        """Returns an array as it is: those of `training_state` are copies."""
-        return lambda leaf: leaf
+        """Copies an array."""
+        return lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     @property
     def to_cpu(self) -> Callable[[Any], Any]:
