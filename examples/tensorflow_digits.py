@@ -4,8 +4,8 @@
     python examples/tensorflow_digits.py --keras tf_keras
     python examples/tensorflow_digits.py --num-workers 1 --smoke-test
 
-Needs TensorFlow: pip install "raysgd[tensorflow]". The images come with scikit-learn, so that nothing
-is downloaded. The operator's own step trains Keras 3 models on several workers, which fit() cannot.
+Needs TensorFlow: pip install "raysgd[tensorflow]". The images come with scikit-learn. The operator's
+own step trains Keras 3 models on several workers, which fit() cannot.
 """
 
 import argparse
