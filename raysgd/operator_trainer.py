@@ -80,7 +80,8 @@ class OperatorTrainer:
 
         Returns:
             A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, and the mean and the
-            last value of what the batches returned; or a list of one such dict a worker.
+            last value of what the batches returned; with a loss scaler also ``num_skipped_steps``,
+            how many updates it skipped after an overflow. Or a list of one such dict a worker.
 
         Raises:
             ValueError: if `num_steps` is below 1 or `max_retries` below 0.
@@ -216,9 +217,10 @@ class OperatorTrainer:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
-        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``data``: the
-        place in the data, and the states of the workers' random number generators, and
-        ``callbacks``, what callbacks want to be saved.
+        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
+        or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
+        data, and the states of the workers' random number generators, and ``callbacks``, what
+        callbacks want to be saved.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.

@@ -18,6 +18,14 @@ def wait_until(condition, timeout_s=20.0):
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def sigint():
+    """Ray Tune leaves a handler behind that swallows the next Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """A local Ray with four CPUs, of which two workers or four take all."""

@@ -9,7 +9,6 @@ and an interruption completes it too.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import threading
 from collections.abc import Callable
@@ -45,8 +44,6 @@ _NEWER_NAMES = {
     "reduce_scatter_single": "_reduce_scatter_base",
 }
 """What torch.distributed calls on a group, by what a group calls on its backend."""
-_END_S = 1.0
-"""How long the operations of a broken group may take to end before it is left as it is."""
 _NAME = "raysgd_gloo"
 
 
@@ -85,8 +82,10 @@ class GlooGroup(ProcessGroup):
         gloo's destructor waits for its threads. Where one of them never comes back, the
         destructor must not run: the thread and a few sockets are lost until the process ends.
         """
-        if not self._running.ended(_END_S):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+        if not self._running.ended():
+            threading.Thread(
+                target=_keep, args=(self._gloo, self._running), name="raysgd-gloo-end", daemon=True
+            ).start()
 
     def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
         """Send tensors to one rank."""
@@ -99,6 +98,11 @@ class GlooGroup(ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Receive tensors from any rank."""
         return _Transfer(self._running, self._gloo.recv_anysource(tensors, tag))
+
+
+def _keep(gloo: Any, running: _Running) -> None:
+    """Hold a group of gloo's until its last operation has ended."""
+    running.wait_for_end()
 
 
 def _collective(name: str) -> Callable[..., Work]:
@@ -149,10 +153,15 @@ class _Running:
         for end in waits:
             end(_interruption())
 
-    def ended(self, timeout_s: float) -> bool:
-        """Whether gloo is done with all operations, within `timeout_s`."""
+    def ended(self) -> bool:
+        """Whether gloo is done with all operations."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._count == 0, timeout_s)
+            return self._count == 0
+
+    def wait_for_end(self) -> None:
+        """Wait, for ever where gloo has forgotten one, until it is done with all operations."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0)
 
 
 class _Collective(Work):

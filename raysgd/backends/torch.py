@@ -6,7 +6,10 @@ import datetime
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
 """How long connecting to workers that are all there may take, for it cannot be interrupted."""
+_LOOK_S = 0.5
+"""How often a worker that connects to a store looks whether that was closed."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -143,13 +148,38 @@ class TorchBackend(Backend):
 
 
 def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
-    """Connect to the store of a generation, unless that was given up meanwhile.
+    """Connect to the store of a generation, unless that is given up meanwhile.
 
     Raises:
-        DistNetworkError: if the driver has closed the store.
+        DistNetworkError: if the driver has closed the store, or it does not answer.
     """
-    # it listened before anyone was told of it, and torch would try again until the time is over
+    # torch tries a store that is closed again and again, and waits for the first answer for ever.
+    # It listened before anyone was told of it: once it listens no more, nobody will answer.
     place = (rendezvous.host, rendezvous.port)
+    connected: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(TCPStore(*place, is_master=False, timeout=_CONNECT))
+        except BaseException as error:
+            connected.set_exception(error)
+
+    _check_listens(place)
+    threading.Thread(target=connect, name="raysgd-store", daemon=True).start()
+    deadline = time.monotonic() + _CONNECT.total_seconds()
+    while True:
+        try:
+            return connected.result(_LOOK_S)
+        except TimeoutError:
+            _check_listens(place)
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(
+                    f"The driver's store at {place[0]}:{place[1]} accepts connections and did not "
+                    f"answer for {_CONNECT.total_seconds():g} s."
+                ) from None
+
+
+def _check_listens(place: tuple[str, int]) -> None:
     try:
         socket.create_connection(place, _CONNECT.total_seconds()).close()
     except OSError as error:
@@ -157,7 +187,6 @@ def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
             f"The driver's store at {place[0]}:{place[1]} cannot be reached ({error}): this "
             "generation of workers was given up, or a firewall is in between."
         ) from error
-    return TCPStore(*place, is_master=False, timeout=_CONNECT)
 
 
 def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:

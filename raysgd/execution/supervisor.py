@@ -30,8 +30,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-import cloudpickle
-
 from raysgd.backends import Backend
 from raysgd.context import Progress, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
@@ -50,7 +48,7 @@ from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
 from raysgd.execution.watch import Hearing, Watch, stacks_of
-from raysgd.execution.worker import Outcome
+from raysgd.execution.worker import Outcome, dumps
 
 __all__ = ["State", "Supervisor"]
 
@@ -547,14 +545,18 @@ class Supervisor:
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
         if not config.grow or self._group.options.inline:
             raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
+        limit = time.monotonic() + self._timeout_s
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
             self._mention_wait(missing, number, wait_s)
             deadline = time.monotonic() + wait_s
-            while time.monotonic() < deadline:
+            while (now := time.monotonic()) < deadline or now < limit:
                 self._recruiting.tend(self._generation)
                 if len(self.members) + len(self._recruiting.ready()) >= min_workers:
                     return
+                enough_come = len(self.members) + self._recruiting.coming() >= min_workers
+                if now >= deadline and not enough_come:
+                    break
                 time.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 
@@ -783,13 +785,12 @@ class Supervisor:
 
 def _pickled(what: str, value: Any) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        return dumps(value)
     except Exception as error:
         raise TypeError(
             f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in setup() instead, which runs on the workers."
         ) from error
-    return pickled
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:

@@ -16,14 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import cloudpickle
-
 from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
 
-__all__ = ["Outcome", "Worker"]
+__all__ = ["Outcome", "Worker", "dumps"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
@@ -165,7 +163,7 @@ class Worker:
     def snapshot(self) -> bytes | None:
         """Return the newest snapshot of the runner, pickled."""
         state = None if self._runner is None else self._runner.snapshot()
-        return None if state is None else _dumps(state)
+        return None if state is None else dumps(state)
 
     def stacks(self) -> str:
         """Return the Python stack of every thread, as text."""
@@ -244,7 +242,7 @@ def _unpickled(value: Any) -> Any:
 
 def _pickled(value: Any) -> bytes:
     try:
-        return _dumps(value)
+        return dumps(value)
     except Exception as error:
         raise TypeError(
             f"A worker cannot send a {type(value).__name__} back to the driver: {error}"
@@ -257,15 +255,18 @@ def _pickled_error(error: BaseException) -> bytes:
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     try:
-        blob = _dumps(bare)
+        blob = dumps(bare)
         if isinstance(pickle.loads(blob), BaseException):
             return blob
     except Exception:
         pass
-    return _dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
+    return dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
+    """Pickle for another process of Ray's: references to objects and actors stay valid there."""
+    from ray import cloudpickle  # not at the top: a worker in the driver's process needs no Ray
+
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
 

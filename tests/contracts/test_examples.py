@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "gan",
         "horovod_digits",
         "language_model",
+        "ray_data",
         "segmentation",
         "tensorflow_creators",
         "tensorflow_digits",

@@ -4,6 +4,7 @@ import datetime
 import os
 import pickle
 import socket
+import time
 
 import pytest
 import torch
@@ -70,6 +71,32 @@ def test_a_generation_that_was_given_up_is_not_waited_for(backend):
     with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up") as caught:
         backend.setup(WorkerContext(distributed=True), rendezvous)
     assert backend.is_communication_error(caught.value)
+
+
+def test_a_store_that_is_closed_while_a_worker_connects_is_not_waited_for(backend, monkeypatch):
+    """It listens when it is looked for, and is gone before torch connects."""
+    rendezvous = backend.prepare(["127.0.0.1"])
+    reach = socket.create_connection
+
+    def close_then(*arguments):
+        connection = reach(*arguments)
+        backend.close()
+        return connection
+
+    monkeypatch.setattr(torch_backend.socket, "create_connection", close_then)
+    started = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="given up"):
+        backend.setup(WorkerContext(distributed=True), rendezvous)
+    assert time.monotonic() - started < torch_backend._CONNECT.total_seconds() / 2
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(torch_backend, "_LOOK_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rendezvous = torch_backend.TorchRendezvous("127.0.0.1", server.getsockname()[1], True)
+        with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.2 s"):
+            torch_backend._store_of(rendezvous)
 
 
 def test_teardown_is_harmless_when_nothing_was_set_up(backend):
