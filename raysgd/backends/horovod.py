@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.backends.base import Backend
+from raysgd.backends.horovod_keras import refuse_with_keras_3
 from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
-from raysgd.backends.sockets import endpoints, listeners
+from raysgd.backends.sockets import endpoints
 from raysgd.context import WorkerContext
 
 __all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_environment"]
@@ -21,6 +22,9 @@ __all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_envi
 _CONNECT_S = 30
 """How long connecting to workers that are all there may take."""
 _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
+
+_Connection = tuple[tuple[str, int], tuple[str, int]]
+"""The two ends of a TCP connection, its own first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class HorovodBackend(Backend):
         self._timeout_s = timeout_s
         self._framework = framework
         self._server: Any = None
-        self._listening: set[tuple[str, int]] = set()
+        self._own_connections: set[_Connection] = set()
         self._own: dict[str, str] = {}
 
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
@@ -97,16 +101,18 @@ class HorovodBackend(Backend):
         if rendezvous is None:
             for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
                 os.environ.pop(name, None)
+        refuse_with_keras_3()
         if self._framework is None:
             return
         hvd = self._horovod()
-        before = listeners()
+        before = _connections()
         hvd.init()
-        own = sorted(listeners() - before)
         if hvd.size() > 1:
-            # each connection has the listener of one of its ends at that end
-            own = [tuple(at) for each in self._gathered(own) for at in each]
-        self._listening = set(own)
+            # its gloo listens no longer; but what two workers have opened to each other is its own
+            opened = self._gathered(_connections() - before)
+            self._own_connections = {
+                (local, remote) for each in opened for remote, local in each
+            } & _connections()
 
     def _gathered(self, value: Any) -> list[Any]:
         module = "horovod.torch" if self._framework == "torch" else "horovod.tensorflow.functions"
@@ -119,12 +125,12 @@ class HorovodBackend(Backend):
     def interrupt(self) -> None:
         """Shut the sockets of this generation down: whoever waits gets an error."""
         for endpoint in endpoints():
-            if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
+            if (endpoint.local, endpoint.remote) in self._own_connections:
                 endpoint.shut_down()
 
     def teardown(self) -> None:
         """Shut Horovod down and take its environment back."""
-        self._listening = set()
+        self._own_connections = set()
         if self._own and self._framework is not None:
             self._horovod().shutdown()
         for name, value in self._own.items():
@@ -184,6 +190,10 @@ def horovod_environment(
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.port),
         "HOROVOD_GLOO_IFACE": interface_of(address),
     }
+
+
+def _connections() -> set[_Connection]:
+    return {(each.local, each.remote) for each in endpoints() if each.remote is not None}
 
 
 def _place(addresses: Sequence[str], rank: int) -> dict[str, str]:
