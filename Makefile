@@ -42,9 +42,23 @@ $(VENV)/.test-stamp: EXTRAS = all,test
 $(VENV)/.docs-stamp: EXTRAS = all,docs
 $(VENV)/.bench-stamp: EXTRAS = all,bench
 
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Without its dependencies, among which is TensorFlow for GPUs, tf-keras takes the one that is there.
+define INSTALL_FRAMEWORKS
+	$(INSTALL) tensorflow-cpu wheel
+	$(INSTALL) --no-deps tf-keras
+	$(INSTALL) --no-deps "$$(.ci/horovod-wheel $(BIN)/python $(HOROVOD))"
+endef
+HOROVOD = $(shell sed -n 's/^horovod==//p' constraints.txt)
+
+$(VENV)/.test-stamp: AND_THEN = $(INSTALL_FRAMEWORKS)
+$(VENV)/.test-stamp: .ci/horovod-wheel
+
 $(VENV)/.%-stamp: setup.py constraints.txt | $(BIN)/pip
 	@echo "Installing raysgd[$(EXTRAS)] into $(VENV): once, a minute or more"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(INSTALL) -e ".[$(EXTRAS)]"
+	$(AND_THEN)
 	@touch $@
 
 # bin/pip, not bin/python: a system without ensurepip leaves an environment with python alone.

@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "torch": ["torch>=2.13", "safetensors"],
+    "tensorflow": ["tensorflow>=2.21"],
+    "horovod": ["horovod>=0.28.1", "cffi", "packaging", "pyyaml"],
     "tune": ["ray[tune]>=2.60,<3"],
     "data": ["ray[data]>=2.60,<3"],
     "operators": ["torchmetrics", "transformers"],
@@ -31,6 +33,8 @@ EXTRAS = {
     "docs": ["furo", "myst-parser", "sphinx"],
 }
 # Everything that a user of the library can switch on; tools for its developers are not features.
+# TensorFlow is left out, since some need tensorflow-cpu in its place and pip would install both; so
+# is Horovod, which pip cannot build as it is.
 FEATURES = ("torch", "tune", "data", "operators", "callbacks")
 EXTRAS["all"] = sorted({package for name in FEATURES for package in EXTRAS[name]})
 

@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
+    from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
 
 __version__ = "0.1.0"
 
-__all__ = ["CreatorOperator", "ElasticConfig", "TorchTrainer", "TrainingOperator", "__version__"]
+__all__ = [
+    "CreatorOperator",
+    "ElasticConfig",
+    "TFTrainer",
+    "TorchTrainer",
+    "TrainingOperator",
+    "__version__",
+]
 
 _HOMES = {
     "CreatorOperator": "raysgd.torch",
     "ElasticConfig": "raysgd.elastic.config",
+    "TFTrainer": "raysgd.tf",
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",
 }

@@ -20,6 +20,7 @@ from raysgd.config import rounded_config, warn_of_rounding
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
+from raysgd.execution.members import InlineMember
 from raysgd.execution.supervisor import State, Supervisor
 
 __all__ = ["OperatorTrainer"]
@@ -305,8 +306,12 @@ class OperatorTrainer:
         """
         self._check_open()
         target = checkpoint.check_writable(path)
+        return checkpoint.save_model(self._saved_weights(), target)
+
+    def _saved_weights(self) -> Any:
+        """Return the models, or their arrays by name, for `save_model`."""
         models = self._call("models", rank=0, max_losses=3, any_size=True)[0]
-        return checkpoint.save_model(models[0] if len(models) == 1 else models, target)
+        return models[0] if len(models) == 1 else models
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the state in a file that `save` wrote. No code from the file is run.
@@ -333,6 +338,22 @@ class OperatorTrainer:
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn` with the operator of every worker and return what it returned, by rank."""
         return self._call("apply_operator", function=_callable("apply_all_operators", fn))
+
+    def get_local_operator(self) -> Any:
+        """Return the operator in this process.
+
+        Raises:
+            NotImplementedError: unless the trainer was made with ``use_local=True``.
+        """
+        self._check_open()
+        member = self._supervisor.members[0]
+        if not isinstance(member, InlineMember):
+            raise NotImplementedError(
+                f"get_local_operator() needs {type(self).__name__}(use_local=True): all "
+                "operators live in worker processes. Use apply_all_operators(fn) to reach them."
+            )
+        runner: Any = member.worker.runner
+        return runner.operator
 
     def shutdown(self, force: bool = False) -> None:
         """End callbacks and workers and give the resources back; they are free when this returns.

@@ -35,7 +35,7 @@ except ImportError as error:
         'pip install "raysgd[tune]"'
     ) from error
 
-__all__ = ["BaseTorchTrainable", "BaseTrainable", "trainable_class"]
+__all__ = ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"]
 
 _STATE = "trainer.checkpoint"
 _OPTIONS = "optimizer_options.json"
@@ -189,6 +189,23 @@ class BaseTorchTrainable(BaseTrainable):
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
         """See :func:`raysgd.torch.options.with_options`."""
         from raysgd.torch import options
+
+        return options.with_options(state, then, now)
+
+
+class TFTrainable(BaseTrainable):
+    """A trial that trains with a TFTrainer: the base of what its ``as_trainable`` returns."""
+
+    def look_at_operator(self) -> tuple[bool, Any]:
+        """See :meth:`BaseTrainable.look_at_operator`."""
+        from raysgd.tf import options
+
+        found: tuple[bool, Any] = self.trainer.apply_all_operators(options.facts)[0]
+        return found
+
+    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
+        """See :func:`raysgd.tf.options.with_options`."""
+        from raysgd.tf import options
 
         return options.with_options(state, then, now)
 

@@ -19,7 +19,9 @@ __all__ = ["Backend", "backend_names", "create_backend", "register_backend"]
 
 _BACKENDS = {
     "gloo": "raysgd.backends.torch:TorchBackend",
+    "horovod": "raysgd.backends.horovod:HorovodBackend",
     "nccl": "raysgd.backends.torch:TorchBackend",
+    "tensorflow": "raysgd.backends.tensorflow:TensorflowBackend",
 }
 
 

@@ -18,6 +18,10 @@ class Backend(ABC):
     backend object is created on the driver and once in each worker; nothing of it is shared.
     """
 
+    rejoins = True
+    """Whether a process that was in one generation can be in the next. Where it cannot, all
+    workers are started anew when the group changes or is broken."""
+
     @abstractmethod
     def prepare(self, addresses: Sequence[str]) -> Any:
         """Make a rendezvous for one generation. Runs on the driver.

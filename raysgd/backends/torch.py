@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
+from raysgd.backends.sockets import endpoints, listeners
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
-_LOOPBACK = "127.0.0.1"
 _CONNECT = datetime.timedelta(seconds=10)
 """How long connecting to workers that are all there may take, for it cannot be interrupted."""
 _LOOK_S = 0.5
@@ -63,8 +62,7 @@ class TorchBackend(Backend):
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         """Start the store of a new generation on a free port of the driver."""
-        single_node = len(set(addresses)) == 1 and addresses[0] in {_LOOPBACK, *_interfaces()}
-        host = _LOOPBACK if single_node else _address_towards(addresses[0])
+        single_node, host = is_single_node(addresses), driver_address(addresses)
         self._store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
@@ -80,8 +78,8 @@ class TorchBackend(Backend):
             )
         alone = rendezvous is None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(
-                _LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
+                LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
             )
             self._set_interface = True
         store: Any = HashStore()
@@ -93,7 +91,7 @@ class TorchBackend(Backend):
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
             store.set(everyone[context.world_rank], "")
             store.wait(everyone, self._timeout)
-        before = _listeners()
+        before = listeners()
         self._made = True
         place = (store, context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
@@ -103,7 +101,7 @@ class TorchBackend(Backend):
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
-        own = sorted(_listeners() - before)
+        own = sorted(listeners() - before)
         texts = [json.dumps(own)]
         if not alone:
             store.set(f"listening/{context.world_rank}", texts[0])
@@ -116,7 +114,7 @@ class TorchBackend(Backend):
         gloo's threads notice nothing but their sockets: neither ``abort`` nor
         ``destroy_process_group`` wakes them.
         """
-        for endpoint in _endpoints():
+        for endpoint in endpoints():
             if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
                 endpoint.shut_down()
         if (group := self._group) is not None:
@@ -205,86 +203,3 @@ def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) ->
         world_size=size,
         timeout=timeout,
     )
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    """A TCP socket of this process; `remote` is None where it listens."""
-
-    descriptor: int
-    local: tuple[str, int]
-    remote: tuple[str, int] | None
-
-    def shut_down(self) -> None:
-        """Shut the connection down; the descriptor stays open for its owner."""
-        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Open a socket object on a descriptor that someone else owns."""
-    copy = os.dup(descriptor)
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
-        yield sock
-
-
-def _endpoints() -> list[_Endpoint]:
-    """Return the TCP sockets of this process.
-
-    From its descriptors: the system's table of connections loses entries while it is read.
-    """
-    found = []
-    for name in os.listdir("/dev/fd"):
-        # not every descriptor is a socket, and other threads close theirs meanwhile
-        with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            remote = None if listens else sock.getpeername()[:2]
-            found.append(_Endpoint(int(name), sock.getsockname()[:2], remote))
-    return found
-
-
-def _listeners() -> set[tuple[str, int]]:
-    """Return the addresses on which this process listens."""
-    return {endpoint.local for endpoint in _endpoints() if endpoint.remote is None}
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the name of each network interface of this machine by its IPv4 addresses."""
-    return {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-    }
-
-
-def _interface_of(address: str) -> str:
-    """Return the name of the interface that has `address`.
-
-    Raises:
-        RuntimeError: if none has it.
-    """
-    interfaces = _interfaces()
-    if address not in interfaces:
-        raise RuntimeError(
-            f"No network interface of this node has the address {address} by which Ray knows "
-            f"it; it has {', '.join(interfaces) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
-            "interface that the workers shall use."
-        )
-    return interfaces[address]
-
-
-def _address_towards(address: str) -> str:
-    """Return this machine's address on the way to `address`; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, 1))
-        name: str = sock.getsockname()[0]
-        return name

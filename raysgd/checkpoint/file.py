@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
+import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from raysgd.checkpoint.checked import checked_manifest
-from raysgd.checkpoint.location import Location, first_line, locate
+from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.seal import seal
 from raysgd.errors import CheckpointError
@@ -27,11 +28,6 @@ __all__ = [
     "read_manifest",
     "write_file",
 ]
-
-_ALLOW = (
-    "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
-    "torch.serialization.add_safe_globals([...]) before saving and before loading."
-)
 
 
 def check_writable(path: str | os.PathLike[str]) -> str:
@@ -80,8 +76,9 @@ def prepare_write(
     target.check_writable()
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
-    _check_loadable("the operator's state_dict()", state.get("operator"), target)
-    _check_loadable("the callbacks' state_dict()", state.get("callbacks"), target)
+    archive = _archive_for(state)
+    for source in ("operator", "callbacks"):
+        archive.check_loadable(source, state.get(source), target)
     manifest = dataclasses.replace(
         manifest or Manifest(),
         epoch=state.get("epoch", 0),
@@ -89,8 +86,8 @@ def prepare_write(
     )
 
     def fill(file: IO[bytes]) -> None:
-        torch.save(state, file)
-        seal(file, manifest, _record_names(state))
+        archive.write(state, file)
+        seal(file, manifest, archive.record_names(state))
 
     return functools.partial(target.write, fill)
 
@@ -125,7 +122,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
         manifest = checked_manifest(source, file, whole=True)
         # through the file that was checked: another may have the name by now
         file.seek(0)
-        state = _loaded(source, file)
+        state = _archive_in(file).read(source, file)
     missing = [
         key
         for key in ("models", "optimizers", "epoch")
@@ -139,62 +136,35 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     return state, manifest
 
 
-def _loaded(source: Location, file: IO[bytes]) -> Any:
+def _archive_for(state: Mapping[str, Any]) -> Any:
+    """Return the archive for a state: torch's, unless all of its tensors are arrays."""
+    torch = sys.modules.get("torch")
+    found = [type(leaf) for name in ("models", "optimizers") for leaf in _leaves(state.get(name))]
+    of_torch = torch is not None and any(issubclass(kind, torch.Tensor) for kind in found)
+    arrays = any(issubclass(kind, np.ndarray) for kind in found) and not of_torch
+    return _archive("arrays" if arrays else "tensors")
+
+
+def _archive_in(file: IO[bytes]) -> Any:
+    """Return the archive that a file is."""
+    from raysgd.checkpoint import arrays
+
+    file.seek(0)
+    with_arrays = zipfile.is_zipfile(file) and arrays.is_one(file)
+    file.seek(0)
+    return _archive("arrays" if with_arrays else "tensors")
+
+
+def _archive(name: str) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "weights_only" in str(error) and "GLOBAL" in str(error):
-            raise CheckpointError(
-                f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
-                f"loading never runs code from a file. {_ALLOW}\n{first_line(error)}"
-            ) from error
-        # torch's own words advise to load without protection
-        said = "" if "weights_only" in str(error) else f": {first_line(error)}"
-        raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
-            f"({type(error).__name__}{said})."
+        return importlib.import_module(f"raysgd.checkpoint.{name}")
+    except ImportError as error:
+        raise ImportError(
+            f'This checkpoint needs PyTorch ({error}): pip install "raysgd[torch]"'
         ) from error
 
 
-def _check_loadable(source: str, user_state: Any, target: Location) -> None:
-    """Check that the user's own state will load again: find out now, not when it is needed."""
-    if user_state is None:
-        return
-    buffer = io.BytesIO()
-    try:
-        torch.save(user_state, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"Cannot save to {target.shown}: what {source} returned could not be loaded again. "
-            f"{_ALLOW}\n{first_line(error)}"
-        ) from error
-
-
-def _record_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the records hold; those of tensors are numbered as ``torch.save`` meets them.
-
-    An object that has tensors of its own shifts the numbers of those that follow; so the names
-    are for messages, and nothing depends on them.
-    """
-    names: dict[int, str] = {}
-    for name, tensor in _tensors(state, ""):
-        if tensor.layout is not torch.strided:
-            break  # several storages, in an order of its own
-        names.setdefault(tensor.untyped_storage()._cdata, name)
-    return {
-        "data.pkl": "structure",
-        **{f"data/{number}": name for number, name in enumerate(names.values())},
-    }
-
-
-def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, f"{path}/{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
-        for place, value in enumerate(tree):
-            yield from _tensors(value, f"{path}/{place}")
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(tree, found.append)
+    return found

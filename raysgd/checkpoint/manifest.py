@@ -17,7 +17,7 @@ __all__ = ["FORMAT", "Manifest", "NewerFormatError", "Part"]
 FORMAT = 1
 """The format that this library writes, and the newest that it reads."""
 
-_LIBRARIES = ("raysgd", "torch", "ray")
+_LIBRARIES = ("raysgd", "torch", "keras", "ray")
 
 
 @functools.cache
@@ -54,7 +54,7 @@ class Manifest:
 
     format: int = FORMAT
     versions: Mapping[str, str] = field(default_factory=_versions)
-    """Version of raysgd, torch, Python, and of Ray where it is installed, that wrote it."""
+    """Version of raysgd and Python, and of torch, Keras and Ray where they are installed."""
     world_size: int = 1
     epoch: int = 0
     global_step: int = 0

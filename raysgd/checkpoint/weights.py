@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import IO
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["save_model"]
 
 
 def save_model(
-    models: torch.nn.Module | Sequence[torch.nn.Module], path: str | os.PathLike[str]
+    models: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    path: str | os.PathLike[str],
 ) -> str:
     """Write the weights of one or several models as a ``.safetensors`` file, whole or not at all.
 
@@ -23,7 +25,8 @@ def save_model(
     names are written once; the metadata maps each other name to the one that was kept.
 
     Args:
-        models: a model, or several, whose keys then begin with ``0.``, ``1.``, ….
+        models: a model of torch, or several, whose keys then begin with ``0.``, ``1.``, …; or
+            the weights of one, arrays by name.
         path: where to; a URL of any file system that fsspec knows.
 
     Returns:
@@ -33,18 +36,14 @@ def save_model(
         CheckpointError: if it cannot be written there.
         ImportError: if safetensors is not installed.
     """
+    target = locate(path)
+    target.check_writable()
     try:
-        from safetensors.torch import save
+        content = _of_arrays(models) if isinstance(models, Mapping) else _of_modules(models)
     except ImportError as error:
         raise ImportError(
             'save_model(path) needs safetensors: pip install "raysgd[torch]"'
         ) from error
-    target = locate(path)
-    target.check_writable()
-    module = models if isinstance(models, torch.nn.Module) else torch.nn.ModuleList(models)
-    try:
-        tensors, other_names = _deduplicated(module)
-        content = save(tensors, metadata={"format": "pt", **other_names})
     except Exception as error:
         raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
 
@@ -52,6 +51,21 @@ def save_model(
         file.write(content)
 
     return target.write(fill)
+
+
+def _of_arrays(arrays: Mapping[str, Any]) -> bytes:
+    from safetensors.numpy import save
+
+    return save(dict(arrays), metadata={"format": "np"})
+
+
+def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
+    import torch
+    from safetensors.torch import save
+
+    module = models if isinstance(models, torch.nn.Module) else torch.nn.ModuleList(models)
+    tensors, other_names = _deduplicated(module)
+    return save(tensors, metadata={"format": "pt", **other_names})
 
 
 def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

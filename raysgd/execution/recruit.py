@@ -27,6 +27,8 @@ class Recruit:
         context: its place as it will be in the group, most likely; it sets up alone.
         created: arguments of the worker's ``create``.
         replaces_lost: whether it takes the place of a worker that was lost.
+        starts: whether it starts in its slot. Otherwise it is ready when the slot is: all workers
+            will be started anew then.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class Recruit:
         context: WorkerContext,
         created: Sequence[Any],
         replaces_lost: bool,
+        starts: bool = True,
     ) -> None:
         self._group = group
         self.slot = slot
         self._context = context
         self._created = created
-        self._life = self._live()
+        self._life = self._live() if starts else self._wait_for_slot()
         self.replaces_lost = replaces_lost
         self.member: Member | None = None
         self.is_ready = False
@@ -58,15 +61,18 @@ class Recruit:
         except Exception as error:
             self.error = error
 
-    def _live(self) -> Iterator[None]:
-        """Live up to the join; yields where there is something to wait for."""
+    def _wait_for_slot(self) -> Iterator[None]:
         looked = 0.0
         while True:
             if time.monotonic() - looked >= _LOOK_EVERY_S:
                 looked = time.monotonic()
                 if self.slot.is_ready:
-                    break
+                    return
             yield
+
+    def _live(self) -> Iterator[None]:
+        """Live up to the join; yields where there is something to wait for."""
+        yield from self._wait_for_slot()
         self.member = self._group.new_member(self.slot)
         place = self.member.control("place")
         yield from _until(place)

@@ -32,6 +32,7 @@ class Recruiting:
         draw: returns a random number in 0..1, for the jitter.
         on_failure: told of a newcomer that failed, and why.
         can_join: whether newcomers can join a group that is at work; without that none are started.
+        starts: whether newcomers start before they join.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Recruiting:
         draw: Callable[[], float],
         on_failure: Callable[[Member | None, BaseException], None],
         can_join: bool = True,
+        starts: bool = True,
     ) -> None:
         self._group = group
         self._config = config
@@ -49,6 +51,7 @@ class Recruiting:
         self._draw = draw
         self._on_failure = on_failure
         self._can_join = can_join
+        self._starts = starts
         self._recruits: list[Recruit] = []
         self._lost_slots: list[Any] = []
         self._failures = 0
@@ -116,7 +119,9 @@ class Recruiting:
                 num_cpus=self._group.options.num_cpus,
             )
             replaces_lost = slot in self._lost_slots
-            self._recruits.append(Recruit(self._group, slot, context, self._created, replaces_lost))
+            self._recruits.append(
+                Recruit(self._group, slot, context, self._created, replaces_lost, self._starts)
+            )
 
     def fail(self, recruit: Recruit, error: BaseException | None = None) -> None:
         """Give a newcomer up, and start another after a while."""

@@ -66,6 +66,8 @@ _MENTION_STRAGGLER_S = 5.0
 """After how long to say so, and where they are."""
 _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
+_SALVAGE_S = 10.0
+"""How long a worker may take to hand its state over before all are started anew."""
 _PAUSE_S = 5.0
 """How long workers may take to reach the step at which they pause, before they are interrupted."""
 _TICK_S = 1.0
@@ -96,8 +98,9 @@ class Supervisor:
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
         elastic: what to do about losses.
-        can_join: whether workers of the group can enter a new generation with what they do, and
-            newcomers join them. Where they cannot, the group grows by `grow`, a restart.
+        can_join: whether what the workers do goes on in a new generation, and newcomers join it.
+            Where it does not, the group grows by `grow`, a restart.
+        rejoins: whether the processes can be in another generation, where the backend allows it.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Supervisor:
         timeout_s: float,
         elastic: ElasticConfig | None = None,
         can_join: bool = True,
+        rejoins: bool = True,
     ) -> None:
         self.state = State.NEW
         self._group = group
@@ -116,6 +120,7 @@ class Supervisor:
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
         self._can_join = can_join
+        self._rejoins = rejoins and (backend is None or backend.rejoins)
         self._generation = 0
         self.progress = Progress()
         """How far training is, as of the last call or the last new generation."""
@@ -138,6 +143,7 @@ class Supervisor:
         self._ranks: dict[Member, int] = {}
         self._entering: list[Member] = []
         self._paused_at: int | None = None
+        self._salvaged = False
         # pickled now: what cannot be sent is found before a worker starts
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
@@ -148,7 +154,13 @@ class Supervisor:
                 sys.path,
             )
         self._recruiting = Recruiting(
-            group, self._elastic, self._created, random.random, self._note_failed_newcomer, can_join
+            group,
+            self._elastic,
+            self._created,
+            random.random,
+            self._note_failed_newcomer,
+            can_join=can_join,
+            starts=self._rejoins,
         )
 
     # ---- life
@@ -400,7 +412,7 @@ class Supervisor:
         """
         if not self._recruiting.has_room():
             return False
-        self._restart(self.min_workers, "grown")
+        self._restart(self.min_workers, len(self.members))
         return True
 
     # ---- generations
@@ -420,7 +432,10 @@ class Supervisor:
             elif len(self.members) + len(self._recruiting.ready()) < min_workers:
                 self._await_newcomers(min_workers)
             elif self.state is State.BROKEN or self._recruiting.ready():
-                self._renew(max_losses)
+                if self._rejoins:
+                    self._renew(max_losses)
+                else:
+                    self._replace_all(min_workers)
             else:
                 break
         if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
@@ -536,7 +551,8 @@ class Supervisor:
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._recruiting.lost(self._group.slot_of(member))
             self._group.discard(member)
-        if not self._elastic.in_place:
+        if not (self._elastic.in_place and self._rejoins):
+            self._salvage()
             for member in list(self.members):
                 self._group.discard(member)
         self._recruiting.resized()
@@ -591,11 +607,34 @@ class Supervisor:
                 time.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 
-    def _restart(self, min_workers: int, kind: EventKind = "restarted") -> None:
+    def _replace_all(self, min_workers: int) -> None:
+        """Start all workers anew with the state that they have."""
+        num_before = len(self.members)
+        self._salvage()
+        self._restart(min_workers, num_before)
+
+    def _salvage(self) -> None:
+        """Take over the state of the workers that are left, if they cannot go on with it."""
+        if self._rejoins or not self._can_join:
+            return
+        reached = self.ask_progress()
+        for member in sorted(reached, key=lambda m: -reached[m].global_step):
+            if not member.remote:
+                continue
+            answer = member.work("call", "restart_state", {})
+            wait([answer], timeout=_SALVAGE_S)
+            if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
+                self.snapshots.set(state)
+                self._salvaged = True
+                self.progress = reached[member]
+                return
+
+    def _restart(self, min_workers: int, num_before: int | None = None) -> None:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
         started = time.monotonic()
-        if config.snapshot_every is None and self.progress.global_step > 0:
+        salvaged, self._salvaged = self._salvaged, False
+        if config.snapshot_every is None and self.progress.global_step > 0 and not salvaged:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
         self._recruiting.stop()
         self._group.shutdown(force=True)
@@ -622,7 +661,10 @@ class Supervisor:
             raise self._failed(
                 f"no {min_workers} workers to be had: {self._group.room()}", cause=last
             )
-        self._record(kind, self.members, seconds=time.monotonic() - started)
+        grown = num_before is not None and len(self.members) > num_before
+        newcomers = self.members[num_before:] if grown else self.members
+        seconds = time.monotonic() - started
+        self._record("grown" if grown else "restarted", newcomers, seconds=seconds)
         logger.warning(
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
         )
@@ -801,6 +843,10 @@ def _pickled(what: str, value: Any) -> bytes:
 def _error_of(answer: Future[Any]) -> BaseException | None:
     """Return why a control call failed, which may be silence."""
     return answer.exception() if answer.done() else _silence()
+
+
+def _value_of(outcome: Outcome) -> Any:
+    return outcome.value() if outcome.kind == "ok" else None
 
 
 def _silence() -> WorkerTimeoutError:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.errors import CheckpointError
-from raysgd.metrics import AverageMeterCollection
-from raysgd.timers import TimerCollection
+from raysgd.hosting.parts import Parts, Settings
+from raysgd.hosting.source import Source
 from raysgd.torch import replica
 from raysgd.torch.fitting import check_fits
-from raysgd.torch.loading import Source, dataset_loader, wrap_loader
+from raysgd.torch.horovod import HorovodExchange, check_horovod_args
+from raysgd.torch.loading import dataset_loader, wrap_loader
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registration import (
     check_plateau,
@@ -24,46 +27,34 @@ from raysgd.torch.registration import (
     checked,
     shaped_like,
 )
+from raysgd.torch.state import copied, to_cpu
 from raysgd.torch.updates import Updates
 
 __all__ = ["Components", "OperatorSettings"]
 
 
 @dataclass
-class OperatorSettings:
+class OperatorSettings(Settings):
     """What the trainer's arguments and the worker's place mean for an operator."""
 
-    context: WorkerContext = field(default_factory=WorkerContext)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     wrap_ddp: bool = True
-    add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
-    use_tqdm: bool = False
     use_fp16: bool | str = False
     amp_dtype: torch.dtype | None = None
-    batch_share: int | None = None
-    """This worker's share of ``config[BATCH_SIZE]``."""
+    use_horovod: bool = False
 
 
-class Components:
+class Components(Parts):
     """The registered parts of one operator, their state, and the place in the data."""
 
+    settings: OperatorSettings
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
     def __init__(self, settings: OperatorSettings) -> None:
-        self.settings = settings
-        self.timers = TimerCollection()
-        self.timers.disable()
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
-        self.registered = False
-        self.epoch = 0
-        self.offset = 0
-        self.validation_offset = 0
-        self.global_step = 0
-        self.seed = torch.initial_seed() % 2**62
-        self.meters: AverageMeterCollection | None = None
-        self._sources: dict[str, Source] = {}
-        self._trains_on = "train"
         self._wrapping: list[dict[str, Any] | None] = []
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
@@ -83,6 +74,7 @@ class Components:
         apex_args: Any = None,
         accumulation_steps: Any = 1,
         max_grad_norm: Any = None,
+        horovod_args: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         if self.registered:
@@ -106,7 +98,15 @@ class Components:
             check_plateau(self.schedulers, self.settings.scheduler_step_freq)
         self.updates.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.models = self.updates.precision.prepare(self.models, self.optimizers, apex_args)
-        if self.settings.wrap_ddp and self.settings.context.distributed:
+        arguments = check_horovod_args(horovod_args)
+        if self.settings.use_horovod and self.settings.context.distributed:
+            self.updates.exchanges = {
+                id(optimizer): HorovodExchange(
+                    optimizer, self.models, arguments, self.updates.accumulation_steps
+                )
+                for optimizer in self.optimizers
+            }
+        elif self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
@@ -142,17 +142,6 @@ class Components:
         if self.updates.accumulation_steps > 1:
             check_static_graphs(self.models)
 
-    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
-        """See :meth:`TrainingOperator.register_data`."""
-        for name, loader in (("train", train_loader), ("validation", validation_loader)):
-            if loader is None:
-                continue
-            if not isinstance(loader, Iterable):
-                raise TypeError(
-                    f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
-                )
-            self._sources[name] = self.wrap(loader, training=name == "train")
-
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader."""
         context, share = self.settings.context, self.settings.batch_share
@@ -166,33 +155,9 @@ class Components:
             batch_share=share,
         )
 
-    def source(self, name: str) -> Source:
-        """Return the registered train or validation loader.
-
-        Raises:
-            RuntimeError: if there is none.
-        """
-        if name not in self._sources:
-            raise RuntimeError(
-                f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
-            )
-        return self._sources[name]
-
-    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
-        """Return what to train on, and whether that is another source than before.
-
-        A data set given with the call takes the place of the registered loader. An epoch that is
-        part-finished on one of them is given up when the other is used.
-        """
-        name = "train" if dataset is None else f"dataset {dataset.uid}"
-        if dataset is not None and name not in self._sources:
-            for old in [key for key in self._sources if key.startswith("dataset ")]:
-                del self._sources[old]
-            self._sources[name] = self.wrap(dataset_loader(dataset), training=True)
-        changed = name != self._trains_on
-        if changed:
-            self._trains_on, self.offset = name, 0
-        return self.source(name), changed
+    def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
+        """Return a DataLoader over a data set that was given with a call."""
+        return dataset_loader(dataset)
 
     def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.to(self.settings.device)
@@ -210,6 +175,30 @@ class Components:
         return replica.ReplicatedModel(model, **given)
 
     # ---- committed steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches that make one update."""
+        return self.updates.accumulation_steps
+
+    @property
+    def group_position(self) -> int:
+        """Batches of the accumulation group before the one under way."""
+        return self.updates.group.position
+
+    @property
+    def scales(self) -> bool:
+        """Whether updates may be skipped since gradients overflowed."""
+        return self.updates.precision.scales
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped."""
+        return self.updates.precision.num_skipped
+
+    def end_stretch(self) -> None:
+        """Let models exchange gradients again in whatever follows a stretch of training."""
+        self.updates.end()
 
     @property
     def updated(self) -> bool:
@@ -259,34 +248,48 @@ class Components:
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
-        buffers = [b for m in self.models if replica.replicated(m) for b in m.buffers()]
+        with_horovod = bool(self.updates.exchanges)
+        models = [m for m in self.models if with_horovod or replica.replicated(m)]
+        buffers = [buffer for model in models for buffer in model.buffers()]
         if buffers:
             replica.broadcast_tensors(buffers, source=0)
             self.commit_buffers()
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Every rank must call it."""
+        return replica.agree_on_minimum(value, self.settings.device)
+
+    def validating(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which models do not communicate."""
+        return replica.no_forward_sync(self.models)
 
     # ---- generations
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Take a place in a new generation: rebuild the models' wrappers, share data out anew."""
-        self.settings.context = context
-        self.settings.batch_share = batch_share
+        super().enter(context, batch_share)
+        for exchange in self.updates.exchanges.values():
+            exchange.renew()
         for model, arguments in zip(self.models, self._wrapping, strict=True):
             if isinstance(model, DistributedDataParallel) and arguments is not None:
                 replica.rebuild(model, arguments)
-        for source in self._sources.values():
-            source.reshard(context.world_size, context.world_rank, batch_share)
 
     @property
     def replicated(self) -> bool:
         """Whether the models are the same on every rank."""
-        return any(replica.replicated(model) for model in self.models)
+        return bool(self.updates.exchanges) or any(map(replica.replicated, self.models))
 
     # ---- state
 
-    def new_meters(self) -> AverageMeterCollection:
-        """Return fresh meters, which the runner can read while an epoch is under way."""
-        self.meters = AverageMeterCollection()
-        return self.meters
+    @property
+    def copy_leaf(self) -> Callable[[Any], Any]:
+        """Copies a tensor on its device."""
+        return copied
+
+    @property
+    def to_cpu(self) -> Callable[[Any], Any]:
+        """Returns a copy of a state on CPU."""
+        return to_cpu
 
     def training_state(self) -> dict[str, Any]:
         """Return models, optimizers, schedulers and scaler, as they are on this device."""
@@ -333,34 +336,3 @@ class Components:
             ("optimizers", self.optimizers),
             ("schedulers", self.schedulers),
         ]
-
-    def place(self) -> dict[str, Any]:
-        """Return where training stands in the data."""
-        return {
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "validation_offset": self.validation_offset,
-            "seed": self.seed,
-        }
-
-    def move_to(self, place: dict[str, Any], global_step: int) -> None:
-        """Go to a place in the data."""
-        self.epoch, self.offset = place["epoch"], place["offset"]
-        self.validation_offset = place.get("validation_offset", 0)
-        self.global_step = global_step
-        self.reseed(place.get("seed", self.seed))
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what the loaders that are shared out must have in common on all workers."""
-        return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
-
-    def release(self) -> None:
-        """Let go of the loaders' worker processes."""
-        for source in self._sources.values():
-            source.renew()
-
-    def reseed(self, seed: int) -> None:
-        """Let the order of the epochs follow from `seed`."""
-        self.seed = seed
-        for source in self._sources.values():
-            source.reseed(seed)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from raysgd.hosting.operator_base import OperatorBase
 from raysgd.torch.components import Components, OperatorSettings
 from raysgd.torch.replica import unwrap
 
 __all__ = ["OperatorTools"]
 
 
-class OperatorTools:
+class OperatorTools(OperatorBase):
     """The helpers and properties of :class:`raysgd.TrainingOperator`."""
 
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
-        self._config = dict(config)
-        self._parts = Components(settings or OperatorSettings())
+        super().__init__(config)
+        self._parts: Components = Components(settings or OperatorSettings())
 
     # ---- what loops of your own use
 
@@ -84,11 +85,6 @@ class OperatorTools:
     # ---- what users read
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
-        return self._config
-
-    @property
     def device(self) -> torch.device:
         """This worker's device."""
         return self._parts.settings.device
@@ -97,21 +93,6 @@ class OperatorTools:
     def device_ids(self) -> list[int] | None:
         """Index of this worker's GPU, in a list, as DistributedDataParallel takes it."""
         return None if self.device.index is None else [self.device.index]
-
-    @property
-    def world_rank(self) -> int:
-        """Rank of this worker among all."""
-        return self._parts.settings.context.world_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this worker among those of its node."""
-        return self._parts.settings.context.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers, now."""
-        return self._parts.settings.context.world_size
 
     @property
     def use_gpu(self) -> bool:
@@ -134,44 +115,9 @@ class OperatorTools:
         return self._parts.settings.use_fp16 == "apex"
 
     @property
-    def use_tqdm(self) -> bool:
-        """Whether the trainer shows a progress bar."""
-        return self._parts.settings.use_tqdm
-
-    @property
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
         return self._parts.settings.scheduler_step_freq
-
-    @property
-    def global_step(self) -> int:
-        """Training steps that are done, over all epochs and calls: batches of this worker.
-
-        With gradient accumulation it grows by a whole group at each update; each batch has a
-        number of its own in ``batch_info["global_step"]``. Steps are counted for you; loops that
-        count them as well do no harm.
-        """
-        return self._parts.global_step
-
-    @global_step.setter
-    def global_step(self, value: int) -> None:
-        pass
-
-    @property
-    def timers(self) -> Any:
-        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
-        return self._parts.timers
-
-    if TYPE_CHECKING:
-        train_loader: Any
-        """This worker's part of the registered train loader, unless you set it yourself."""
-        validation_loader: Any
-        """This worker's part of the registered validation loader, unless you set it yourself."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("train_loader", "validation_loader"):
-            return self._parts.source(name.removesuffix("_loader"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

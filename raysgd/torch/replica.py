@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch import collectives
 from raysgd.trees import map_leaves
 
 __all__ = [
@@ -94,9 +94,7 @@ def wrapping_arguments(model: DistributedDataParallel) -> dict[str, Any]:
 
 def agree_on_minimum(value: int, device: torch.device) -> int:
     """Return the smallest `value` of all ranks. Every rank must call it."""
-    held = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.all_reduce(held, op=dist.ReduceOp.MIN)
-    return int(held.item())
+    return collectives.minimum(value, device)
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
@@ -118,8 +116,8 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
 
 def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, src=source)
-    if dist.get_rank() == source:
+    collectives.broadcast(flat, source)
+    if collectives.rank() == source:
         return
     start = 0
     for tensor in tensors:
@@ -134,15 +132,16 @@ def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.de
     The structure travels as a pickle, the tensors by themselves; `make_state` is called on
     rank `source` alone. Tensors come back on the device kind that they have there.
     """
-    state = make_state() if dist.get_rank() == source else None
+    leads = collectives.rank() == source
+    state = make_state() if leads else None
     tensors: list[torch.Tensor] = []
-    box = [_take_tensors(state, tensors)] if dist.get_rank() == source else [None]
-    dist.broadcast_object_list(box, src=source)
-    if dist.get_rank() == source:
+    structure = _take_tensors(state, tensors) if leads else None
+    structure = collectives.broadcast_object(structure, source)
+    if leads:
         broadcast_tensors(tensors, source)
         return state
     received: list[torch.Tensor] = []
-    result = _make_tensors(box[0], received, device)
+    result = _make_tensors(structure, received, device)
     broadcast_tensors(received, source)
     return result
 

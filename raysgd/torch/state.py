@@ -13,7 +13,7 @@ import torch
 
 from raysgd.trees import map_leaves
 
-__all__ = ["copied_to_cpu", "rng_state", "set_rng_state", "to_cpu"]
+__all__ = ["copied", "copied_to_cpu", "rng_state", "set_rng_state", "to_cpu"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -46,6 +46,11 @@ def to_cpu(tree: Any) -> Any:
         return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
 
     return map_leaves(tree, copied)
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor on its device; anything else as it is."""
+    return leaf.detach().clone() if hasattr(leaf, "detach") else leaf
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:

@@ -11,13 +11,23 @@ from typing import Any
 
 import torch
 
+from raysgd.arguments import (
+    check_choice,
+    check_hook,
+    check_workers,
+    checked_config,
+    checked_elastic,
+    checked_resources,
+    decide_gpu,
+    is_number,
+)
 from raysgd.backends import backend_names, create_backend
+from raysgd.backends.horovod import check_horovod
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.config import check_batch_size, env_seconds
 from raysgd.elastic.config import ElasticConfig
 from raysgd.execution.group import GroupOptions, WorkerGroup
-from raysgd.execution.members import InlineMember
 from raysgd.execution.supervisor import Supervisor
 from raysgd.operator_trainer import OperatorTrainer
 from raysgd.torch.creator_operator import CreatorOperator
@@ -65,7 +75,8 @@ class TorchTrainer(OperatorTrainer):
         num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
         resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one.
         use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs.
-        backend: "gloo", "nccl", or one that was registered; "auto": nccl with GPUs, else gloo.
+        backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl with GPUs, else
+            gloo. With Horovod models are not wrapped; its DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
         timeout_s: bound, in seconds, of each collective and of the workers' setup;
             ``NCCL_TIMEOUT_S`` in the environment overrides it for nccl.
@@ -119,14 +130,21 @@ class TorchTrainer(OperatorTrainer):
     ) -> None:
         _refuse(old_arguments)
         operator_cls = _checked_operator(training_operator_cls)
-        _check_hook(initialization_hook)
-        config = _checked_config(config)
-        _check_workers(num_workers, min_workers)
+        check_hook("TorchTrainer", initialization_hook)
+        config = checked_config("TorchTrainer", config)
+        check_workers("TorchTrainer", num_workers, min_workers)
         check_batch_size(config, num_workers)
-        resources = _checked_resources(resources_per_worker, num_cpus_per_worker)
-        _check_choice("use_gpu", use_gpu, (True, False, "auto"))
-        _check_choice("backend", backend, ("auto", *backend_names()))
-        _check_choice("scheduler_step_freq", scheduler_step_freq, (None, *_SCHEDULER_STEP_FREQS))
+        resources = checked_resources("TorchTrainer", resources_per_worker, num_cpus_per_worker)
+        check_choice("TorchTrainer", "use_gpu", use_gpu, (True, False, "auto"))
+        check_choice("TorchTrainer", "backend", backend, ("auto", *_backends()))
+        if backend == "horovod":
+            check_horovod()
+        check_choice(
+            "TorchTrainer",
+            "scheduler_step_freq",
+            scheduler_step_freq,
+            (None, *_SCHEDULER_STEP_FREQS),
+        )
         _check_precision(use_fp16, amp_dtype)
         for name, value in (
             ("wrap_ddp", wrap_ddp),
@@ -136,14 +154,15 @@ class TorchTrainer(OperatorTrainer):
         ):
             if not isinstance(value, bool):
                 raise TypeError(f"TorchTrainer({name}={value!r}): must be True or False.")
-        if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
+        if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
-        elastic = _checked_elastic(elastic, num_workers)
+        elastic = checked_elastic("TorchTrainer", elastic, num_workers)
         folder = checked_logdir(logdir)
         attached = trainer_callbacks("TorchTrainer", callbacks, use_tqdm, folder)
         inline = use_local and num_workers == 1
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
-        gpu = _decide_gpu(use_gpu, inline, resources)
+        own_gpus = torch.cuda.is_available if inline else None
+        gpu = decide_gpu("TorchTrainer", use_gpu, resources, own_gpus)
         if backend == "nccl" and not gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         num_gpus = resources.pop("GPU", 1) if gpu else 0
@@ -156,6 +175,7 @@ class TorchTrainer(OperatorTrainer):
             use_local=use_local,
             start_timeout_s=start_timeout_s,
         )
+        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
         runner = TorchRunner(
             TorchRunnerOptions(
                 operator_cls=operator_cls,
@@ -167,10 +187,10 @@ class TorchTrainer(OperatorTrainer):
                 use_tqdm=use_tqdm,
                 use_fp16=use_fp16,
                 amp_dtype=amp_dtype,
+                use_horovod=name == "horovod",
                 snapshot_every=elastic.snapshot_every,
             )
         )
-        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
         self._use_gpu = gpu
         # the hook comes before any import
         self._group = WorkerGroup(options, () if initialization_hook else runner.imports)
@@ -197,23 +217,6 @@ class TorchTrainer(OperatorTrainer):
         if self._use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
-
-    def get_local_operator(self) -> TrainingOperator:
-        """Return the operator in this process.
-
-        Raises:
-            NotImplementedError: unless the trainer was made with ``use_local=True``.
-        """
-        self._check_open()
-        member = self._group.members[0]
-        if not isinstance(member, InlineMember):
-            raise NotImplementedError(
-                "get_local_operator() needs TorchTrainer(use_local=True): all operators live in "
-                "worker processes. Use apply_all_operators(fn) to reach them there."
-            )
-        runner: Any = member.worker.runner
-        operator: TrainingOperator = runner.operator
-        return operator
 
     @classmethod
     def as_trainable(
@@ -244,7 +247,7 @@ class TorchTrainer(OperatorTrainer):
         known = {**inspect.signature(TorchTrainer).parameters, **inspect.signature(cls).parameters}
         _refuse({name: value for name, value in trainer_kwargs.items() if name not in known})
         _checked_operator(trainer_kwargs.get("training_operator_cls"))
-        _checked_config(trainer_kwargs.get("config"))
+        checked_config("TorchTrainer", trainer_kwargs.get("config"))
         tune = importlib.import_module(
             "raysgd.tune"
         )  # a layer above, and only where it is asked for
@@ -284,75 +287,13 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
     return operator_cls
 
 
-def _check_hook(hook: Any) -> None:
-    if hook is not None and not callable(hook):
-        raise TypeError(
-            f"TorchTrainer(initialization_hook=...) must be a function, but it is {hook!r}."
-        )
-
-
-def _checked_config(config: Any) -> dict[str, Any]:
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"TorchTrainer(config=...) must be a dict, but it is {config!r}.")
-    return dict(config or {})
-
-
-def _check_workers(num_workers: Any, min_workers: Any) -> None:
-    for name, value in (("num_workers", num_workers), ("min_workers", min_workers)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"TorchTrainer({name}={value!r}): must be an int.")
-    if num_workers <= 0:
-        raise ValueError(f"TorchTrainer(num_workers={num_workers}): must be at least 1.")
-    if not 1 <= min_workers <= num_workers:
-        raise ValueError(
-            f"TorchTrainer(min_workers={min_workers}, num_workers={num_workers}): min_workers must "
-            "be between 1 and num_workers."
-        )
-
-
-def _checked_elastic(elastic: Any, num_workers: int) -> ElasticConfig:
-    if elastic is None:
-        return ElasticConfig()
-    if not isinstance(elastic, ElasticConfig):
-        raise TypeError(f"TorchTrainer(elastic=...) takes an ElasticConfig, not {elastic!r}.")
-    if elastic.min_workers is not None and elastic.min_workers > num_workers:
-        raise ValueError(
-            f"ElasticConfig(min_workers={elastic.min_workers}), TorchTrainer(num_workers="
-            f"{num_workers}): min_workers must be between 1 and num_workers."
-        )
-    return elastic
-
-
-def _checked_resources(resources: Any, num_cpus: Any) -> dict[str, float]:
-    if not _is_number(num_cpus) or not num_cpus > 0:
-        raise ValueError(f"TorchTrainer(num_cpus_per_worker={num_cpus!r}): must be above 0.")
-    if resources is not None and not isinstance(resources, Mapping):
-        raise TypeError(
-            f"TorchTrainer(resources_per_worker=...) must be a dict, but it is {resources!r}."
-        )
-    found = dict(resources or {})
-    for name, amount in found.items():
-        if not _is_number(amount) or not amount > 0:
-            raise ValueError(
-                f"TorchTrainer(resources_per_worker={{{name!r}: {amount!r}}}): must be above 0."
-            )
-    if "CPU" in found:
-        raise ValueError(
-            "TorchTrainer(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for it."
-        )
-    return found
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
-        raise ValueError(
-            f"TorchTrainer({name}={value!r}): must be one of "
-            f"{', '.join(repr(choice) for choice in allowed)}."
-        )
+def _backends() -> list[str]:
+    """Return the backends that torch can use."""
+    return [name for name in backend_names() if name != "tensorflow"]
 
 
 def _check_precision(use_fp16: Any, amp_dtype: Any) -> None:
-    _check_choice("use_fp16", use_fp16, tuple(PRECISIONS))
+    check_choice("TorchTrainer", "use_fp16", use_fp16, tuple(PRECISIONS))
     if amp_dtype is None:
         return
     if not isinstance(amp_dtype, torch.dtype) or amp_dtype not in _AMP_DTYPES:
@@ -365,28 +306,3 @@ def _check_precision(use_fp16: Any, amp_dtype: Any) -> None:
             f"TorchTrainer(amp_dtype={amp_dtype}, use_fp16={use_fp16!r}): amp_dtype is for native "
             "AMP; pass use_fp16=True with it."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _decide_gpu(use_gpu: bool | str, inline: bool, resources: Mapping[str, float]) -> bool:
-    """Return whether workers use GPUs."""
-    if "GPU" in resources and use_gpu is False:
-        raise ValueError(
-            "TorchTrainer(resources_per_worker={'GPU': ...}, use_gpu=False) contradict each other: "
-            "remove GPU, or pass use_gpu=True."
-        )
-    if use_gpu != "auto":
-        return bool(use_gpu)
-    if inline:
-        return torch.cuda.is_available()
-    return "GPU" in resources or _gpus_in_cluster() > 0
-
-
-def _gpus_in_cluster() -> float:
-    from raysgd.execution import placement
-
-    placement.connect()
-    return placement.gpus_in_cluster()

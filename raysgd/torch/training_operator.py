@@ -17,24 +17,19 @@ Override any of these, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import NUM_SAMPLES, is_number
+from raysgd.hosting.operator_base import checked_metrics
+from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.operator_tools import OperatorTools
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
 
 __all__ = ["TrainingOperator"]
-
-_HINTS = {
-    "model": "a single model",
-    "optimizer": "a single optimizer",
-    "criterion": "a criterion",
-}
 
 
 class TrainingOperator(OperatorTools):
@@ -93,7 +88,7 @@ class TrainingOperator(OperatorTools):
             for batch_idx, batch in enumerate(iterator):
                 batch_info = self._batch_info(info, batch_idx, epoch_idx)
                 metrics = self.train_batch(batch, batch_info)
-                meters.update(*_checked(self.train_batch, metrics))
+                meters.update(*checked_metrics(self.train_batch, metrics))
                 if per_batch and self._parts.updates.group.is_last:
                     self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and getattr(iterator, "epoch_is_over", True):
@@ -147,7 +142,7 @@ class TrainingOperator(OperatorTools):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._parts.epoch)
                 metrics = self.validate_batch(batch, batch_info)
-                meters.update(*_checked(self.validate_batch, metrics))
+                meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +184,7 @@ class TrainingOperator(OperatorTools):
         apex_args: dict[str, Any] | None = None,
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
+        horovod_args: dict[str, Any] | None = None,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -206,6 +202,8 @@ class TrainingOperator(OperatorTools):
                 one batch of so many times the size would. Workers exchange gradients once for it.
             max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
                 which they are clipped before each step; None for no clipping.
+            horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
+                ``compression``, for ``backend="horovod"``.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, each in
@@ -227,6 +225,7 @@ class TrainingOperator(OperatorTools):
             apex_args,
             gradient_accumulation_steps,
             max_grad_norm,
+            horovod_args,
         )
 
     def register_data(
@@ -268,61 +267,6 @@ class TrainingOperator(OperatorTools):
             scheduler_creator,
             serialize_data_creation,
         )
-
-    # ---- helpers
-
-    def _batch_info(
-        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
-    ) -> dict[str, Any]:
-        return {
-            **(info or {}),
-            "batch_idx": batch_idx,
-            "global_step": self.global_step + self._parts.updates.group.position,
-            "epoch_idx": epoch_idx,
-            "info": info,
-        }
-
-    def _check_single(self) -> None:
-        """Refuse to train one of several models or optimizers and leave out the others."""
-        for what, held in (("models", self._parts.models), ("optimizers", self._parts.optimizers)):
-            if len(held) > 1:
-                kind = type(self).__name__
-                raise RuntimeError(
-                    f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
-                    f"model with one optimizer. Override train_batch in {kind}."
-                )
-
-    def _default(self, name: str) -> Any:
-        """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""
-        value = getattr(self, name, None)
-        if value is not None and not isinstance(value, list | tuple):
-            return value
-        kind = type(self).__name__
-        if isinstance(value, list | tuple):
-            raise RuntimeError(
-                f"{kind}.{name} holds {len(value)} objects, and the default train_batch and "
-                f"validate_batch work with {_HINTS[name]}. Override them in {kind}."
-            )
-        raise RuntimeError(
-            f"{kind} has no self.{name}, which the default train_batch and validate_batch need. "
-            f"Set it in setup, for example: self.model, self.optimizer, self.criterion = "
-            f"self.register(models=..., optimizers=..., criterion=...); or override them in {kind}."
-        )
-
-
-def _checked(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
-    """Return what a batch returned, and its weight."""
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{method.__qualname__} returned {type(metrics).__name__}; it must return a dict of "
-            "metrics (which may be empty)."
-        )
-    num_samples = metrics.get(NUM_SAMPLES, 1)
-    if not is_number(num_samples):
-        raise TypeError(
-            f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
-        )
-    return metrics, num_samples
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.accumulation import Group, check_count
+from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
 
 __all__ = ["Updates"]
@@ -52,6 +53,8 @@ class Updates:
         self._in_helper = False
         self._used = False
         self._scheduled = False
+        self.exchanges: dict[int, HorovodExchange] = {}
+        """Of Horovod, by the ids of the optimizers; without it there are none."""
 
     def register(
         self, optimizers: list[torch.optim.Optimizer], accumulation_steps: Any, max_grad_norm: Any
@@ -148,6 +151,8 @@ class Updates:
     def roll_back(self) -> None:
         """Drop what a group that was given up has left behind."""
         self.precision.abandon()
+        for exchange in self.exchanges.values():
+            exchange.abandon()
         self._zero_gradients()
         self._reset()
 
@@ -199,6 +204,8 @@ class Updates:
             )
         self._in_helper = True
         try:
+            if (exchange := self.exchanges.get(id(optimizer))) is not None:
+                exchange.synchronize()
             if self.max_grad_norm is not None:
                 self.precision.unscale(optimizer)
                 parameters = self.precision.parameters(optimizer)

@@ -18,9 +18,12 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "functions",
         "functions_fit",
         "gan",
+        "horovod_digits",
         "language_model",
         "ray_data",
         "segmentation",
+        "tensorflow_creators",
+        "tensorflow_digits",
         "text_classification",
     ],
 )

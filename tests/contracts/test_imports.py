@@ -95,6 +95,46 @@ for name in train.__all__:
     assert loaded_by(code) == []
 
 
+def test_importing_the_tensorflow_family_imports_no_framework():
+    """So that a worker can set what TensorFlow reads in the environment first."""
+    assert loaded_by("import raysgd.tf, raysgd.backends.horovod; raysgd.TFTrainer") == []
+
+
+WITHOUT = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: (
+    None if name in ("tensorflow", "horovod") else find_spec(name, *rest))
+class Missing:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] in ("tensorflow", "horovod"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
+    code = (
+        WITHOUT
+        + TRAIN
+        + """
+import raysgd
+for make, extra in (
+    (lambda: raysgd.TFTrainer(lambda config: None), "raysgd[tensorflow]"),
+    (lambda: TorchTrainer(training_operator_cls=Operator, num_workers=2, backend="horovod"),
+     "raysgd[horovod]"),
+):
+    try:
+        make()
+    except ImportError as error:
+        assert extra in str(error), error
+    else:
+        raise AssertionError(extra)
+"""
+    )
+    assert loaded_by(code, str(tmp_path / "state.pt")) == ["torch"]
+
+
 def test_the_operators_import_their_optional_packages_only_where_these_are_used():
     code = """
 import sys
@@ -111,7 +151,7 @@ def test_one_local_worker_trains_without_ray(tmp_path):
     assert loaded_by(TRAIN, str(tmp_path / "state.pt")) == ["torch"]
 
 
-@pytest.mark.parametrize("name", ["raysgd", "raysgd.torch"])
+@pytest.mark.parametrize("name", ["raysgd", "raysgd.tf", "raysgd.torch"])
 def test_importing_changes_neither_the_environment_nor_logging(name):
     code = f"""
 import logging, os, random, warnings

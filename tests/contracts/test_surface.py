@@ -12,6 +12,7 @@ SURFACE = {
     "raysgd": [
         "CreatorOperator",
         "ElasticConfig",
+        "TFTrainer",
         "TorchTrainer",
         "TrainingOperator",
         "__version__",
@@ -107,6 +108,7 @@ SURFACE = {
         "resume",
         "schedule",
     ],
+    "raysgd.tf": ["TFTrainer", "TrainingOperator"],
     "raysgd.timers": ["TimerCollection", "TimerStat"],
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
     "raysgd.torch.torch_trainer": ["TorchTrainer"],
@@ -175,7 +177,7 @@ SURFACE = {
         "prepare_model",
         "prepare_optimizer",
     ],
-    "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "trainable_class"],
+    "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"],
     "raysgd.utils": [
         "BATCH_COUNT",
         "BATCH_SIZE",

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.backends import create_backend
+from raysgd.backends import create_backend, network
 from raysgd.backends import torch as torch_backend
 from raysgd.context import WorkerContext
 
@@ -46,7 +46,7 @@ def test_each_generation_has_a_store_of_its_own(backend):
 
 
 def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backend, monkeypatch):
-    monkeypatch.setattr(torch_backend, "_address_towards", lambda address: "127.0.0.1")
+    monkeypatch.setattr(network, "address_towards", lambda address: "127.0.0.1")
     rendezvous = backend.prepare(["10.1.2.3", "10.1.2.4"])
     assert not rendezvous.single_node
     # one node, but not this one: the driver is elsewhere
@@ -54,7 +54,7 @@ def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backen
 
 
 def test_the_address_towards_this_machine_is_its_own():
-    assert torch_backend._address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
@@ -109,14 +109,14 @@ def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch):
     joined(backend)
     import os
 
-    assert os.environ["GLOO_SOCKET_IFNAME"] == torch_backend._interface_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == torch_backend.interface_of("127.0.0.1")
 
 
 def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
-    loopback = torch_backend._interface_of("127.0.0.1")
+    loopback = torch_backend.interface_of("127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     monkeypatch.setattr(
-        torch_backend, "_interface_of", lambda address: pytest.fail("the user has chosen")
+        torch_backend, "interface_of", lambda address: pytest.fail("the user has chosen")
     )
     backend = create_backend("gloo", 30)
     joined(backend)
@@ -126,7 +126,7 @@ def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
 
 def test_an_address_that_no_interface_has_is_explained():
     with pytest.raises(RuntimeError, match=r"203\.0\.113\.9.*GLOO_SOCKET_IFNAME"):
-        torch_backend._interface_of("203.0.113.9")
+        torch_backend.interface_of("203.0.113.9")
 
 
 def test_interrupting_shuts_down_only_the_sockets_of_the_group(backend):

@@ -18,9 +18,9 @@ from raysgd.checkpoint import (
     checked,
     read_file,
     read_manifest,
+    tensors,
     write_file,
 )
-from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, Code, flip
@@ -119,7 +119,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch, kind, key)
     path = tmp_path / "state.pt"
     state = {**STATE, key: Code()}
     if kind == "sealed":
-        monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
+        monkeypatch.setattr(tensors, "check_loadable", lambda *arguments: None)
         write_file(state, path)
     elif kind == "pickle":
         path.write_bytes(pickle.dumps(state))
@@ -187,7 +187,7 @@ def test_the_manifest_says_what_wrote_the_file_and_what_is_in_it(tmp_path):
     assert (manifest.world_size, manifest.operator, manifest.job) == (3, "Digits", "first")
     assert manifest.metrics["val_loss"] == 0.5
     assert manifest.metrics["odd"] != manifest.metrics["odd"]
-    assert set(manifest.versions) == {"raysgd", "torch", "python", "ray"}
+    assert set(manifest.versions) - {"keras"} == {"raysgd", "torch", "python", "ray"}
     assert manifest.versions["python"] == platform.python_version()
     assert {"structure", "models/0/weight", "optimizers/0/state/0/m"} <= {
         part.name for part in manifest.parts

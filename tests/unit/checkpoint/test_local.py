@@ -11,8 +11,7 @@ import tempfile
 import pytest
 import torch
 
-from raysgd.checkpoint import check_writable, read_file, write_file
-from raysgd.checkpoint import file as checkpoint_file
+from raysgd.checkpoint import check_writable, read_file, tensors, write_file
 from raysgd.checkpoint.local import LocalFile
 from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
@@ -57,7 +56,7 @@ def test_the_old_state_survives_a_failing_write(tmp_path, monkeypatch, error):
         file.write(b"half of it")
         raise error
 
-    monkeypatch.setattr(checkpoint_file.torch, "save", fail)
+    monkeypatch.setattr(tensors.torch, "save", fail)
     with pytest.raises(CheckpointError, match="Cannot save to") as caught:
         write_file({**STATE, "epoch": 9}, path)
     assert caught.value.__cause__ is error
@@ -84,7 +83,7 @@ def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
         file.write(b"half of it")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_file, "_check_loadable", lambda *arguments: None)
+    monkeypatch.setattr(tensors, "check_loadable", lambda *arguments: None)
     monkeypatch.setattr(torch, "save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_file(STATE, tmp_path / "state.pt")

@@ -297,7 +297,7 @@ def test_when_none_loads_all_are_listed(tmp_path):
 def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr("raysgd.checkpoint.file._check_loadable", lambda *arguments: None)
+    monkeypatch.setattr("raysgd.checkpoint.tensors.check_loadable", lambda *arguments: None)
     saved(tmp_path, 1).save({**state_at(2), "operator": Code()})
     restored = CheckpointStore(tmp_path, job="first").restore()
     assert step_of(restored.state) == 1

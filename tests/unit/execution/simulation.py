@@ -79,7 +79,8 @@ class Reservation:
 class SimBackend:
     """Gives each generation a rendezvous of its own."""
 
-    def __init__(self):
+    def __init__(self, rejoins=True):
+        self.rejoins = rejoins
         self.num_prepared = 0
         self.closed = 0
 
@@ -218,6 +219,8 @@ class SimMember(Member):
             elif task.method == "enter" and len(task.arguments) == 3:
                 self._world.meet(self)
                 return
+            elif self.is_at("restart_state"):
+                self.end("ok", {"step": self.step})
             elif self.is_at("load_state_dict"):
                 self.step = pickle.loads(task.arguments[1])["state"]["step"]
                 self.end("ok")
@@ -298,7 +301,8 @@ class SimGroup(WorkerGroup):
         world = self._world
         if world.supervisor is not None and world.supervisor.state is not State.CLOSED:
             alive = [member for member in self.members if not member.dead]
-            assert not any(m.has_trained for m in alive), "a survivor's state is given up"
+            if world.supervisor._rejoins:
+                assert not any(m.has_trained for m in alive), "a survivor's state is given up"
         super().shutdown(force)
 
     def _actor_class(self):
@@ -356,7 +360,9 @@ class World:
 
         self.plan(0.0, look)
 
-    def make(self, num_workers, min_workers=1, timeout_s=100.0, can_join=True, **elastic):
+    def make(
+        self, num_workers, min_workers=1, timeout_s=100.0, can_join=True, rejoins=True, **elastic
+    ):
         """Return a supervisor in this world that has started."""
         options = GroupOptions(
             num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
@@ -364,7 +370,7 @@ class World:
         made = SimGroup(self, options)
         config = ElasticConfig(**{"jitter": 0.0, **elastic})
         self.supervisor = Supervisor(
-            made, "runner", SimBackend(), None, timeout_s, config, can_join=can_join
+            made, "runner", SimBackend(rejoins), None, timeout_s, config, can_join=can_join
         )
         self.supervisor.start()
         return self.supervisor

@@ -60,7 +60,7 @@ class FakeRecruit:
 
     made = ()
 
-    def __init__(self, group, slot, context, created, replaces_lost):
+    def __init__(self, group, slot, context, created, replaces_lost, starts=True):
         self.slot, self.context, self.created = slot, context, created
         self.replaces_lost = replaces_lost
         self.member = None

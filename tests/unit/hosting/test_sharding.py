@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.torch.sharding import Shard
+from raysgd.hosting.sharding import Shard
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)

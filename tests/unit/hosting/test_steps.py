@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.hosting.steps import StepInterruptedError, Steps
 from raysgd.torch.components import Components, OperatorSettings
 from raysgd.torch.loading import PlainLoader
-from raysgd.torch.steps import StepInterruptedError, Steps
 
 
 def components(num_optimizers=1):
@@ -301,7 +301,7 @@ def test_a_pause_at_a_step_that_has_passed_lifts_no_limit(passed, length_known):
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("raysgd.torch.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("raysgd.hosting.steps.time.perf_counter", lambda: now[0])
     steps = make_steps(components(), range(5))
     assert steps.step_s == 0.0
     next(steps)
@@ -400,7 +400,7 @@ def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
 def test_progress_is_seen_within_a_group(monkeypatch):
     """A group may take longer than the time after which no progress counts as a hang."""
     now = [0.0]
-    monkeypatch.setattr("raysgd.torch.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("raysgd.hosting.steps.time.perf_counter", lambda: now[0])
     _, steps = grouped(100, range(100))
     next(steps)
     assert (steps.num_finished, steps.step_s) == (0, 0.0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from raysgd.torch.components import Components
-from raysgd.torch.state import to_cpu
-from raysgd.torch.training_operator import TrainingOperator
+from raysgd.hosting.parts import Parts
 from raysgd.trees import map_leaves
 
 __all__ = ["Snapshots", "full_state"]
@@ -24,6 +22,7 @@ class Snapshots:
         self._every = every
         self._held: tuple[int, dict[str, Any]] | None = None
         self._epoch = -1
+        self._to_cpu: Callable[[Any], Any] = _as_it_is
 
     @property
     def each_step(self) -> bool:
@@ -38,8 +37,8 @@ class Snapshots:
 
     def maybe_take(
         self,
-        parts: Components,
-        operator: TrainingOperator,
+        parts: Parts,
+        operator: Any,
         call_state: Callable[[], dict[str, Any]],
     ) -> None:
         """Take a copy if it is time for one. One rank holds it for all."""
@@ -52,7 +51,8 @@ class Snapshots:
                 return
         self._epoch = parts.epoch
         state = {**full_state(parts, operator), "call": call_state()}
-        self._held = (parts.global_step, map_leaves(state, _copied))
+        self._held = (parts.global_step, map_leaves(state, parts.copy_leaf))
+        self._to_cpu = parts.to_cpu
 
     def clear(self) -> None:
         """Forget the copy: training has gone to another state."""
@@ -61,10 +61,10 @@ class Snapshots:
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy on CPU. Called from another thread."""
         held = self._held
-        return None if held is None else to_cpu(held[1])
+        return None if held is None else self._to_cpu(held[1])
 
 
-def full_state(parts: Components, operator: TrainingOperator) -> dict[str, Any]:
+def full_state(parts: Parts, operator: Any) -> dict[str, Any]:
     """Return the state in the form that is saved, with tensors as they are on this device."""
     place = parts.place()
     return {
@@ -76,5 +76,5 @@ def full_state(parts: Components, operator: TrainingOperator) -> dict[str, Any]:
     }
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if hasattr(leaf, "detach") else leaf
+def _as_it_is(tree: Any) -> Any:
+    return tree

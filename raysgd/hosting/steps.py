@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raysgd.torch.components import Components
-from raysgd.torch.loading import Source
+from raysgd.hosting.parts import Parts
+from raysgd.hosting.source import Source
 
 __all__ = ["StepInterruptedError", "Steps"]
 
@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(
         self,
-        parts: Components,
+        parts: Parts,
         source: Source,
         batches: Iterator[Any],
         limit: int | None,
@@ -132,7 +132,7 @@ class Steps:
         if self._in_flight:
             self._commit()
         self._note_place()
-        self._parts.updates.end()
+        self._parts.end_stretch()
         return lost
 
     def fail(self) -> list[Any]:
@@ -153,7 +153,7 @@ class Steps:
         return lost
 
     def _begin_batch(self) -> None:
-        size, position = self._parts.updates.accumulation_steps, len(self._in_flight) - 1
+        size, position = self._parts.accumulation_steps, len(self._in_flight) - 1
         left = None if self._limit is None else self._limit - self.num_batches
         planned = size if left is None else min(size, left)
         self._is_last = position + 1 == planned

@@ -11,12 +11,11 @@ from typing import Any
 
 from raysgd.context import PausedError
 from raysgd.data import Dataset
+from raysgd.hosting.parts import Parts
+from raysgd.hosting.snapshots import Snapshots
+from raysgd.hosting.source import Source
+from raysgd.hosting.steps import Steps
 from raysgd.metrics import NUM_SKIPPED_STEPS, Summary, merge_segments
-from raysgd.torch import replica
-from raysgd.torch.loading import Source
-from raysgd.torch.snapshots import Snapshots
-from raysgd.torch.steps import Steps
-from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["Loop"]
 
@@ -35,9 +34,9 @@ class Loop:
     again after a failure and then does what is left; `call` tells a repetition from a new call.
     """
 
-    def __init__(self, operator: TrainingOperator) -> None:
+    def __init__(self, operator: Any) -> None:
         self.operator = operator
-        self._parts = operator._parts
+        self._parts: Parts = operator._parts
         self._batches: Iterator[Any] | None = None
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
@@ -47,6 +46,7 @@ class Loop:
         self._validated: _Counted | None = None
         self._start: int | None = None
         self._shared_out = True
+        self._source: Source | None = None
         self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
         """Copies of the state for the driver; none until the runner says how often."""
@@ -84,13 +84,13 @@ class Loop:
         """Return what the call under way has reached, for workers that join it."""
         covered = self.num_covered
         if covered is not None and self._start is not None:
-            covered += self._parts.offset - self._start
+            covered = _added(covered, self._between(self._start))
         return {
             "call": self._call,
             "num_covered": covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
-            "num_skipped": self._parts.updates.precision.num_skipped - self._skipped_before,
+            "num_skipped": self._parts.num_skipped - self._skipped_before,
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Loop:
         self._call, self.num_covered = state["call"], state["num_covered"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
-        self._skipped_before = self._parts.updates.precision.num_skipped - state["num_skipped"]
+        self._skipped_before = self._parts.num_skipped - state["num_skipped"]
 
     # ---- train
 
@@ -120,16 +120,16 @@ class Loop:
         source, changed = self._parts.training_source(dataset)
         if changed:
             self.forget_iteration()
-        self._shared_out = source.sharded
+        self._shared_out, self._source = source.sharded, source
         while (limit := self._left(until_epoch, until_step)) != 0:
             if self._pause_at is not None and self._parts.global_step >= self._pause_at:
                 raise PausedError
             self._train_stretch(source, limit, info)
-        if self._parts.settings.context.distributed:
+        if self._parts.context.distributed:
             self._parts.sync_buffers()
-        result, precision = self._result(), self._parts.updates.precision
-        if precision.scales:
-            result[NUM_SKIPPED_STEPS] = precision.num_skipped - self._skipped_before
+        result = self._result()
+        if self._parts.scales:
+            result[NUM_SKIPPED_STEPS] = self._parts.num_skipped - self._skipped_before
         return result
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
@@ -176,7 +176,7 @@ class Loop:
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
             f"that the gradients of its last {len(left)} batches are dropped. Let it draw whole "
-            f"groups of {self._parts.updates.accumulation_steps} batches.",
+            f"groups of {self._parts.accumulation_steps} batches.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -219,16 +219,22 @@ class Loop:
         if not source.sharded or self.num_covered is None:
             self.num_covered = None
         else:
-            self.num_covered += self._parts.offset - start
+            self.num_covered = _added(self.num_covered, self._between(start))
+
+    def _between(self, start: int) -> int | None:
+        """Return the samples from `start` to where the epoch stands."""
+        if self._source is None:
+            return None
+        return self._source.num_samples(start, self._parts.offset)
 
     def _new_steps(self, source: Source, limit: int | None) -> Steps:
         parts = self._parts
         left = source.steps_left(parts.offset)
         go_on: Callable[[bool], bool] | None = None
-        if not source.sharded and parts.settings.context.world_size > 1:
+        if not source.sharded and parts.context.world_size > 1:
             # such loaders may differ in length: all end with the first, or it would be waited for
             if left is not None:
-                left = replica.agree_on_minimum(left, parts.settings.device)
+                left = parts.minimum(left)
             else:
                 go_on = self._every_rank
         if self._batches is None:
@@ -239,7 +245,7 @@ class Loop:
         return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
 
     def _every_rank(self, has_batch: bool) -> bool:
-        return bool(replica.agree_on_minimum(int(has_batch), self._parts.settings.device))
+        return bool(self._parts.minimum(int(has_batch)))
 
     # ---- validate
 
@@ -254,7 +260,7 @@ class Loop:
         source = parts.source("validation")
         # the place moves only when all went well: a repetition begins where this call did
         offset, left = parts.validation_offset, num_steps
-        with replica.no_forward_sync(parts.models):
+        with parts.validating():
             while left is None or left > 0:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
@@ -284,7 +290,7 @@ class Loop:
         self._call, self._segments, self.num_covered = call, [], 0
         self._more_epochs = 0
         self._began_at = self._parts.global_step
-        self._skipped_before = self._parts.updates.precision.num_skipped
+        self._skipped_before = self._parts.num_skipped
         self._parts.timers.reset()
 
     def _profile(self, profile: bool) -> None:
@@ -300,6 +306,10 @@ class Loop:
         if timers.enabled:
             return Summary({**result, "profile": timers.stats()}, result.weights)
         return result
+
+
+def _added(total: int, more: int | None) -> int | None:
+    return None if more is None else total + more
 
 
 class _Counted:
@@ -323,9 +333,7 @@ class _Counted:
         return batch
 
 
-def _call_train_epoch(
-    operator: TrainingOperator, steps: Steps, info: Any, limit: int | None, epoch: int
-) -> Any:
+def _call_train_epoch(operator: Any, steps: Steps, info: Any, limit: int | None, epoch: int) -> Any:
     """Call ``train_epoch`` with what its signature takes: older ones end after ``info``."""
     accepted = inspect.signature(operator.train_epoch).parameters
     kinds = [parameter.kind for parameter in accepted.values()]
@@ -350,14 +358,7 @@ def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any
 
 
 def _empty(name: str, source: Source) -> RuntimeError:
-    described = repr(source.loader)
-    if source.sharded:
-        shard = source.shard
-        described = (
-            f"{shard.total} samples, batch size {shard.batch_size} on each of {shard.world_size} "
-            f"workers, drop_last={shard.drop_last}"
-        )
     return RuntimeError(
-        f"The {name} loader gives no batch: {described}. Use more data, a smaller batch size or "
-        "drop_last=False."
+        f"The {name} loader gives no batch: {source.describe()}. Use more data, a smaller batch "
+        "size or drop_last=False."
     )

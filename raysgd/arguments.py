@@ -1,0 +1,123 @@
+"""What the arguments of trainers must be; `trainer` is the name of the one that was called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.elastic.config import ElasticConfig
+
+__all__ = [
+    "check_choice",
+    "check_hook",
+    "check_workers",
+    "checked_config",
+    "checked_elastic",
+    "checked_resources",
+    "decide_gpu",
+    "is_number",
+]
+
+
+def check_hook(trainer: str, hook: Any) -> None:
+    """Check that an initialization hook can be called."""
+    if hook is not None and not callable(hook):
+        raise TypeError(
+            f"{trainer}(initialization_hook=...) must be a function, but it is {hook!r}."
+        )
+
+
+def checked_config(trainer: str, config: Any) -> dict[str, Any]:
+    """Return the config as a dict of its own."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"{trainer}(config=...) must be a dict, but it is {config!r}.")
+    return dict(config or {})
+
+
+def check_workers(trainer: str, num_workers: Any, min_workers: Any) -> None:
+    """Check the numbers of workers."""
+    for name, value in (("num_workers", num_workers), ("min_workers", min_workers)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{trainer}({name}={value!r}): must be an int.")
+    if num_workers <= 0:
+        raise ValueError(f"{trainer}(num_workers={num_workers}): must be at least 1.")
+    if not 1 <= min_workers <= num_workers:
+        raise ValueError(
+            f"{trainer}(min_workers={min_workers}, num_workers={num_workers}): min_workers must "
+            "be between 1 and num_workers."
+        )
+
+
+def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:
+    """Return the ElasticConfig, the default one for None."""
+    if elastic is None:
+        return ElasticConfig()
+    if not isinstance(elastic, ElasticConfig):
+        raise TypeError(f"{trainer}(elastic=...) takes an ElasticConfig, not {elastic!r}.")
+    if elastic.min_workers is not None and elastic.min_workers > num_workers:
+        raise ValueError(
+            f"ElasticConfig(min_workers={elastic.min_workers}), {trainer}(num_workers="
+            f"{num_workers}): min_workers must be between 1 and num_workers."
+        )
+    return elastic
+
+
+def checked_resources(trainer: str, resources: Any, num_cpus: Any) -> dict[str, float]:
+    """Return what each worker reserves beside CPUs."""
+    if not is_number(num_cpus) or not num_cpus > 0:
+        raise ValueError(f"{trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0.")
+    if resources is not None and not isinstance(resources, Mapping):
+        raise TypeError(
+            f"{trainer}(resources_per_worker=...) must be a dict, but it is {resources!r}."
+        )
+    found = dict(resources or {})
+    for name, amount in found.items():
+        if not is_number(amount) or not amount > 0:
+            raise ValueError(
+                f"{trainer}(resources_per_worker={{{name!r}: {amount!r}}}): must be above 0."
+            )
+    if "CPU" in found:
+        raise ValueError(
+            f"{trainer}(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for it."
+        )
+    return found
+
+
+def check_choice(trainer: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Check that a value is one of those that are allowed."""
+    if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
+        raise ValueError(
+            f"{trainer}({name}={value!r}): must be one of "
+            f"{', '.join(repr(choice) for choice in allowed)}."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that is not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def decide_gpu(
+    trainer: str,
+    use_gpu: bool | str,
+    resources: Mapping[str, float],
+    own_gpus: Callable[[], bool] | None,
+) -> bool:
+    """Return whether workers use GPUs: ask the cluster, or `own_gpus` about this process."""
+    if "GPU" in resources and use_gpu is False:
+        raise ValueError(
+            f"{trainer}(resources_per_worker={'GPU': ...}, use_gpu=False) contradict each other: "
+            "remove GPU, or pass use_gpu=True."
+        )
+    if use_gpu != "auto":
+        return bool(use_gpu)
+    if own_gpus is not None:
+        return own_gpus()
+    return "GPU" in resources or _gpus_in_cluster() > 0
+
+
+def _gpus_in_cluster() -> float:
+    from raysgd.execution import placement
+
+    placement.connect()
+    return placement.gpus_in_cluster()

@@ -1,0 +1,63 @@
+"""Addresses and interfaces of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+__all__ = [
+    "LOOPBACK",
+    "address_towards",
+    "driver_address",
+    "interface_of",
+    "interfaces",
+    "is_single_node",
+]
+
+LOOPBACK = "127.0.0.1"
+
+
+def interfaces() -> dict[str, str]:
+    """Return the name of each network interface of this machine by its IPv4 addresses."""
+    return {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+
+
+def address_towards(address: str) -> str:
+    """Return this machine's address on the way to `address`; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 1))
+        name: str = sock.getsockname()[0]
+        return name
+
+
+def is_single_node(addresses: Sequence[str]) -> bool:
+    """Whether all workers, at these addresses, are on this machine."""
+    return len(set(addresses)) == 1 and addresses[0] in {LOOPBACK, *interfaces()}
+
+
+def driver_address(addresses: Sequence[str]) -> str:
+    """Return the address at which workers reach this machine."""
+    return LOOPBACK if is_single_node(addresses) else address_towards(addresses[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`.
+
+    Raises:
+        RuntimeError: if none has it.
+    """
+    there_are = interfaces()
+    if address not in there_are:
+        raise RuntimeError(
+            f"No network interface of this node has the address {address} by which Ray knows "
+            f"it; it has {', '.join(there_are) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
+            "interface that the workers shall use."
+        )
+    return there_are[address]

@@ -1,0 +1,91 @@
+"""States with tensors of torch: the archive of ``torch.save``, of which no code is run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+import torch
+
+from raysgd.checkpoint.location import Location, first_line
+from raysgd.errors import CheckpointError
+
+__all__ = ["check_loadable", "read", "record_names", "write"]
+
+_ALLOW = (
+    "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
+    "torch.serialization.add_safe_globals([...]) before saving and before loading."
+)
+
+
+def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
+    """Write a state."""
+    torch.save(dict(state), file)
+
+
+def read(source: Location, file: IO[bytes]) -> Any:
+    """Read a state.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds objects of a type that is not allowed.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error) and "GLOBAL" in str(error):
+            raise CheckpointError(
+                f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
+                f"loading never runs code from a file. {_ALLOW}\n{first_line(error)}"
+            ) from error
+        # torch's own words advise to load without protection
+        said = "" if "weights_only" in str(error) else f": {first_line(error)}"
+        raise CheckpointError(
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
+            f"({type(error).__name__}{said})."
+        ) from error
+
+
+def check_loadable(owner: str, user_state: Any, target: Location) -> None:
+    """Check that the state of an operator or of callbacks will load again: find out now."""
+    if user_state is None:
+        return
+    buffer = io.BytesIO()
+    try:
+        torch.save(user_state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        whose = f"{owner}'" if owner.endswith("s") else f"{owner}'s"
+        raise CheckpointError(
+            f"Cannot save to {target.shown}: what the {whose} state_dict() returned could not be "
+            f"loaded again. {_ALLOW}\n{first_line(error)}"
+        ) from error
+
+
+def record_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the records hold; those of tensors are numbered as ``torch.save`` meets them.
+
+    An object that has tensors of its own shifts the numbers of those that follow; so the names
+    are for messages, and nothing depends on them.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in _tensors(state, ""):
+        if tensor.layout is not torch.strided:
+            break  # several storages, in an order of its own
+        names.setdefault(tensor.untyped_storage()._cdata, name)
+    return {
+        "data.pkl": "structure",
+        **{f"data/{number}": name for number, name in enumerate(names.values())},
+    }
+
+
+def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{path}/{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for place, value in enumerate(tree):
+            yield from _tensors(value, f"{path}/{place}")

@@ -1,0 +1,229 @@
+"""What an operator registered, and where its training stands, whatever the framework."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.hosting.source import Source
+from raysgd.metrics import AverageMeterCollection
+from raysgd.timers import TimerCollection
+
+__all__ = ["Parts", "Settings"]
+
+
+@dataclass
+class Settings:
+    """What the trainer's arguments and the worker's place mean for an operator."""
+
+    context: WorkerContext = field(default_factory=WorkerContext)
+    add_dist_sampler: bool = True
+    use_tqdm: bool = False
+    batch_share: int | None = None
+    """This worker's share of ``config[BATCH_SIZE]``."""
+
+
+class Parts(ABC):
+    """The registered parts of one operator, their state, and the place in the data."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self.settings = settings
+        self.timers = TimerCollection()
+        self.timers.disable()
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.registered = False
+        self.epoch = 0
+        self.offset = 0
+        self.validation_offset = 0
+        self.global_step = 0
+        self.seed = seed
+        self.meters: AverageMeterCollection | None = None
+        self._sources: dict[str, Source] = {}
+        self._trains_on = "train"
+
+    @property
+    def context(self) -> WorkerContext:
+        """This worker's place in the group."""
+        return self.settings.context
+
+    # ---- data
+
+    @abstractmethod
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a loader."""
+
+    @abstractmethod
+    def dataset_loader(self, dataset: Dataset) -> Any:
+        """Return a loader over a data set that was given with a call."""
+
+    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
+        """See ``register_data`` of the operator."""
+        for name, loader in (("train", train_loader), ("validation", validation_loader)):
+            if loader is None:
+                continue
+            if not isinstance(loader, Iterable):
+                raise TypeError(
+                    f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
+                )
+            self._sources[name] = self.wrap(loader, training=name == "train")
+
+    def source(self, name: str) -> Source:
+        """Return the registered train or validation loader.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if name not in self._sources:
+            raise RuntimeError(
+                f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
+            )
+        return self._sources[name]
+
+    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
+        """Return what to train on, and whether that is another source than before.
+
+        A data set given with the call takes the place of the registered loader. An epoch that is
+        part-finished on one of them is given up when the other is used.
+        """
+        name = "train" if dataset is None else f"dataset {dataset.uid}"
+        if dataset is not None and name not in self._sources:
+            for old in [key for key in self._sources if key.startswith("dataset ")]:
+                del self._sources[old]
+            self._sources[name] = self.wrap(self.dataset_loader(dataset), training=True)
+        changed = name != self._trains_on
+        if changed:
+            self._trains_on, self.offset = name, 0
+        return self.source(name), changed
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the loaders that are shared out must have in common on all workers."""
+        return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+
+    def release(self) -> None:
+        """Let go of the loaders' worker processes."""
+        for source in self._sources.values():
+            source.renew()
+
+    # ---- place
+
+    def place(self) -> dict[str, Any]:
+        """Return where training stands in the data."""
+        return {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "validation_offset": self.validation_offset,
+            "seed": self.seed,
+        }
+
+    def move_to(self, place: dict[str, Any], global_step: int) -> None:
+        """Go to a place in the data."""
+        self.epoch, self.offset = place["epoch"], place["offset"]
+        self.validation_offset = place.get("validation_offset", 0)
+        self.global_step = global_step
+        self.reseed(place.get("seed", self.seed))
+
+    def reseed(self, seed: int) -> None:
+        """Let the order of the epochs follow from `seed`."""
+        self.seed = seed
+        for source in self._sources.values():
+            source.reseed(seed)
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        """Take a place in a new generation: share data out anew."""
+        self.settings.context = context
+        self.settings.batch_share = batch_share
+        for source in self._sources.values():
+            source.reshard(context.world_size, context.world_rank, batch_share)
+
+    def new_meters(self) -> AverageMeterCollection:
+        """Return fresh meters, which the runner can read while an epoch is under way."""
+        self.meters = AverageMeterCollection()
+        return self.meters
+
+    # ---- committed steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches that make one update."""
+        return 1
+
+    @property
+    def group_position(self) -> int:
+        """Batches of the accumulation group before the one under way."""
+        return 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether updates may be skipped since gradients overflowed."""
+        return False
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were."""
+        return 0
+
+    @property
+    @abstractmethod
+    def updated(self) -> bool:
+        """Whether every optimizer has stepped since the last commit."""
+
+    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:  # noqa: B027
+        """Begin a batch of an accumulation group."""
+
+    @abstractmethod
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done."""
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """Take back what a step that was not committed left behind."""
+
+    def end_stretch(self) -> None:  # noqa: B027
+        """Settle what a stretch of training leaves open."""
+
+    # ---- the other workers
+
+    @abstractmethod
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Every rank must call it."""
+
+    def sync_buffers(self) -> None:  # noqa: B027
+        """Give every rank what is not trained, and may differ, of rank 0."""
+
+    def validating(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which nothing communicates."""
+        return contextlib.nullcontext()
+
+    # ---- state
+
+    @abstractmethod
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers and what belongs to them, as they are on this device."""
+
+    @abstractmethod
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that a state fits what is registered.
+
+        Raises:
+            CheckpointError: if it does not.
+        """
+
+    @abstractmethod
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over what `training_state` returned."""
+
+    @property
+    @abstractmethod
+    def copy_leaf(self) -> Callable[[Any], Any]:
+        """Copies a leaf of a state on its device, at a step boundary."""
+
+    @property
+    @abstractmethod
+    def to_cpu(self) -> Callable[[Any], Any]:
+        """Returns a copy of a state on CPU, which nothing changes."""

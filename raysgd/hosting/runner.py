@@ -1,0 +1,250 @@
+"""Hosts an operator in a worker: calls, places in the data, state. What all frameworks share."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from raysgd.context import PausedError, Progress, WorkerContext
+from raysgd.data import Dataset
+from raysgd.hosting.loop import Loop
+from raysgd.hosting.parts import Parts
+from raysgd.hosting.places import check_place
+from raysgd.hosting.snapshots import Snapshots, full_state
+
+__all__ = ["OperatorRunner"]
+
+
+class OperatorRunner(ABC):
+    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
+
+    def __init__(self) -> None:
+        self._loop: Loop | None = None
+        self._asked_pause: int | None = None
+        self._own_pause: int | None = None
+
+    # ---- life
+
+    @abstractmethod
+    def prepare(self, context: WorkerContext) -> None:
+        """Adjust the process before the process group exists."""
+
+    @abstractmethod
+    def setup(self, context: WorkerContext) -> None:
+        """Create the operator and run its ``setup``."""
+
+    @abstractmethod
+    def rejoin(self, context: WorkerContext, leader: int) -> None:
+        """Enter a new generation with the state of rank `leader`."""
+
+    def host(self, operator: Any, snapshot_every: Literal["epoch"] | int | None) -> None:
+        """Take over an operator that is set up."""
+        self._loop = Loop(operator)
+        self._loop.snapshots = Snapshots(snapshot_every)
+
+    def teardown(self) -> None:
+        """Let go of the operator and of the processes of its loaders."""
+        if self._loop is not None:
+            self._loop.forget_iteration()
+            self._parts.release()
+        self._loop = None
+
+    def _check_data(self, expected: dict[str, str]) -> None:
+        """Check that this worker shares out the same data as the others."""
+        own = self._parts.fingerprint()
+        for name in expected.keys() & own.keys():
+            if own[name] != expected[name]:
+                raise ValueError(
+                    f"The workers registered different data as {name}_loader: {own[name]} on "
+                    f"worker {self.operator.world_rank}, and {expected[name]} on another. A loader "
+                    "that is shared out needs the same data set on every worker: seed what is "
+                    "random in setup (random_split takes a generator). Where each worker reads a "
+                    "part of its own, pass add_dist_sampler=False to the trainer."
+                )
+
+    @property
+    def operator(self) -> Any:
+        """The operator."""
+        return self._running.operator
+
+    @property
+    def _running(self) -> Loop:
+        if self._loop is None:
+            raise RuntimeError("This worker has no operator: its setup has not finished.")
+        return self._loop
+
+    @property
+    def _parts(self) -> Parts:
+        parts: Parts = self.operator._parts
+        return parts
+
+    # ---- read and set from another thread
+
+    def progress(self) -> Progress:
+        """Say how far training is."""
+        if self._loop is None:
+            return Progress()
+        parts, steps = self._parts, self._loop.steps
+        meters = parts.meters if steps is not None else None
+        return Progress(
+            epoch=parts.epoch,
+            in_epoch=parts.offset > 0,
+            global_step=parts.global_step,
+            num_batches=self._loop.num_batches,
+            total_batches=None if steps is None else steps.total_batches,
+            num_covered=self._loop.num_covered,
+            num_samples=0 if meters is None else int(meters.num_samples),
+            step_s=0.0 if steps is None else steps.step_s,
+            snapshot=self._loop.snapshots.step,
+            loss=None if meters is None else _number(meters.last("train_loss")),
+        )
+
+    def request_stop(self, requested: bool) -> None:
+        """Let the loop under way raise at its next step."""
+        steps = None if self._loop is None else self._loop.steps
+        if steps is not None:
+            steps.stop_requested = requested
+
+    def pause_at(self, step: int | None) -> int:
+        """Let the call under way pause at a step; returns the step that it is at."""
+        self._asked_pause = step
+        return self._apply_pause()
+
+    def _apply_pause(self) -> int:
+        """Let the loop pause at the first step of those that the driver and the call ask for."""
+        while self._loop is not None:
+            asked = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            first = min(asked, default=None)
+            reached = self._loop.pause_at(first)
+            # the other thread may have asked meanwhile; whoever comes last sees what both ask for
+            latest = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            if min(latest, default=None) == first:
+                return reached
+        return 0
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the newest snapshot, on CPU."""
+        return None if self._loop is None else self._loop.snapshots.get()
+
+    # ---- training
+
+    def train(
+        self,
+        *,
+        call: int,
+        until_epoch: int | None = None,
+        until_step: int | None = None,
+        info: dict[str, Any] | None = None,
+        profile: bool = False,
+        dataset: Dataset | None = None,
+        stop_at: int | None = None,
+    ) -> Mapping[str, Any] | None:
+        """Train until so many epochs are completed, or so many steps are done, in all.
+
+        Returns:
+            The metrics; None if it stopped at the step `stop_at` before it was there. The same
+            call made again goes on, and its metrics cover all of it.
+        """
+        loop = self._running
+        self._own_pause = stop_at
+        self._apply_pause()
+        try:
+            return loop.train(call, until_epoch, until_step, info, profile, dataset)
+        except PausedError:
+            if stop_at is None or self._parts.global_step < stop_at:
+                raise  # it was the driver that asked for this one
+            return None
+        finally:
+            self._own_pause = None
+            self._apply_pause()
+
+    def can_validate(self) -> bool:
+        """Return whether there is a validation loader."""
+        try:
+            self._parts.source("validation")
+        except RuntimeError:
+            return False
+        return True
+
+    def validate(
+        self,
+        *,
+        call: int,
+        num_steps: int | None = None,
+        info: dict[str, Any] | None = None,
+        profile: bool = False,
+    ) -> Mapping[str, Any]:
+        """Evaluate the rest of the validation loader, or `num_steps` steps of it."""
+        return self._running.validate(call, num_steps, info, profile)
+
+    # ---- other calls
+
+    @abstractmethod
+    def update_schedulers(self, metric: float) -> None:
+        """Step every scheduler with a metric."""
+
+    @abstractmethod
+    def models(self) -> Any:
+        """Return copies of the models."""
+
+    def apply(self, function: Callable[[], Any]) -> Any:
+        """Call a function of the user."""
+        return function()
+
+    def apply_operator(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function of the user with the operator."""
+        return function(self.operator)
+
+    # ---- state
+
+    @abstractmethod
+    def rng_state(self) -> dict[str, Any]:
+        """Return the states of this worker's random number generators, as plain data."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rng_state` returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, on CPU."""
+        state: dict[str, Any] = self._parts.to_cpu(full_state(self._parts, self.operator))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; the place in the data and the random numbers where it has them."""
+        parts = self._parts
+        if parts.context.in_driver:
+            # not pickled on its way here, and training would change the caller's tensors
+            state = copy.deepcopy(state)
+        check_place(state)
+        parts.check_training_state(state)
+        if "operator" in state:  # first: user code may refuse it, and nothing is changed then
+            self.operator.load_state_dict(state["operator"])
+        parts.load_training_state(state)
+        self._running.forget_iteration()
+        if "call" in state:  # a snapshot, not a saved state: the call goes on
+            self._running.join_call(state["call"])
+        self._running.snapshots.clear()
+        place = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+        parts.move_to(place, state.get("global_step", 0))
+        generators = place.get("rng", ())
+        if len(generators) == parts.context.world_size:
+            self.set_rng_state(generators[parts.context.world_rank])
+
+    def _shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank."""
+        parts = self._parts
+        return {
+            "training": parts.training_state(),
+            "operator": self.operator.state_dict(),
+            "place": parts.place(),
+            "global_step": parts.global_step,
+            "call": self._running.call_state(),
+            "data": parts.fingerprint(),
+        }
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,116 @@
+"""How workers average gradients and agree on numbers: by a strategy, by Horovod, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["Alone", "Communication", "HorovodGroup", "StrategyGroup"]
+
+
+class Communication:
+    """What a step needs of the other workers. `strategy` is the one that everything runs under."""
+
+    def __init__(self, strategy: Any, size: int, rank: int) -> None:
+        self.strategy, self.size, self.rank = strategy, size, rank
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the means over the workers, in a graph and in a replica's context."""
+        raise NotImplementedError
+
+    def gather(self, value: int) -> list[int]:
+        """Return the values of all workers, by rank. Every worker must call it."""
+        raise NotImplementedError
+
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Return on every worker what `make` returns on the leader."""
+        raise NotImplementedError
+
+
+class Alone(Communication):
+    """One worker, and no strategy but TensorFlow's default one."""
+
+    def __init__(self) -> None:
+        super().__init__(tf.distribute.get_strategy(), 1, 0)
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the tensors."""
+        return list(tensors)
+
+    def gather(self, value: int) -> list[int]:
+        """Return the value."""
+        return [value]
+
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Make it."""
+        return make()
+
+
+class StrategyGroup(Communication):
+    """The workers of a ``MultiWorkerMirroredStrategy``."""
+
+    def __init__(self, strategy: Any, size: int, rank: int) -> None:
+        super().__init__(strategy, size, rank)
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def added(values: Any) -> Any:
+            return strategy.run(self._sum, args=(values,))
+
+        self._added = added
+
+    def _sum(self, tensors: Any) -> Any:
+        # an argument has no device, and the strategy asks for that of what it reduces
+        placed = [tf.identity(tensor) for tensor in tensors]
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the means, by one collective for all tensors of a type."""
+        return [_scaled(tensor, 1.0 / self.size) for tensor in self._sum(tensors)]
+
+    def gather(self, value: int) -> list[int]:
+        """Return the values of all workers: each adds its own at its place to zeros."""
+        own = [value if rank == self.rank else 0 for rank in range(self.size)]
+        (added,) = self._added([tf.constant(own, tf.int64)])
+        return [int(number) for number in added.numpy()]
+
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Refuse: workers of a strategy begin together, and never join."""
+        raise RuntimeError("Workers of a TensorFlow strategy cannot join a group later.")
+
+
+class HorovodGroup(Communication):
+    """The workers of a Horovod group, each under TensorFlow's default strategy."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__(tf.distribute.get_strategy(), size, rank)
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the means, by Horovod's all-reduce."""
+        import horovod.tensorflow as hvd
+
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+            return [hvd.allreduce(tensor, op=hvd.Average) for tensor in tensors]
+        means: list[Any] = hvd.grouped_allreduce(list(tensors), op=hvd.Average)
+        return means
+
+    def gather(self, value: int) -> list[int]:
+        """Return the values of all workers."""
+        import horovod.tensorflow as hvd
+
+        return [int(number) for number in hvd.allgather(tf.constant([value], tf.int64)).numpy()]
+
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Broadcast it as a pickle."""
+        from horovod.tensorflow.functions import broadcast_object
+
+        return broadcast_object(make() if self.rank == leader else None, root_rank=leader)
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    if isinstance(tensor, tf.IndexedSlices):
+        values = tensor.values * tf.cast(factor, tensor.values.dtype)
+        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    return tensor * tf.cast(factor, tensor.dtype)

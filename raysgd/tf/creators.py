@@ -1,0 +1,134 @@
+"""Operators from functions, the way in which the oldest scripts are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.tf.training_operator import TrainingOperator
+
+__all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "renamed"]
+
+_FIT = ("epochs", "steps_per_epoch", "callbacks", "verbose")
+_EVALUATE = ("steps", "verbose")
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What ``fit_config`` and ``evaluate_config`` ask for."""
+
+    epochs: int = 1
+    steps_per_epoch: int | None = None
+    evaluate_steps: int | None = None
+
+
+def fit_plan(config: Mapping[str, Any]) -> FitPlan:
+    """Return what a config asks for.
+
+    Raises:
+        TypeError: if ``fit_config`` or ``evaluate_config`` is no dict, or a count no int.
+        ValueError: if one of them has a key that is not known.
+    """
+    plans = {}
+    for name, known in (("fit_config", _FIT), ("evaluate_config", _EVALUATE)):
+        given = config.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise TypeError(f"config[{name!r}] must be a dict, but it is {given!r}.")
+        if unknown := [key for key in given if key not in known]:
+            raise ValueError(
+                f"config[{name!r}] has {', '.join(map(repr, unknown))}; it may have "
+                f"{', '.join(map(repr, known))}. Data and its batches come from data_creator."
+            )
+        plans[name] = given
+    fit, evaluate = plans["fit_config"], plans["evaluate_config"]
+    counts = {
+        "epochs": fit.get("epochs", 1),
+        "steps_per_epoch": fit.get("steps_per_epoch"),
+        "evaluate_steps": evaluate.get("steps"),
+    }
+    for name, count in counts.items():
+        if count is None and name != "epochs":
+            continue
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise TypeError(f"{name}={count!r} in the config: must be an int of at least 1.")
+    return FitPlan(**counts)
+
+
+class CreatorOperator(TrainingOperator):
+    """An operator whose model and data come from functions of the config."""
+
+    _model_creator: Callable[..., Any]
+    _data_creator: Callable[..., Any] | None = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Call the functions and register what they return."""
+        creators = type(self)
+        self.model, self.optimizer, *_ = self.register(creators._model_creator(config))
+        self._callbacks: Any = None
+        self._given = (config.get("fit_config") or {}).get("callbacks") or []
+        if creators._data_creator is None:
+            return
+        data = creators._data_creator(config)
+        data = data if isinstance(data, list | tuple) else (data,)
+        if len(data) > 2:
+            raise ValueError(
+                f"data_creator returned {len(data)} data sets; it must return one to train on, or "
+                "one to train on and one to validate on."
+            )
+        names = ("train_loader", "validation_loader")
+        self.register_data(**dict(zip(names, data, strict=False)))
+
+    def train_epoch(
+        self, iterator: Any, info: Any = None, num_steps: int | None = None, epoch_idx: int = 0
+    ) -> dict[str, Any]:
+        """Train as the default does, and call the Keras callbacks of ``fit_config``."""
+        if not self._given:
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        if self._callbacks is None:
+            kind = self._parts.keras.callbacks.CallbackList
+            self._callbacks = kind(list(self._given), model=self.model)
+            self._callbacks.on_train_begin()
+        self._callbacks.on_epoch_begin(epoch_idx)
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        logs = {
+            name.removeprefix("train_"): float(value)
+            for name, value in result.items()
+            if name.startswith("train_")
+        }
+        self._callbacks.on_epoch_end(epoch_idx, logs)
+        return result
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train as the default does, and call the Keras callbacks of ``fit_config``."""
+        if not self._given:
+            return super().train_batch(batch, batch_info)
+        self._callbacks.on_train_batch_begin(batch_info["batch_idx"])
+        result = super().train_batch(batch, batch_info)
+        self._callbacks.on_train_batch_end(
+            batch_info["batch_idx"], {"loss": float(result["train_loss"])}
+        )
+        return result
+
+
+def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:
+    """Make an operator class from functions.
+
+    Raises:
+        TypeError: if one of them is no function.
+    """
+    given = {"model_creator": model_creator, "data_creator": data_creator}
+    for name, function in given.items():
+        if not callable(function) and not (function is None and name == "data_creator"):
+            raise TypeError(f"TFTrainer({name}=...) must be a function, but it is {function!r}.")
+    # static: a plain function among the attributes of a class would become a method
+    functions = {f"_{name}": staticmethod(f) for name, f in given.items() if f is not None}
+    return type("CustomCreatorOperator", (CreatorOperator,), functions)
+
+
+def renamed(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a validation under the names of older scripts."""
+    return {
+        f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value
+        for name, value in metrics.items()
+    }

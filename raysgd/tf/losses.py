@@ -1,0 +1,128 @@
+"""Losses and metrics of both Kerases, as plain means over a worker's own batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raysgd.metrics import MergeableMetric, Sums, ratio
+
+__all__ = ["KerasMetric", "accuracy", "batch_metric", "loss_function", "own_metrics"]
+
+
+def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
+    """Return a function of (target, output) that gives the mean loss of a batch.
+
+    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
+    there; so their values for each sample are averaged here.
+
+    Args:
+        keras: ``keras`` or ``tf_keras``.
+        criterion: a loss of Keras, its name, or any function of (target, output).
+    """
+    if isinstance(criterion, str | dict):
+        criterion = keras.losses.get(criterion)
+    if isinstance(criterion, type):
+        criterion = criterion()
+    each = criterion
+    if isinstance(criterion, keras.losses.Loss):
+        adds = "sum" in str(getattr(criterion, "reduction", "")).lower().split("_over")[0]
+        if adds and str(criterion.reduction).lower() in ("sum", "reduction.sum"):
+            return lambda target, output: tf.reduce_sum(criterion.call(target, output))
+        each = criterion.call
+    if not callable(each):
+        raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+
+    def mean_loss(target: Any, output: Any) -> Any:
+        return tf.reduce_mean(tf.cast(each(target, output), tf.float32))
+
+    return mean_loss
+
+
+def accuracy(target: Any, output: Any) -> float | None:
+    """Return the share of samples whose largest entry, along the last axis, is the target.
+
+    None where the shapes do not allow it: (batch, ..., classes) and whole numbers (batch, ...).
+    """
+    output, target = np.asarray(output), np.asarray(target)
+    if output.ndim < 2 or target.dtype.kind not in "iu":
+        return None
+    if target.shape == (*output.shape[:-1], 1):
+        target = target[..., 0]
+    if target.shape != output.shape[:-1] or not target.size:
+        return None
+    return float((output.argmax(axis=-1) == target).mean())
+
+
+def own_metrics(keras: Any, given: list[Any], target: Any, output: Any) -> list[Any]:
+    """Return metric objects that belong to this worker alone, made like those that were given.
+
+    Those that are made under a strategy would talk to the other workers when they are read.
+    """
+    made = []
+    for each in given:
+        name = "accuracy" if isinstance(each, str) and each in ("accuracy", "acc") else None
+        if name is not None:
+            each = _accuracy_for(target, output)
+        metric = keras.metrics.get(each) if isinstance(each, str) else each
+        if isinstance(metric, keras.metrics.Metric):
+            named = {"name": name} if name else {}
+            made.append(type(metric).from_config({**metric.get_config(), **named}))
+        elif callable(metric):
+            name = name or getattr(metric, "__name__", type(metric).__name__)
+            made.append(keras.metrics.MeanMetricWrapper(metric, name=name))
+        else:
+            raise TypeError(f"register(metrics=...) must be metrics of Keras, but got {each!r}.")
+    return made
+
+
+def _accuracy_for(target: Any, output: Any) -> Any:
+    """Return the accuracy that fits the shapes, as ``compile(metrics=["accuracy"])`` does."""
+    if output.shape[-1] == 1:
+        return "binary_accuracy"
+    same = len(target.shape) == len(output.shape) and target.shape[-1] == output.shape[-1]
+    return "categorical_accuracy" if same else "sparse_categorical_accuracy"
+
+
+def batch_metric(keras: Any, metric: Any, target: Any, output: Any) -> MergeableMetric:
+    """Return what a metric says about one batch, so that it can be merged exactly."""
+    for variable in metric.variables:  # some forget a part in reset_state
+        variable.assign(tf.zeros_like(variable))
+    metric.reset_state()
+    metric.update_state(target, output)
+    if isinstance(metric, keras.metrics.Mean):
+        return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
+    return KerasMetric(keras.__name__, metric)
+
+
+class KerasMetric(MergeableMetric):
+    """A metric of Keras that is no mean: counts that add up, and what Keras makes of them.
+
+    Args:
+        flavor: "keras" or "tf_keras".
+        metric: a metric whose variables are sums over samples, as those of AUC and Precision are.
+    """
+
+    def __init__(self, flavor: str, metric: Any) -> None:
+        self._flavor = flavor
+        self._config = (type(metric), metric.get_config())
+        self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
+
+    def merge(self, other: KerasMetric) -> KerasMetric:
+        """Add the counts."""
+        merged = KerasMetric.__new__(KerasMetric)
+        merged._flavor, merged._config = self._flavor, self._config
+        pairs = zip(self._sums, other._sums, strict=True)
+        merged._sums = [left + right for left, right in pairs]
+        return merged
+
+    def compute(self) -> float:
+        """Let Keras compute it."""
+        kind, config = self._config
+        metric = kind.from_config(config)
+        for variable, value in zip(metric.variables, self._sums, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+        return float(metric.result())

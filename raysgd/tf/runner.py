@@ -1,0 +1,178 @@
+"""Hosts a TensorFlow operator in a worker: environment, strategy, operator, state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import cloudpickle
+
+from raysgd.backends.tensorflow import check_tensorflow
+from raysgd.config import BATCH_SIZE, worker_config
+from raysgd.context import WorkerContext
+from raysgd.hosting.runner import OperatorRunner
+from raysgd.hosting.snapshots import full_state
+
+__all__ = ["TFRunner", "TFRunnerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TFRunnerOptions:
+    """The trainer's arguments that matter on a worker."""
+
+    operator_cls: Any
+    config: Mapping[str, Any]
+    seed: int
+    use_gpu: bool = False
+    use_horovod: bool = False
+    use_fp16: bool | str = False
+    add_dist_sampler: bool = True
+    use_tqdm: bool = False
+    splits_batches: bool = False
+    timeout_s: float = 1800
+    snapshot_every: Literal["epoch"] | int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The driver's choice of Keras."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Wrap the operator and its config up: to unpickle them may import TensorFlow."""
+        state = dict(vars(self))
+        wrapped = cloudpickle.dumps((state.pop("operator_cls"), state.pop("config")))
+        return {**state, "wrapped": wrapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Leave them wrapped up."""
+        vars(self).update(state)
+
+    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the operator's class and the config."""
+        wrapped = vars(self).get("wrapped")
+        if wrapped is None:
+            return self.operator_cls, self.config
+        operator_cls, config = cloudpickle.loads(wrapped)
+        return operator_cls, config
+
+
+class TFRunner(OperatorRunner):
+    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread.
+
+    TensorFlow is imported in `setup`, when everything is in the environment that it reads.
+    """
+
+    # a process that imports TensorFlow ahead could not be given the environment of its group
+    imports = ()
+
+    def __init__(self, options: TFRunnerOptions) -> None:
+        super().__init__()
+        self._options = options
+
+    # ---- life
+
+    def prepare(self, context: WorkerContext) -> None:
+        """Set what TensorFlow reads as it is imported."""
+        check_tensorflow("TFTrainer")
+        if context.in_driver:
+            return
+        os.environ.update(self._options.environment)
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        if context.gpu_index is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
+        elif not self._options.use_gpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+    def setup(self, context: WorkerContext) -> None:
+        """Make the strategy, and create the operator in its scope."""
+        import tensorflow as tf
+
+        options = self._options
+        if not context.in_driver:
+            threads = max(1, int(context.num_cpus))
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
+        if options.use_gpu and not tf.config.list_physical_devices("GPU"):
+            raise RuntimeError(
+                f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
+                "TensorFlow in it sees none. Install one with CUDA there, or pass use_gpu=False."
+            )
+        from raysgd.tf.building import build_operator, communication_of
+        from raysgd.tf.components import TFSettings
+
+        operator_cls, given = options.unwrapped()
+        config = worker_config(given, context.world_size)
+        settings = TFSettings(
+            context=context,
+            add_dist_sampler=options.add_dist_sampler,
+            use_tqdm=options.use_tqdm,
+            batch_share=config.get(BATCH_SIZE),
+            use_fp16=options.use_fp16,
+            splits_batches=options.splits_batches,
+        )
+        communication = communication_of(context, options.use_horovod, options.timeout_s)
+        operator = build_operator(operator_cls, config, settings, communication, options.seed)
+        self.host(operator, options.snapshot_every)
+        self._check_same_data(communication)
+
+    def _check_same_data(self, communication: Any) -> None:
+        import zlib
+
+        own = self._parts.fingerprint()
+        sums = communication.gather(zlib.crc32(repr(sorted(own.items())).encode()))
+        if len(set(sums)) > 1:
+            raise ValueError(
+                f"The workers registered different data: {own} on worker "
+                f"{self._parts.context.world_rank}, and something else on another. Data that is "
+                "shared out must be the same on every worker: seed what is random in setup. Where "
+                "each worker reads a part of its own, pass add_dist_sampler=False to the trainer."
+            )
+
+    def rejoin(self, context: WorkerContext, leader: int) -> None:
+        """Go on after a failure: alone, or with Horovod in a new generation of the group."""
+        _, given = self._options.unwrapped()
+        config = worker_config(given, context.world_size)
+        if BATCH_SIZE in config:
+            self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
+        parts, place = self._parts, self._parts.place()
+        parts.enter(context, config.get(BATCH_SIZE))
+        self._running.keep_iteration(moved=parts.place() != place)
+
+    def restart_state(self) -> dict[str, Any] | None:
+        """Return the state for workers that start anew; None where there is none to go on from."""
+        if self._loop is None:
+            return None
+        state = {**full_state(self._parts, self.operator), "call": self._loop.call_state()}
+        copied: dict[str, Any] = self._parts.to_cpu(state)
+        return copied
+
+    # ---- other calls
+
+    def update_schedulers(self, metric: float) -> None:
+        """Refuse: learning rates of Keras are schedules of the optimizer."""
+        raise NotImplementedError(
+            "update_scheduler(metric) is for PyTorch. Give the optimizer a LearningRateSchedule, "
+            "or set operator.optimizer.learning_rate by trainer.apply_all_operators(fn)."
+        )
+
+    def models(self) -> Any:
+        """Return what makes the models anew in another process."""
+        from raysgd.tf.models import portable
+
+        return [portable(model) for model in self._parts.models]
+
+    def weights(self) -> list[dict[str, Any]]:
+        """Return the models' weights as arrays."""
+        weights: list[dict[str, Any]] = self._parts.training_state()["models"]
+        return weights
+
+    def rng_state(self) -> dict[str, Any]:
+        """Return the states of this worker's random number generators, as plain data."""
+        from raysgd.tf.state import rng_state
+
+        return rng_state()
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rng_state` returned."""
+        from raysgd.tf.state import set_rng_state
+
+        set_rng_state(state)

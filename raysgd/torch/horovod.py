@@ -1,0 +1,100 @@
+"""Gradients averaged by Horovod's DistributedOptimizer, in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["HorovodExchange", "check_horovod_args"]
+
+_KNOWN = (
+    "backward_passes_per_step",
+    "compression",
+    "gradient_predivide_factor",
+    "groups",
+    "op",
+    "sparse_as_dense",
+)
+
+
+def check_horovod_args(arguments: Any) -> dict[str, Any]:
+    """Return the arguments for Horovod's DistributedOptimizer.
+
+    Raises:
+        TypeError: if they are no dict.
+        ValueError: if one of them is unknown.
+    """
+    if arguments is not None and not isinstance(arguments, dict):
+        raise TypeError(f"register(horovod_args=...) must be a dict, but it is {arguments!r}.")
+    given = dict(arguments or {})
+    if unknown := [name for name in given if name not in _KNOWN]:
+        raise ValueError(
+            f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "
+            f"{', '.join(map(repr, _KNOWN))}."
+        )
+    return given
+
+
+class HorovodExchange:
+    """Averages the gradients of one optimizer over the workers.
+
+    The optimizer that the user made stays the one that steps, so that schedulers and references
+    to it stay good. Horovod's, made from it, is asked for its gradients alone: backward passes
+    start their exchange, and the optimizer waits for its end before it steps.
+
+    Args:
+        optimizer: the user's.
+        models: whose parameters have names.
+        arguments: of ``hvd.DistributedOptimizer``.
+        passes: backward passes that make one update.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: list[torch.nn.Module],
+        arguments: dict[str, Any],
+        passes: int,
+    ) -> None:
+        self._optimizer, self._models = optimizer, models
+        self._arguments = {"backward_passes_per_step": passes, **arguments}
+        self._done = False
+        self._distributed: Any = None
+        self.renew()
+        optimizer.register_step_pre_hook(lambda *_: self.synchronize())
+        optimizer.register_step_post_hook(self._on_step)
+
+    def renew(self) -> None:
+        """Begin anew in the group that there is now."""
+        import horovod.torch as hvd
+
+        if self._distributed is not None:
+            self._distributed._grad_accs.clear()  # its hooks end with them
+        own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        named = [
+            (f"{number}.{name}", parameter)
+            for number, model in enumerate(self._models)
+            for name, parameter in model.named_parameters()
+            if id(parameter) in own
+        ]
+        self._distributed = hvd.DistributedOptimizer(
+            self._optimizer, named_parameters=named, **self._arguments
+        )
+        self._done = False
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are means over the workers; once for a step."""
+        if not self._done:
+            self._distributed.synchronize()
+            self._done = True
+
+    def abandon(self) -> None:
+        """Forget what was begun for a step that is given up."""
+        distributed, self._done = self._distributed, False
+        distributed._handles.clear()
+        for parameter in distributed._allreduce_delay:
+            distributed._allreduce_delay[parameter] = distributed.backward_passes_per_step
+
+    def _on_step(self, *_: Any) -> None:
+        self._done = False

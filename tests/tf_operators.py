@@ -1,0 +1,108 @@
+"""TensorFlow operators and data that several tests use. Imported where TensorFlow may be."""
+
+import hashlib
+
+import numpy as np
+
+from raysgd.tf import TrainingOperator
+
+
+def digits():
+    """The digits as rows of 64 numbers in 0..1: 1,440 to train on, 357 to validate on."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = (data.images.reshape(-1, 64) / 16).astype("float32")
+    order = np.random.default_rng(0).permutation(len(images))
+    images, labels = images[order], data.target[order].astype("int64")
+    return (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
+
+
+def keras_of(config):
+    """The Keras that a test asks for."""
+    if config.get("keras") == "tf_keras":
+        import tf_keras
+
+        return tf_keras
+    import keras
+
+    return keras
+
+
+def make_model(keras, batch_norm=False):
+    """A small network whose initial weights follow from a seed."""
+    layers = [keras.Input((64,))]
+    init = keras.initializers.GlorotUniform
+    layers.append(keras.layers.Dense(32, activation="relu", kernel_initializer=init(seed=1)))
+    if batch_norm:
+        layers.append(keras.layers.BatchNormalization())
+    layers.append(keras.layers.Dense(10, kernel_initializer=init(seed=2)))
+    return keras.Sequential(layers)
+
+
+class Digits(TrainingOperator):
+    """A classifier of digits; the config sets what tests vary."""
+
+    def setup(self, config):
+        import tensorflow as tf
+
+        keras = keras_of(config)
+        model = make_model(keras, config.get("batch_norm", False))
+        kind = getattr(keras.optimizers, config.get("optimizer", "Adam"))
+        self.model, self.optimizer, self.criterion, self.metrics = self.register(
+            models=model,
+            optimizers=kind(config.get("lr", 0.01)),
+            criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        train, validation = digits()
+        size = config.get("batch_size", 32)
+        if num := config.get("num_samples"):
+            train = (train[0][:num], train[1][:num])
+        if config.get("data") == "tf":
+            stream = tf.data.Dataset.from_tensor_slices(train)
+            if config.get("shuffle", True):
+                stream = stream.shuffle(len(train[0]))
+            self.register_data(
+                train_loader=stream.batch(size),
+                validation_loader=tf.data.Dataset.from_tensor_slices(validation).batch(size),
+            )
+        else:
+            self.register_data(
+                train_loader=train,
+                validation_loader=validation,
+                batch_size=size,
+                shuffle=config.get("shuffle", True),
+            )
+
+    def train_batch(self, batch, batch_info):
+        fail = self.config.get("fail_at")
+        if fail == (self.world_rank, batch_info.get("global_step")):
+            self.config["fail_at"] = None
+            raise ValueError("bad batch")
+        return super().train_batch(batch, batch_info)
+
+
+def weights(operator):
+    """The trained weights of an operator's model in one vector."""
+    from raysgd.tf.flavors import named_arrays
+
+    arrays = named_arrays(operator.model.trainable_variables)
+    return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+def replica_hash(operator):
+    """A number that is the same on two workers only if models and optimizers are."""
+    digest = hashlib.sha256()
+    state = operator._parts.training_state()
+    for arrays in (*state["models"], *state["optimizers"]):
+        for array in arrays.values():
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def pid(operator):
+    """The process that an operator lives in."""
+    import os
+
+    return os.getpid()

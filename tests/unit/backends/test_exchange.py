@@ -1,0 +1,45 @@
+"""A round in which workers tell each other something through the driver."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from raysgd.backends.exchange import Exchange, exchanged
+
+
+@pytest.fixture
+def exchange():
+    made = Exchange("127.0.0.1", 3)
+    yield made
+    made.close()
+
+
+def test_everyone_gets_what_all_said_by_rank(exchange):
+    place = ("127.0.0.1", exchange.port)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda r: exchanged(place, r, f"worker {r}", 20), (2, 0, 1)))
+    assert found == [["worker 0", "worker 1", "worker 2"]] * 3
+
+
+def test_who_waits_is_told_that_the_exchange_is_closed(exchange):
+    errors = []
+
+    def wait():
+        try:
+            exchanged(("127.0.0.1", exchange.port), 0, "here", 20)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not exchange._held:
+        pass
+    exchange.close()
+    thread.join(20)
+    assert isinstance(errors[0], ConnectionError)
+
+
+def test_a_worker_waits_no_longer_than_it_may(exchange):
+    with pytest.raises(TimeoutError):
+        exchanged(("127.0.0.1", exchange.port), 0, "here", 0.05)

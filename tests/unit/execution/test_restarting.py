@@ -1,0 +1,75 @@
+"""Groups whose workers cannot go on in another generation: all start anew, with their state."""
+
+import pytest
+
+from tests.unit.execution.simulation import BadBatchError, World, install, kinds, run_until
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World(room=4)
+    install(made, monkeypatch)
+    return made
+
+
+def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world):
+    supervisor = world.make(3, rejoins=False)
+    first = list(supervisor.members)
+    world.at_step(17, lambda: world.lose(1))
+    run_until(supervisor, 40, max_losses=1)
+    assert kinds(supervisor) == ["started", "lost", "restarted"]
+    assert not set(first) & set(supervisor.members)
+    assert supervisor.events[-1].step == 17  # not the 10 of the snapshot
+    assert world.trained == list(range(1, 41))
+
+
+def test_the_furthest_state_counts(world):
+    supervisor = world.make(3, rejoins=False)
+    world.at_step(17, lambda: world.lose(0, ahead=[2]))
+    run_until(supervisor, 40, max_losses=1)
+    assert supervisor.events[-1].step == 18
+
+
+def test_where_nobody_is_left_the_snapshot_counts(world):
+    supervisor = world.make(2, rejoins=False)
+
+    def lose_all():
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(17, lose_all)
+    run_until(supervisor, 40, max_losses=2)
+    assert supervisor.events[-1].step in (0, 10)
+    assert supervisor.progress.global_step == 40
+
+
+def test_a_users_error_costs_no_step_and_no_retry(world):
+    supervisor = world.make(2, rejoins=False)
+
+    def fail():
+        supervisor.members[1].error = BadBatchError("bad batch")
+
+    world.at_step(17, fail)
+    with pytest.raises(BadBatchError):
+        run_until(supervisor, 40)
+    step = supervisor.progress.global_step
+    run_until(supervisor, 40, max_losses=0)
+    assert kinds(supervisor) == ["started", "user_error", "restarted"]
+    assert supervisor.events[-1].step == step >= 17
+
+
+def test_with_less_room_fewer_start_and_later_all(world):
+    supervisor = world.make(2, rejoins=False, resize_cooldown_s=0.0)
+
+    def shrink():
+        world.room = 1
+        world.lose(1)
+
+    world.at_step(17, shrink)
+    run_until(supervisor, 60, max_losses=1)
+    assert len(supervisor.members) == 1
+    world.room = 2
+    run_until(supervisor, 120)
+    assert len(supervisor.members) == 2
+    assert kinds(supervisor)[-1] == "grown"
+    assert world.trained == list(range(1, 121))

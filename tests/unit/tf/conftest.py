@@ -1,0 +1,24 @@
+"""TensorFlow operators in this process, without Ray."""
+
+import os
+
+import pytest
+
+from raysgd.context import WorkerContext
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@pytest.fixture
+def build():
+    """A factory of operators that are set up in this process."""
+    pytest.importorskip("tensorflow")
+    from raysgd.tf.building import build_operator
+    from raysgd.tf.communication import Alone
+    from raysgd.tf.components import TFSettings
+
+    def make(operator_cls, config=None, seed=3, **settings):
+        given = TFSettings(context=WorkerContext(in_driver=True), **settings)
+        return build_operator(operator_cls, config or {}, given, Alone(), seed)
+
+    return make

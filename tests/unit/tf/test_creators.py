@@ -1,0 +1,66 @@
+"""Operators from functions of the config, and what fit_config asks for."""
+
+import pytest
+
+from raysgd.tf.creators import FitPlan, creator_operator, fit_plan, renamed
+from tests.tf_operators import digits, keras_of, make_model
+
+
+def test_a_config_says_how_much_a_call_trains():
+    config = {"fit_config": {"epochs": 2, "steps_per_epoch": 5}, "evaluate_config": {"steps": 3}}
+    assert fit_plan(config) == FitPlan(2, 5, 3)
+    assert fit_plan({}) == FitPlan()
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"fit_config": 3}, TypeError, "must be a dict"),
+        ({"fit_config": {"epochs": 0}}, TypeError, "epochs=0"),
+        ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'; it may have 'epochs'"),
+    ],
+)
+def test_what_cannot_be_is_refused(config, error, text):
+    with pytest.raises(error, match=text):
+        fit_plan(config)
+
+
+def test_metrics_have_the_names_of_older_scripts():
+    assert renamed({"val_loss": 1, "last_val_loss": 2, "num_samples": 3}) == {
+        "validation_loss": 1,
+        "last_val_loss": 2,
+        "num_samples": 3,
+    }
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="model_creator"):
+        creator_operator(3, None)
+
+
+def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
+    calls = []
+
+    def model_creator(config):
+        keras = keras_of(config)
+        model = make_model(keras)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"])
+        return model
+
+    def data_creator(config):
+        return digits()
+
+    keras = keras_of({})
+
+    class Telling(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            calls.append((epoch, sorted(logs)))
+
+        def on_train_batch_end(self, batch, logs=None):
+            calls.append(batch)
+
+    config = {"fit_config": {"callbacks": [Telling()]}}
+    operator = build(creator_operator(model_creator, data_creator), config)
+    operator.train_epoch(operator._parts.source("train").batches(0, 0, 2))
+    assert calls == [0, 1, (0, ["accuracy", "loss"])]

@@ -1,0 +1,204 @@
+"""A TensorFlow operator in this process, with either Keras."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.errors import CheckpointError  # noqa: E402
+from raysgd.metrics import merge_workers  # noqa: E402
+from raysgd.tf import TrainingOperator  # noqa: E402
+from raysgd.tf.flavors import named_arrays  # noqa: E402
+from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
+
+KERASES = ["keras", "tf_keras"]
+both = pytest.mark.parametrize("keras", KERASES)
+
+
+def batches(operator, name="train"):
+    return operator._parts.source(name).batches(0, 0)
+
+
+@both
+@pytest.mark.parametrize("data", ["arrays", "tf"])
+def test_it_learns(build, keras, data):
+    operator = build(Digits, {"keras": keras, "data": data})
+    losses = [operator.train_epoch(batches(operator))["train_loss"] for _ in range(2)]
+    assert losses[1] < losses[0]
+    found = operator.validate(batches(operator, "validation"))
+    assert found["num_samples"] == 357
+    assert found["val_accuracy"] == pytest.approx(found["val_accuracy"])
+    assert found["val_accuracy"] > 0.7
+
+
+@both
+def test_metrics_are_those_of_the_whole_data_whatever_its_shares(build, keras):
+    operator = build(Digits, {"keras": keras})
+    (_, _), (images, labels) = digits()
+    parts = [(images[:100], labels[:100]), (images[100:], labels[100:])]
+    found = merge_workers([operator.validate(iter([part])) for part in parts])
+    output = operator.model(images).numpy()
+    loss = tf.keras.losses.sparse_categorical_crossentropy(labels, output, from_logits=True)
+    assert found["val_loss"] == pytest.approx(float(tf.reduce_mean(loss)), rel=1e-5)
+    assert found["val_accuracy"] == pytest.approx((output.argmax(1) == labels).mean())
+
+
+class Binary(TrainingOperator):
+    def setup(self, config):
+        keras = keras_of(config)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            model, "sgd", "binary_crossentropy", [keras.metrics.AUC(), "accuracy"]
+        )
+
+
+@both
+def test_a_metric_that_is_no_mean_is_merged_exactly(build, keras):
+    operator = build(Binary, {"keras": keras})
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(60, 4)).astype("float32")
+    target = (features.sum(1, keepdims=True) > 0).astype("float32")
+    parts = [(features[:20], target[:20]), (features[20:], target[20:])]
+    merged = merge_workers([operator.validate(iter([part])) for part in parts])
+    whole = operator.validate(iter([(features, target)]))
+    auc = next(name for name in whole if name.startswith("val_auc"))
+    assert merged[auc] == pytest.approx(float(whole[auc]))
+    assert merged["val_accuracy"] == pytest.approx(whole["val_accuracy"])
+
+
+@both
+def test_the_state_has_all_that_the_next_step_depends_on(build, keras):
+    first, second = (build(Digits, {"keras": keras, "batch_norm": True}) for _ in range(2))
+    stream = list(batches(first))
+    for batch in stream[:5]:
+        first.train_batch(batch, {})
+    state = first._parts.training_state()
+    second._parts.check_training_state(state)
+    second._parts.load_training_state(state)
+    for operator in (first, second):
+        operator.train_batch(stream[5], {})
+    left, right = (named_arrays(operator.model.weights) for operator in (first, second))
+    for one, other in zip(left.values(), right.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(CheckpointError, match=r"models\[0\] does not fit"):
+        build(Digits, {"keras": keras})._parts.check_training_state(state)
+
+
+class Scheduled(Digits):
+    def setup(self, config):
+        keras = keras_of(config)
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.0])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=make_model(keras),
+            optimizers=keras.optimizers.SGD(schedule),
+            criterion="sparse_categorical_crossentropy",
+        )
+        self.register_data(train_loader=digits()[0])
+
+
+@both
+def test_a_schedule_counts_updates_and_goes_on_where_it_was(build, keras):
+    first, second = build(Scheduled, {"keras": keras}), build(Scheduled, {"keras": keras})
+    stream = list(batches(first))
+    for batch in stream[:3]:
+        first.train_batch(batch, {})
+    second._parts.load_training_state(first._parts.training_state())
+    before = named_arrays(second.model.weights)
+    second.train_batch(stream[3], {})  # at a rate of 0
+    for old, new in zip(before.values(), named_arrays(second.model.weights).values(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@both
+def test_mixed_precision_is_a_policy_of_keras(build, keras):
+    module = keras_of({"keras": keras})
+    try:
+        operator = build(Digits, {"keras": keras}, use_fp16=True)
+        assert operator.model.layers[0].compute_dtype == "bfloat16"
+        found = [operator.train_batch(b, {})["train_loss"] for b in list(batches(operator))[:30]]
+        assert float(found[-1]) < float(found[0])
+        scaled = build(Digits, {"keras": keras}, use_fp16="mixed_float16")
+        found = [scaled.train_batch(b, {})["train_loss"] for b in list(batches(scaled))[:30]]
+        assert "LossScale" in type(scaled._parts.optimizers[0]).__name__
+        assert float(found[-1]) < float(found[0])
+    finally:
+        module.mixed_precision.set_global_policy("float32")
+        for each in (tf.keras, module):
+            each.mixed_precision.set_global_policy("float32")
+
+
+class Custom(Digits):
+    def loss_of(self, images, labels):
+        output = self.model(images, training=True)
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output))
+        return loss, output
+
+    def train_batch(self, batch, batch_info):
+        loss, output = self.minimize(self.loss_of, *batch)
+        return {"train_loss": loss, "spread": tf.math.reduce_std(output), "num_samples": 32}
+
+
+def test_a_step_of_ones_own_needs_one_call(build):
+    operator = build(Custom)
+    found = operator.train_epoch(batches(operator))
+    assert found["spread"] > 0
+    assert found["train_loss"] > 0
+
+
+class Compiled(Digits):
+    def setup(self, config):
+        keras = keras_of(config)
+        model = make_model(keras)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
+        self.model, *_ = self.register(model)
+        self.register_data(train_loader=digits()[0], validation_loader=digits()[1])
+
+
+@both
+def test_a_compiled_model_brings_all_with_it(build, keras):
+    operator = build(Compiled, {"keras": keras})
+    found = operator.train_epoch(batches(operator))
+    assert found["train_accuracy"] > 0.15
+    assert "val_accuracy" in operator.validate(batches(operator, "validation"))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"models": object()}, TypeError, "Keras models"),
+        ({"optimizers": object()}, TypeError, "optimizers of Keras"),
+        ({"optimizers": None}, ValueError, "compiled"),
+        ({"criterion": 3}, TypeError, "must be callable"),
+    ],
+)
+def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
+    class Wrong(TrainingOperator):
+        def setup(self, config):
+            parts = {"models": make_model(keras_of({})), "optimizers": "sgd", "criterion": "mse"}
+            self.register(**{**parts, **given})
+
+    with pytest.raises(error, match=text):
+        build(Wrong)
+
+
+def test_horovods_optimizer_is_refused_with_the_reason(build):
+    pytest.importorskip("horovod")
+
+    class Wrong(TrainingOperator):
+        def setup(self, config):
+            optimizer = keras_of({}).optimizers.SGD()
+            optimizer._HAS_AGGREGATE_GRAD = True  # as Horovod's have
+            self.register(make_model(keras_of({})), optimizer, "mse")
+
+    with pytest.raises(TypeError, match=r"does not synchronize in fit"):
+        build(Wrong)
+
+
+def test_a_setup_that_registers_nothing_is_told_so(build):
+    class Empty(TrainingOperator):
+        def setup(self, config):
+            pass
+
+    with pytest.raises(RuntimeError, match="did not register anything"):
+        build(Empty)

@@ -1,0 +1,37 @@
+"""Learning rates that follow from a trial's config."""
+
+import numpy as np
+import pytest
+
+from raysgd import TFTrainer
+from raysgd.tf import options
+from tests.tf_operators import Digits
+
+
+def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
+    slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
+    (has_validation, then), (_, now) = options.facts(slow), options.facts(fast)
+    assert has_validation
+    assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
+    slow.optimizer.learning_rate.assign(0.005)  # lowered since
+    state = options.with_options(slow._parts.training_state(), then, now)
+    fast._parts.load_training_state(state)
+    assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
+
+
+def test_rates_that_stay_leave_the_state_alone(build):
+    operator = build(Digits)
+    _, rates = options.facts(operator)
+    state = operator._parts.training_state()
+    assert options.with_options(state, rates, rates) is state
+    assert options.with_options(state, [None], rates) is state
+    assert all(isinstance(value, np.ndarray) for value in state["optimizers"][0].values())
+
+
+def test_a_trial_reserves_what_its_config_asks_for():
+    trainable = TFTrainer.as_trainable(training_operator_cls=Digits, use_gpu=False)
+    assert trainable.__name__ == "TFTrainable"
+    request = trainable.default_resource_request({"num_workers": 2, "num_cpus_per_worker": 3})
+    assert request.bundles == [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]
+    with pytest.raises(TypeError, match="'batch'"):
+        TFTrainer.as_trainable(batch=3)

@@ -1,0 +1,131 @@
+"""Data shared out over workers: nothing is lost or repeated, and two workers see what one does."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.data import Dataset  # noqa: E402
+from raysgd.tf.sources import ArraySource, DatasetSource, ItemSource, is_arrays  # noqa: E402
+
+
+def stream(num_samples, batch_size, shuffle=False):
+    tf.random.set_seed(1)
+    data = tf.data.Dataset.range(num_samples)
+    if shuffle:
+        data = data.shuffle(num_samples)
+    return data.batch(batch_size)
+
+
+def sources(num_workers, num_samples=40, batch_size=8, training=True, shuffle=False, splits=False):
+    return [
+        DatasetSource(
+            stream(num_samples, batch_size, shuffle),
+            training=training,
+            world_size=num_workers,
+            rank=rank,
+            splits=splits,
+        )
+        for rank in range(num_workers)
+    ]
+
+
+def drawn(source, *where):
+    return [batch.numpy().tolist() for batch in source.batches(*(where or (0, 0)))]
+
+
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_training_gives_every_worker_a_batch_at_every_step(workers, samples, size, splits):
+    found = [drawn(s) for s in sources(workers, samples, size, splits=splits)]
+    assert len({len(batches) for batches in found}) == 1
+    assert len(found[0]) == sources(workers, samples, size, splits=splits)[0].steps_left(0)
+    everything = [x for batches in found for batch in batches for x in batch]
+    assert set(everything) == set(range(samples))
+    # only at an end with fewer samples than workers is one given twice
+    assert len(everything) - samples < workers * (len(found[0]) if splits else 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_validation_counts_no_sample_twice(workers, samples, size, splits):
+    found = [drawn(s) for s in sources(workers, samples, size, training=False, splits=splits)]
+    everything = [x for batches in found for batch in batches for x in batch]
+    assert sorted(everything) == list(range(samples))
+
+
+def test_a_step_of_two_workers_is_two_steps_of_one():
+    one, (left, right) = sources(1)[0], sources(2)
+    alone = drawn(one)
+    pairs = [a + b for a, b in zip(drawn(left), drawn(right), strict=True)]
+    assert pairs[0] == alone[0] + alone[1]
+    assert pairs[1] == alone[2] + alone[3]
+    assert sorted(pairs[2]) == alone[4]  # the rest is shared out evenly
+
+
+def test_an_epoch_goes_on_in_its_order_in_another_process():
+    first, again = sources(2, shuffle=True)[0], sources(2, shuffle=True)[0]
+    epochs = [drawn(first, epoch, 0) for epoch in range(3)]
+    assert epochs[0] != epochs[1]
+    assert drawn(again, 2, 2) == epochs[2][1:]
+    assert again.num_samples(0, 5) == 40
+
+
+def test_steps_of_validation_go_on_where_the_last_ended():
+    left, right = sources(2, training=False)
+    assert [drawn(left, 0, 0, 2), drawn(right, 0, 0, 2)] == [drawn(left)[:2], drawn(right)[:2]]
+    assert (len(drawn(left, 0, 4, 1)), len(drawn(right, 0, 4, 1))) == (1, 0)
+    assert left.offset_after(4, 1) == 5
+
+
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training):
+    arrays = (np.arange(samples), {"twice": 2 * np.arange(samples)})
+    rows = [
+        batch
+        for rank in range(workers)
+        for batch in ArraySource(
+            arrays,
+            training=training,
+            world_size=workers,
+            rank=rank,
+            batch_size=size,
+            shuffle=True,
+            seed=5,
+        ).batches(1, 0)
+    ]
+    everything = [x for batch in rows for x in batch[0].numpy().tolist()]
+    assert all((batch[1]["twice"].numpy() == 2 * batch[0].numpy()).all() for batch in rows)
+    assert set(everything) == set(range(samples))
+    assert training or len(everything) == samples
+
+
+def test_arrays_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="one length"):
+        ArraySource(
+            (np.ones(3), np.ones(4)),
+            training=True,
+            world_size=1,
+            rank=0,
+            batch_size=1,
+            shuffle=False,
+            seed=0,
+        )
+
+
+def test_items_are_fetched_by_the_worker_that_trains_on_them():
+    data = Dataset(
+        range(6), batch_size=2, download_func=float, transform=lambda x: (np.float32(x), int(x))
+    )
+    found = [
+        batch[1].numpy().tolist()
+        for rank in range(2)
+        for batch in ItemSource(data, world_size=2, rank=rank).batches(0, 0)
+    ]
+    assert found == [[0, 1], [4], [2, 3], [5]]
+
+
+def test_what_are_arrays():
+    assert is_arrays((np.ones(2), {"a": np.ones(2)}))
+    assert not is_arrays([np.ones(2)])
+    assert not is_arrays(stream(4, 2))

@@ -1,0 +1,107 @@
+"""TFTrainer with its only worker in this process, and the arguments that it refuses."""
+
+import pytest
+
+from raysgd import TFTrainer
+from raysgd.tf import TrainingOperator, tf_trainer
+from tests.tf_operators import Digits, digits, keras_of, make_model
+
+pytest.importorskip("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    with TFTrainer(training_operator_cls=Digits, config={"data": "tf"}, use_local=True) as made:
+        yield made
+
+
+def test_it_trains_in_steps_and_epochs(trainer):
+    first = trainer.train(num_steps=5)
+    assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 160, 5)
+    rest = trainer.train(profile=True)
+    assert (rest["epoch"], rest["num_samples"]) == (1, 1280)
+    assert rest["profile"]["mean_grad_s"] > 0
+    assert trainer.validate(num_steps=3)["num_samples"] == 96
+    assert trainer.validate()["num_samples"] == 357 - 96
+
+
+def test_saved_and_loaded_it_is_where_it_was(trainer, tmp_path):
+    path = trainer.save(tmp_path / "state")
+    step, held = trainer.global_step, trainer.state_dict()["models"]
+    trainer.train(num_steps=2)
+    trainer.load(path)
+    assert trainer.global_step == step
+    found = trainer.state_dict()["models"]
+    assert all((found[0][name] == held[0][name]).all() for name in held[0])
+    assert trainer.save_model(tmp_path / "model.safetensors")
+
+
+def test_the_model_can_be_had(trainer):
+    model = trainer.get_model()
+    (_, _), (images, labels) = digits()
+    share = (model.predict(images, verbose=0).argmax(axis=1) == labels).mean()
+    trainer.validate(num_steps=12)
+    assert share > 0.8
+
+
+def test_schedulers_of_pytorch_are_refused(trainer):
+    with pytest.raises(NotImplementedError, match="LearningRateSchedule"):
+        trainer.update_scheduler(0.3)
+
+
+def model_creator(config):
+    keras = keras_of(config)
+    model = make_model(keras)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
+    return model
+
+
+def data_creator(config):
+    import tensorflow as tf
+
+    train, validation = (tf.data.Dataset.from_tensor_slices(each) for each in digits())
+    return train.repeat().shuffle(100).batch(32), validation.batch(32)
+
+
+def test_functions_work_too(tmp_path):
+    config = {"fit_config": {"epochs": 2, "steps_per_epoch": 10}, "evaluate_config": {"steps": 4}}
+    with TFTrainer(model_creator, data_creator, config, num_replicas=1, use_local=True) as trainer:
+        found = trainer.train()
+        assert trainer.global_step == 20
+        assert {"train_loss", "train_accuracy"} <= set(found)
+        validated = trainer.validate()
+        assert {"validation_loss", "validation_accuracy"} <= set(validated)
+        assert validated["num_samples"] == 128
+        path = trainer.save(tmp_path / "state")
+        trainer.train()
+        trainer.restore(path)
+        assert trainer.global_step == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"training_operator_cls": None}, TypeError, "raysgd.tf.TrainingOperator"),
+        ({"training_operator_cls": TrainingOperator}, NotImplementedError, "override setup"),
+        ({"model_creator": model_creator}, TypeError, "not both"),
+        ({"num_workers": 0}, ValueError, "num_workers=0"),
+        ({"num_workers": 2, "num_replicas": 3}, ValueError, "two names"),
+        ({"num_workers": 2, "use_local": True}, ValueError, "before TensorFlow is first used"),
+        ({"backend": "gloo"}, ValueError, "'tensorflow', 'horovod'"),
+        ({"use_fp16": "apex"}, ValueError, "use_fp16='apex'"),
+        ({"config": 3}, TypeError, "config"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        TFTrainer(**{"training_operator_cls": Digits, **arguments})
+
+
+def test_without_tensorflow_the_error_names_the_extra(monkeypatch):
+    def missing(asked_by):
+        raise ImportError(f'{asked_by}: pip install "raysgd[tensorflow]"')
+
+    monkeypatch.setattr(tf_trainer, "check_tensorflow", missing)
+    with pytest.raises(ImportError, match="TFTrainer"):
+        TFTrainer(training_operator_cls=Digits)
