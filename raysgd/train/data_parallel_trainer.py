@@ -18,6 +18,7 @@ from raysgd.callbacks.values import jsonable
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
+from raysgd.train.arguments import bound_function, run_folder, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.result import REPORTS, Result, read_reports
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
-from raysgd.train.trainer import bound_function, run_folder, worker_resources
 
 __all__ = ["DataParallelTrainer"]
 

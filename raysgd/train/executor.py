@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
@@ -24,6 +22,7 @@ from raysgd.execution import group as core
 from raysgd.execution import tasks
 from raysgd.execution.supervisor import State, Supervisor
 from raysgd.train import session
+from raysgd.train.arguments import checked_size, pickled_function
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.datasets import Datasets
@@ -238,7 +237,7 @@ class BackendExecutor:
         self._checkpoints.blob = packed_checkpoint(checkpoint)
         self._plan = Plan(
             uuid.uuid4().hex,
-            _pickled_function(train_func),
+            pickled_function(train_func),
             self._checkpoints.blob,
             iteration,
             dict(metadata or {}),
@@ -461,24 +460,6 @@ class BackendExecutor:
             )
 
 
-def checked_size(num_workers: Any) -> tuple[int, int]:
-    """Return the fewest and the most workers that ``num_workers`` asks for.
-
-    Raises:
-        ValueError: if it is neither a positive int nor two of them in order.
-    """
-    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
-    if (
-        len(pair) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
-        or not 1 <= pair[0] <= pair[1]
-    ):
-        raise ValueError(
-            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
-        )
-    return pair[0], pair[1]
-
-
 def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
     """Return a function that prepares workers and does not keep the executor alive."""
 
@@ -488,17 +469,6 @@ def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
             alive._prepare_workers()
 
     return tell
-
-
-def _pickled_function(function: Callable[[], Any]) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps(function)
-    except Exception as error:
-        raise TypeError(
-            f"Cannot send the training function to the workers, because it cannot be pickled: "
-            f"{error}. Create such objects inside of the function instead, which runs there."
-        ) from error
-    return packed
 
 
 def _uneven(turns: list[Turn]) -> str:
