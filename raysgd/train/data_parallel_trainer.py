@@ -133,9 +133,11 @@ class DataParallelTrainer:
             (Checkpoint(path=held.path), dict(held.numbers))
             for held in checkpoints.disk.by_goodness()
         ]
-        newest = None
-        if checkpoints.blob is not None:
-            newest = Checkpoint(path=checkpoints.latest_path, blob=checkpoints.blob)
+        newest, held = None, checkpoints.disk.newest
+        if held is not None and held.number == checkpoints.number:
+            newest = Checkpoint(path=held.path)
+        elif checkpoints.blob is not None:  # it was none of the best
+            newest = Checkpoint(blob=checkpoints.blob)
         return Result(
             metrics=log.last,
             checkpoint=newest,

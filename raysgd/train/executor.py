@@ -247,7 +247,8 @@ class BackendExecutor:
         self._first_event = len(supervisor.events)
         self._datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         supervisor.snapshots.set({"plan": self._plan})
-        self._call("end_run")  # mends a group in which the function before has failed
+        self._guarded(self._mend)
+        self._first_event = len(supervisor.events)
         self._guarded(self._share_data)
         self._call("begin", plan=self._plan)
         return self._checkpoints
@@ -317,10 +318,10 @@ class BackendExecutor:
             TrainingWorkerError: if a worker is lost; it is not called again.
             BaseException: what the function raised.
         """
-        supervisor = self._supervised("run")
+        self._supervised("run")
         try:
-            if supervisor.state is State.BROKEN:
-                supervisor.call("end_run")
+            if self._plan is None:
+                self._mend()
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
             raise TrainingWorkerError(
@@ -376,6 +377,13 @@ class BackendExecutor:
         )
         supervisor.snapshots.set({"plan": self._plan})
         supervisor.grow()
+
+    def _mend(self) -> None:
+        """Replace workers that died, and wait for those that are busy with what failed before.
+
+        What was lost between two runs costs neither of them a retry.
+        """
+        self._supervised("run").call("end_run", max_losses=self._elastic.max_attempts)
 
     def _share_data(self) -> None:
         group = self._group
