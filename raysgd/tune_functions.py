@@ -17,12 +17,12 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
+from raysgd.train.arguments import worker_resources
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.run_checkpoints import packed_checkpoint
-from raysgd.train.trainer import worker_resources
 
 __all__ = ["FunctionTrainable", "function_trainable", "trainer_trainable"]
 

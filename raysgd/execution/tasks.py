@@ -39,7 +39,7 @@ def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:
             cause = getattr(error, "cause", None)
             if not isinstance(cause, BaseException):
                 raise
-            where = f"Raised on worker {rank} on {member.name}:\n{error.traceback_str}"
+            where = f"Raised on worker {rank} on {member.name}:\n{error}"
             raise cause.with_traceback(None) from RemoteTraceback(where)
         except Exception as error:
             if not is_loss(error):

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
     from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from raysgd.train.data_parallel_trainer import DataParallelTrainer
-    from raysgd.train.result import Result
-    from raysgd.train.session import (
+    from raysgd.train.inside import (
         TrainContext,
         get_checkpoint,
         get_context,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from raysgd.train.result import Result
     from raysgd.train.trainer import Trainer, TrainingIterator
 
 __all__ = [
@@ -77,7 +77,7 @@ _HOMES = {
     "configs": ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"],
     "data_parallel_trainer": ["DataParallelTrainer"],
     "result": ["Result"],
-    "session": [
+    "inside": [
         "TrainContext",
         "get_checkpoint",
         "get_context",

@@ -18,6 +18,7 @@ from raysgd.callbacks.values import jsonable
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
+from raysgd.train.arguments import bound_function, run_folder, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.result import REPORTS, Result, read_reports
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
-from raysgd.train.trainer import bound_function, run_folder, worker_resources
 
 __all__ = ["DataParallelTrainer"]
 
@@ -133,9 +133,11 @@ class DataParallelTrainer:
             (Checkpoint(path=held.path), dict(held.numbers))
             for held in checkpoints.disk.by_goodness()
         ]
-        newest = None
-        if checkpoints.blob is not None:
-            newest = Checkpoint(path=checkpoints.latest_path, blob=checkpoints.blob)
+        newest, held = None, checkpoints.disk.newest
+        if held is not None and held.number == checkpoints.number:
+            newest = Checkpoint(path=held.path)
+        elif checkpoints.blob is not None:  # it was none of the best
+            newest = Checkpoint(blob=checkpoints.blob)
         return Result(
             metrics=log.last,
             checkpoint=newest,

@@ -22,6 +22,7 @@ class Datasets:
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
         self._given = dict(given) if isinstance(given, Mapping) else given
         self._is_split = is_split
+        self._kept: dict[str, Any] = {}
         named = self._given if isinstance(self._given, dict) else {"": self._given}
         for name, dataset in named.items():
             if dataset is not None and is_split(name) and not hasattr(dataset, "split"):
@@ -42,4 +43,8 @@ class Datasets:
     def _shares(self, name: str, dataset: Any, actors: Sequence[Any]) -> list[Any]:
         if dataset is None or not self._is_split(name):
             return [dataset] * len(actors)
+        if name not in self._kept:  # the same rows after a restart, whatever was drawn at random
+            materialize = getattr(dataset, "materialize", lambda: dataset)
+            self._kept[name] = materialize()
+        dataset = self._kept[name]
         return list(dataset.split(len(actors), equal=True, locality_hints=list(actors)))

@@ -21,8 +21,8 @@ from raysgd.errors import WorkerLostError
 from raysgd.execution import group as core
 from raysgd.execution import tasks
 from raysgd.execution.supervisor import State, Supervisor
-from raysgd.execution.worker import dumps
 from raysgd.train import session
+from raysgd.train.arguments import checked_size, pickled_function
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.datasets import Datasets
@@ -237,7 +237,7 @@ class BackendExecutor:
         self._checkpoints.blob = packed_checkpoint(checkpoint)
         self._plan = Plan(
             uuid.uuid4().hex,
-            _pickled_function(train_func),
+            pickled_function(train_func),
             self._checkpoints.blob,
             iteration,
             dict(metadata or {}),
@@ -247,7 +247,8 @@ class BackendExecutor:
         self._first_event = len(supervisor.events)
         self._datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         supervisor.snapshots.set({"plan": self._plan})
-        self._call("end_run")  # mends a group in which the function before has failed
+        self._guarded(self._mend)
+        self._first_event = len(supervisor.events)
         self._guarded(self._share_data)
         self._call("begin", plan=self._plan)
         return self._checkpoints
@@ -317,10 +318,10 @@ class BackendExecutor:
             TrainingWorkerError: if a worker is lost; it is not called again.
             BaseException: what the function raised.
         """
-        supervisor = self._supervised("run")
+        self._supervised("run")
         try:
-            if supervisor.state is State.BROKEN:
-                supervisor.call("end_run")
+            if self._plan is None:
+                self._mend()
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
             raise TrainingWorkerError(
@@ -376,6 +377,13 @@ class BackendExecutor:
         )
         supervisor.snapshots.set({"plan": self._plan})
         supervisor.grow()
+
+    def _mend(self) -> None:
+        """Replace workers that died, and wait for those that are busy with what failed before.
+
+        What was lost between two runs costs neither of them a retry.
+        """
+        self._supervised("run").call("end_run", max_losses=self._elastic.max_attempts)
 
     def _share_data(self) -> None:
         group = self._group
@@ -460,24 +468,6 @@ class BackendExecutor:
             )
 
 
-def checked_size(num_workers: Any) -> tuple[int, int]:
-    """Return the fewest and the most workers that ``num_workers`` asks for.
-
-    Raises:
-        ValueError: if it is neither a positive int nor two of them in order.
-    """
-    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
-    if (
-        len(pair) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
-        or not 1 <= pair[0] <= pair[1]
-    ):
-        raise ValueError(
-            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
-        )
-    return pair[0], pair[1]
-
-
 def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
     """Return a function that prepares workers and does not keep the executor alive."""
 
@@ -487,16 +477,6 @@ def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
             alive._prepare_workers()
 
     return tell
-
-
-def _pickled_function(function: Callable[[], Any]) -> bytes:
-    try:
-        return dumps(function)
-    except Exception as error:
-        raise TypeError(
-            f"Cannot send the training function to the workers, because it cannot be pickled: "
-            f"{error}. Create such objects inside of the function instead, which runs there."
-        ) from error
 
 
 def _uneven(turns: list[Turn]) -> str:

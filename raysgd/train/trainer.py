@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
 import importlib
-import inspect
 import logging
 import os
 import pickle
@@ -16,19 +13,22 @@ from typing import Any
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
+from raysgd.train.arguments import (
+    bound_function,
+    checked_size,
+    run_folder,
+    worker_resources,
+)
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import CheckpointStrategy
-from raysgd.train.executor import BackendExecutor, checked_size
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.worker_group import HostedGroup
 
-__all__ = ["Trainer", "TrainingIterator", "bound_function", "worker_resources"]
+__all__ = ["Trainer", "TrainingIterator"]
 
 logger = logging.getLogger(__name__)
-
-RESULTS = "~/ray_results"
-"""Where runs are kept that are given no folder, or a relative one."""
 
 
 class Trainer:
@@ -328,54 +328,3 @@ class TrainingIterator:
         except BaseException:
             self._failed = True
             raise
-
-
-def bound_function(
-    train_func: Callable[..., Any], config: dict[str, Any] | None
-) -> Callable[[], Any]:
-    """Return a training function with its config, as one of no arguments.
-
-    Raises:
-        ValueError: if it takes more than one argument.
-    """
-    if not callable(train_func):
-        raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
-    num_arguments = len(inspect.signature(train_func).parameters)
-    if num_arguments > 1:
-        raise ValueError(
-            f"A training function takes no argument, or one, the config; {train_func!r} takes "
-            f"{num_arguments}."
-        )
-    if num_arguments == 0:
-        return train_func
-    return functools.partial(train_func, {} if config is None else config)
-
-
-def worker_resources(
-    use_gpu: bool, resources: Mapping[str, float] | None
-) -> tuple[float, float, dict[str, float]]:
-    """Return CPUs, GPUs and other resources of a worker.
-
-    Raises:
-        ValueError: if GPUs are asked for without `use_gpu`, or none with it.
-    """
-    others = dict(resources or {})
-    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
-    if not use_gpu and num_gpus > 0:
-        raise ValueError(
-            f"resources_per_worker={{'GPU': {num_gpus!r}}} with use_gpu=False: pass use_gpu=True, "
-            "or leave GPU out."
-        )
-    if use_gpu and num_gpus == 0:
-        raise ValueError(
-            "resources_per_worker={'GPU': 0} with use_gpu=True: pass use_gpu=False, or a positive "
-            "number of GPUs."
-        )
-    return num_cpus, num_gpus, others
-
-
-def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
-    """Return where runs are kept, as an absolute path."""
-    date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
-    return Path(RESULTS).expanduser() / path

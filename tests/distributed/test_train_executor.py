@@ -311,3 +311,13 @@ def test_every_worker_sees_the_gpus_that_the_workers_of_its_node_have():
     assert found["2"] == ["0,1", "0,1"]
     assert found["3"] in (["0", "0,1", "0,1"], ["0,1", "0,1", "1"])
     assert found["4"] == ["0,1"] * 4
+
+
+def test_the_checkpoint_of_another_worker_is_kept_where_worker_0_has_none(executor):
+    def function():
+        made = train.Checkpoint.from_dict({"rank": 1}) if train.world_rank() == 1 else None
+        train.report({"a": 1}, checkpoint=made)
+
+    executor.start_training(function)
+    executor.finish_training()
+    assert executor.latest_checkpoint == {"rank": 1}

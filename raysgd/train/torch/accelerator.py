@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
-from raysgd.train.session import world_size
+from raysgd.train.inside import world_size
 from raysgd.train.torch.loading import prepared_loader
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.train.callbacks.profiler import PROFILE_TRACES
-from raysgd.train.session import world_rank
+from raysgd.train.inside import world_rank
 
 __all__ = ["TorchWorkerProfiler"]
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from raysgd.train.arguments import checked_size
 from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
-from raysgd.train.executor import BackendExecutor, checked_size
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.torch import TorchConfig
 from raysgd.train.worker_group import group_options
 

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd import train
 from raysgd.context import WorkerContext
-from raysgd.train import session
+from raysgd.train import inside, session
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import Session
 
@@ -54,7 +54,7 @@ def test_ranks_inside_and_outside_of_a_run(run):
 
 @pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint"])
 def test_outside_of_a_run_a_call_warns_once_and_does_nothing(name, caplog, monkeypatch):
-    monkeypatch.setattr(session, "_WARNED", set())
+    monkeypatch.setattr(inside, "_WARNED", set())
     for _ in range(3):
         assert getattr(train, name)() is None
     assert [record for record in caplog.records if name in record.message] == caplog.records

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
+from raysgd.train.arguments import bound_function, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.datasets import Datasets
 from raysgd.train.result import read_reports
-from raysgd.train.trainer import bound_function, worker_resources
 
 
 @pytest.fixture

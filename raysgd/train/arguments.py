@@ -1,0 +1,108 @@
+"""What trainers and executors make of their arguments."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd.execution.worker import dumps
+
+__all__ = [
+    "bound_function",
+    "checked_size",
+    "pickled_function",
+    "run_folder",
+    "worker_resources",
+]
+
+RESULTS = "~/ray_results"
+"""Where runs are kept that are given no folder, or a relative one."""
+
+
+def checked_size(num_workers: Any) -> tuple[int, int]:
+    """Return the fewest and the most workers that ``num_workers`` asks for.
+
+    Raises:
+        ValueError: if it is neither a positive int nor two of them in order.
+    """
+    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
+    if (
+        len(pair) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
+        or not 1 <= pair[0] <= pair[1]
+    ):
+        raise ValueError(
+            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
+        )
+    return pair[0], pair[1]
+
+
+def bound_function(
+    train_func: Callable[..., Any], config: dict[str, Any] | None
+) -> Callable[[], Any]:
+    """Return a training function with its config, as one of no arguments.
+
+    Raises:
+        ValueError: if it takes more than one argument.
+    """
+    if not callable(train_func):
+        raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
+    num_arguments = len(inspect.signature(train_func).parameters)
+    if num_arguments > 1:
+        raise ValueError(
+            f"A training function takes no argument, or one, the config; {train_func!r} takes "
+            f"{num_arguments}."
+        )
+    if num_arguments == 0:
+        return train_func
+    return functools.partial(train_func, {} if config is None else config)
+
+
+def worker_resources(
+    use_gpu: bool, resources: Mapping[str, float] | None
+) -> tuple[float, float, dict[str, float]]:
+    """Return CPUs, GPUs and other resources of a worker.
+
+    Raises:
+        ValueError: if GPUs are asked for without `use_gpu`, or none with it.
+    """
+    others = dict(resources or {})
+    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
+    if not use_gpu and num_gpus > 0:
+        raise ValueError(
+            f"resources_per_worker={{'GPU': {num_gpus!r}}} with use_gpu=False: pass use_gpu=True, "
+            "or leave GPU out."
+        )
+    if use_gpu and num_gpus == 0:
+        raise ValueError(
+            "resources_per_worker={'GPU': 0} with use_gpu=True: pass use_gpu=False, or a positive "
+            "number of GPUs."
+        )
+    return num_cpus, num_gpus, others
+
+
+def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
+    """Return where runs are kept, as an absolute path."""
+    date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
+    return Path(RESULTS).expanduser() / path
+
+
+def pickled_function(function: Callable[[], Any]) -> bytes:
+    """Return a training function as it travels.
+
+    Raises:
+        TypeError: if it cannot be pickled.
+    """
+    try:
+        return dumps(function)
+    except Exception as error:
+        raise TypeError(
+            f"Cannot send the training function to the workers, because it cannot be pickled: "
+            f"{error}. Create such objects inside of the function instead, which runs there."
+        ) from error
