@@ -97,17 +97,17 @@ def fail_at_the_60th(operator):
 
 
 def test_only_one_fits_after_a_loss_and_two_again_later(ray_cluster):
-    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     with make_trainer({"data": "tf"}, num_cpus_per_worker=2) as trainer:
         trainer.train()
-        chaos.kill(trainer, 1)
-        taken = placement_group([{"CPU": 2}])
-        ray.get(taken.ready(), timeout=30)
-        assert trainer.train()["epoch"] == 2
-        assert trainer.num_workers == 1
-        remove_placement_group(taken)
+        taken = placement_group([{"CPU": 2}])  # gets the room that a restart lets go
+        try:
+            chaos.kill(trainer, 1)
+            assert trainer.train()["epoch"] == 2
+            assert trainer.num_workers == 1
+        finally:
+            remove_placement_group(taken)
 
         def grown():
             trainer.train(num_steps=20)
