@@ -21,6 +21,11 @@ def hashes(trainer):
     return set(trainer.apply_all_operators(replica_hash))
 
 
+def labels_in_order(operator):
+    stream = iter(operator.train_loader.loader)
+    return [label for _ in range(3) for label in next(stream)[1].numpy().tolist()]
+
+
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_two_workers_learn_the_digits_and_stay_identical(keras, ray_cluster, tmp_path):
     with make_trainer({"keras": keras, "data": "tf"}) as trainer:
@@ -46,6 +51,8 @@ def test_two_workers_learn_the_digits_and_stay_identical(keras, ray_cluster, tmp
         assert hashes(trainer) != {held}
         with pytest.raises(CheckpointError, match="models"):
             trainer.load_state_dict({**state, "models": []})
+        orders = trainer.apply_all_operators(labels_in_order)
+        assert orders[0] == orders[1]  # though the data set shuffles without a seed
 
 
 def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluster):
