@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.backends import create_backend
 from raysgd.context import WorkerContext
-from raysgd.torch import replica
+from raysgd.torch import collectives, replica
 
 CPU = torch.device("cpu")
 
@@ -37,9 +37,10 @@ def link(monkeypatch):
         else:
             box[:] = pickle.loads(state["messages"].popleft())
 
-    monkeypatch.setattr(replica.dist, "get_rank", lambda: state["rank"])
-    monkeypatch.setattr(replica.dist, "broadcast", broadcast)
-    monkeypatch.setattr(replica.dist, "broadcast_object_list", broadcast_objects)
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: state["rank"])
+    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    monkeypatch.setattr(collectives.dist, "broadcast_object_list", broadcast_objects)
     return state
 
 
