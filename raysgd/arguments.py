@@ -106,7 +106,7 @@ def decide_gpu(
     """Return whether workers use GPUs: ask the cluster, or `own_gpus` about this process."""
     if "GPU" in resources and use_gpu is False:
         raise ValueError(
-            f"{trainer}(resources_per_worker={'GPU': ...}, use_gpu=False) contradict each other: "
+            f"{trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict each other: "
             "remove GPU, or pass use_gpu=True."
         )
     if use_gpu != "auto":

@@ -38,7 +38,10 @@ _PACKAGES = {
     "wandb": "Weights & Biases logs",
     "plotly": "report.html",
 }
-_DISTRIBUTIONS = {"mlflow": ("mlflow", "mlflow-skinny")}
+_DISTRIBUTIONS = {
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+}
 
 
 @app.callback(invoke_without_command=True)

@@ -1,8 +1,7 @@
 """Refuses Horovod's Keras optimizer where it would not synchronize, and say nothing.
 
 With Keras 3, ``fit()`` does not call the method in which its ``DistributedOptimizer`` exchanges
-gradients: each worker trains on its own, without a warning. Seen with Horovod 0.28.1 and Keras
-3.15.
+gradients: each worker trains on its own, without a warning (Horovod 0.28.1, Keras 3.15).
 """
 
 from __future__ import annotations

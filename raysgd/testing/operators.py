@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from raysgd.torch import TrainingOperator
-
 __all__ = ["run_operator"]
 
 
 def run_operator(
-    operator_cls: type[TrainingOperator],
+    operator_cls: type[Any],
     config: Mapping[str, Any] | None = None,
     *,
     scheduler_step_freq: str | None = None,
     use_fp16: bool | str = False,
     amp_dtype: torch.dtype | None = None,
-) -> TrainingOperator:
+) -> Any:
     """Create an operator in this process, on CPU, and run its ``setup``; no Ray, no process group.
 
     Its methods can then be called and debugged like those of any object::
@@ -31,7 +29,8 @@ def run_operator(
         print(operator.validate(iter(operator.validation_loader)))
 
     Args:
-        operator_cls: the class.
+        operator_cls: the class; a subclass of ``raysgd.TrainingOperator`` or of
+            ``raysgd.tf.TrainingOperator``.
         config: handed to the operator.
         scheduler_step_freq: as for the trainer; needed where setup registers schedulers.
         use_fp16: as for the trainer.
@@ -39,6 +38,10 @@ def run_operator(
 
     Outside of ``trainer.train()`` each batch is an accumulation group of its own.
     """
+    from raysgd.tf.training_operator import TrainingOperator as KerasOperator
+
+    if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
+        return _keras_operator(operator_cls, dict(config or {}), use_fp16)
     from raysgd.torch.components import OperatorSettings
     from raysgd.torch.runner import build_operator
 
@@ -46,3 +49,16 @@ def run_operator(
         scheduler_step_freq=scheduler_step_freq, use_fp16=use_fp16, amp_dtype=amp_dtype
     )
     return build_operator(operator_cls, dict(config or {}), settings)
+
+
+def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
+    from raysgd.backends.tensorflow import check_tensorflow
+
+    check_tensorflow("run_operator")
+    from raysgd.context import WorkerContext
+    from raysgd.tf.building import build_operator
+    from raysgd.tf.communication import Alone
+    from raysgd.tf.components import TFSettings
+
+    settings = TFSettings(context=WorkerContext(in_driver=True), use_fp16=use_fp16)
+    return build_operator(operator_cls, config, settings, Alone(), seed=0)

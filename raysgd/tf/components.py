@@ -13,6 +13,7 @@ from raysgd.data import Dataset
 from raysgd.errors import CheckpointError
 from raysgd.hosting.parts import Parts, Settings
 from raysgd.hosting.source import PlainLoader, Source
+from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
 from raysgd.tf.communication import Communication, HorovodGroup
 from raysgd.tf.engine import Engine
 from raysgd.tf.flavors import (
@@ -24,7 +25,7 @@ from raysgd.tf.flavors import (
 )
 from raysgd.tf.losses import batch_metric, loss_function, own_metrics
 from raysgd.tf.precision import scaled_optimizer
-from raysgd.tf.sources import ArraySource, DatasetSource, ItemSource, is_arrays, plain_spec
+from raysgd.tf.sources import DatasetSource, plain_spec
 from raysgd.tf.state import copied_tree
 
 __all__ = ["Components", "TFSettings"]

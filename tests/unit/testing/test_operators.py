@@ -70,3 +70,13 @@ def test_a_class_without_setup_is_refused_by_name():
 
     with pytest.raises(NotImplementedError, match="NoSetup must override setup"):
         run_operator(NoSetup)
+
+
+def test_an_operator_of_tensorflow_runs_as_well():
+    pytest.importorskip("tensorflow")
+    from tests.tf_operators import Digits
+
+    operator = run_operator(Digits, {"num_samples": 64})
+    batch = next(iter(operator.train_loader))
+    assert operator.train_batch(batch, {"batch_idx": 0})["num_samples"] == 32
+    assert operator.validate(iter(operator.validation_loader))["num_samples"] == 357

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.data import Dataset  # noqa: E402
-from raysgd.tf.sources import ArraySource, DatasetSource, ItemSource, is_arrays  # noqa: E402
+from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays  # noqa: E402
+from raysgd.tf.sources import DatasetSource  # noqa: E402
 
 
 def stream(num_samples, batch_size, shuffle=False):

@@ -25,21 +25,22 @@ def link(monkeypatch):
     """Two ranks: what rank 0 broadcasts reaches the calls that rank 1 makes afterwards."""
     state = {"rank": 0, "messages": collections.deque()}
 
-    def broadcast(tensor, source):
-        if state["rank"] == source:
+    def broadcast(tensor, src):
+        if state["rank"] == src:
             state["messages"].append(tensor.clone())
         else:
             tensor.copy_(state["messages"].popleft())
 
-    def broadcast_object(thing, source):
-        if state["rank"] == source:
-            state["messages"].append(pickle.dumps(thing))
-            return thing
-        return pickle.loads(state["messages"].popleft())
+    def broadcast_objects(box, src):
+        if state["rank"] == src:
+            state["messages"].append(pickle.dumps(box))
+        else:
+            box[:] = pickle.loads(state["messages"].popleft())
 
-    monkeypatch.setattr(collectives, "rank", lambda: state["rank"])
-    monkeypatch.setattr(collectives, "broadcast", broadcast)
-    monkeypatch.setattr(collectives, "broadcast_object", broadcast_object)
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: state["rank"])
+    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    monkeypatch.setattr(collectives.dist, "broadcast_object_list", broadcast_objects)
     return state
 
 
