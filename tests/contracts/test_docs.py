@@ -1,0 +1,243 @@
+"""The documentation is true: its snippets run, and the messages that it quotes are in the source.
+
+The ```` ```python ```` blocks of a page run from top to bottom in one namespace, which begins with
+what the quick start defines before it trains. A block that cannot run here is a
+```` ```{code-block} python ```` with a comment above it that says why::
+
+    % not run: needs a cluster of several machines
+"""
+
+import ast
+import re
+import string
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+QUICKSTART = DOCS / "quickstart.md"
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+MAX_NOT_RUN = 8
+
+# ---- snippets
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
+NEEDS_RAY = re.compile(r"num_workers=|^\s*(import|from) ray\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    kind: str
+    line: int
+    """Number of its first line in the page."""
+    code: str
+    above: str
+    """What the line above the block says."""
+
+
+def blocks(path):
+    """Return the fenced blocks of a page."""
+    found, lines = [], path.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        fence = FENCE.match(lines[number])
+        if fence is None:
+            number += 1
+            continue
+        end = number + 1
+        while lines[end].strip() != "```":
+            end += 1
+        code = textwrap.dedent("\n".join(lines[number + 1 : end]))
+        above = lines[number - 1].strip() if number else ""
+        found.append(Block((fence["kind"] or "").strip(), number + 2, code, above))
+        number = end + 1
+    return found
+
+
+def snippets(path):
+    return [block for block in blocks(path) if block.kind == "python"]
+
+
+def run(path, block, namespace):
+    # a traceback shows the line of the page
+    code = "\n" * (block.line - 1) + block.code
+    exec(compile(code, str(path.relative_to(ROOT)), "exec"), namespace)
+
+
+WITH_SNIPPETS = [path for path in PAGES if snippets(path)]
+
+
+@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
+def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
+    if any(NEEDS_RAY.search(block.code) for block in snippets(path)):
+        request.getfixturevalue("ray_cluster")
+    monkeypatch.chdir(tmp_path)
+    # classes and functions of __main__ travel to the workers whole, as those of a script do
+    namespace = {"__name__": "__main__"}
+    if path not in (QUICKSTART, ROOT / "README.md"):
+        run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
+    for block in snippets(path):
+        run(path, block, namespace)
+
+
+def test_most_pages_have_snippets():
+    assert len(WITH_SNIPPETS) >= 12
+
+
+def test_a_block_of_python_that_does_not_run_says_why():
+    skipped = []
+    for path in PAGES:
+        for block in blocks(path):
+            if "python" in block.kind and block.kind != "python":
+                skipped.append(f"{path.name}:{block.line}")
+                assert block.kind == "{code-block} python", skipped[-1]
+                assert re.fullmatch(r"% not run: \S.{10,}", block.above), skipped[-1]
+    assert len(skipped) <= MAX_NOT_RUN, skipped
+
+
+def test_every_block_says_what_it_holds():
+    """Else a block of Python could go unnoticed."""
+    for path in PAGES:
+        for block in blocks(path):
+            known = ("python", "shell", "text", "json") + (("",) if path.parent != DOCS else ())
+            assert block.kind in known or block.kind.startswith("{"), f"{path.name}:{block.line}"
+
+
+# ---- links from files that Sphinx does not read
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_a_link_to_a_file_leads_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+# ---- messages
+
+HOLE = "\0"
+CONVERSION = re.compile(r"%(?:r|s|d|g|\.\d+f)")
+
+
+def templates():
+    """Return (caller, text) for every text in the source, with a mark where values go.
+
+    `caller` is the name of what the text is an argument of, such as ``ValueError``.
+    """
+    found = set()
+    for path in [*sorted((ROOT / "raysgd").rglob("*.py")), *sorted((ROOT / "operators").glob("*"))]:
+        if path.suffix != ".py" or "raysgd/operators" in path.as_posix():
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        callers = {
+            id(argument): getattr(call.func, "id", getattr(call.func, "attr", ""))
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call)
+            for argument in call.args
+        }
+        for node in ast.walk(tree):
+            text = _template(node)
+            if text is not None:
+                found.add((callers.get(id(node), ""), text))
+    return found
+
+
+def _template(node):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"\{\d?\}", HOLE, CONVERSION.sub(HOLE, node.value))
+    if isinstance(node, ast.JoinedStr):
+        parts = [p.value if isinstance(p, ast.Constant) else HOLE for p in node.values]
+        return "".join(parts)
+    return None
+
+
+TEMPLATES = [
+    (caller, re.compile(".+?".join(map(re.escape, text.split(HOLE))), re.DOTALL), text)
+    for caller, text in templates()
+]
+
+
+def quoted_messages(path):
+    """Return (line, kind or None, message) for each text block of a page: one message a block."""
+    for block in blocks(path):
+        if block.kind != "text":
+            continue
+        message = " ".join(block.code.split())
+        kind, colon, rest = message.partition(": ")
+        is_kind = bool(colon) and re.fullmatch(r"\w+(Error|Warning)", kind)
+        yield block.line, kind if is_kind else None, rest if is_kind else message
+
+
+def is_in_the_source(kind, message):
+    for caller, pattern, text in TEMPLATES:
+        literal = len(text.replace(HOLE, "").strip(string.punctuation + " "))
+        if literal < 12 or literal < 0.3 * len(message):
+            continue  # it would fit anything
+        if kind is not None and re.search(r"(Error|Warning)$", caller) and caller != kind:
+            continue
+        if pattern.fullmatch(message):
+            return True
+    return False
+
+
+QUOTED = list(quoted_messages(TROUBLESHOOTING))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(kind, message) for _, kind, message in QUOTED],
+    ids=[f"line-{line}" for line, _, _ in QUOTED],
+)
+def test_a_quoted_message_is_in_the_source(kind, message):
+    assert is_in_the_source(kind, message), f"{kind}: {message}"
+
+
+def test_a_message_that_is_not_in_the_source_is_found_out():
+    assert is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must be at least 1.")
+    assert not is_in_the_source("TypeError", "TorchTrainer(num_workers=0): must be at least 1.")
+    assert not is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must be at least 2.")
+    assert not is_in_the_source(None, "The trainer has no workers left, and says so.")
+
+
+def test_many_messages_are_explained():
+    assert len(QUOTED) >= 40
+
+
+# ---- the reference
+
+PUBLIC = [
+    "raysgd",
+    "raysgd.backends",
+    "raysgd.callbacks",
+    "raysgd.checkpoint",
+    "raysgd.data",
+    "raysgd.elastic.config",
+    "raysgd.elastic.events",
+    "raysgd.errors",
+    "raysgd.metrics",
+    "raysgd.operators",
+    "raysgd.testing",
+    "raysgd.testing.chaos",
+    "raysgd.torch",
+    "raysgd.tune",
+    "raysgd.utils",
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_reference_has_every_public_name(name):
+    import importlib
+
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    modules = set(re.findall(r"automodule:: (\S+)", text))
+    named = set(re.findall(r"auto(?:class|function|data|exception):: \S+\.(\w+)", text))
+    if name in modules:
+        return
+    missing = set(importlib.import_module(name).__all__) - named - {"__version__"}
+    assert not missing
