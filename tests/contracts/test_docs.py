@@ -141,25 +141,37 @@ def templates():
             if isinstance(call, ast.Call)
             for argument in call.args
         }
-        for node in ast.walk(tree):
-            text = _template(node)
+        nodes = list(ast.walk(tree))
+        inside = {id(part) for node in nodes for part in _parts(node)}
+        for node in nodes:
+            text = None if id(node) in inside else _template(node)
             if text is not None:
                 found.add((callers.get(id(node), ""), text))
     return found
 
 
+def _parts(node):
+    """Return the texts that a longer text is made of."""
+    if isinstance(node, ast.JoinedStr):
+        return node.values
+    is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+    return [node.left, node.right] if is_sum else []
+
+
 def _template(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"\{\d?\}", HOLE, CONVERSION.sub(HOLE, node.value))
-    if isinstance(node, ast.JoinedStr):
-        parts = [p.value if isinstance(p, ast.Constant) else HOLE for p in node.values]
-        return "".join(parts)
-    return None
+        return " ".join(re.sub(r"\{\d?\}", HOLE, CONVERSION.sub(HOLE, node.value)).split("\n"))
+    texts = [_template(part) for part in _parts(node)]
+    if not any(texts):
+        return None
+    # where one value follows another a quotation has one mark
+    return re.sub(rf"{HOLE}(\s*{HOLE})+", HOLE, "".join(text or HOLE for text in texts))
 
 
 TEMPLATES = [
-    (caller, re.compile(".+?".join(map(re.escape, text.split(HOLE))), re.DOTALL), text)
+    (caller, re.compile("(.+?)".join(map(re.escape, text.split(HOLE)))))
     for caller, text in templates()
+    if len(text.replace(HOLE, "").strip(string.punctuation + " ")) >= 8  # less fits anything
 ]
 
 
@@ -175,15 +187,17 @@ def quoted_messages(path):
 
 
 def is_in_the_source(kind, message):
-    for caller, pattern, text in TEMPLATES:
-        literal = len(text.replace(HOLE, "").strip(string.punctuation + " "))
-        if literal < 12 or literal < 0.3 * len(message):
-            continue  # it would fit anything
+    for caller, pattern in TEMPLATES:
         if kind is not None and re.search(r"(Error|Warning)$", caller) and caller != kind:
             continue
-        if pattern.fullmatch(message):
+        if (match := pattern.fullmatch(message)) and all(map(_is_value, match.groups())):
             return True
     return False
+
+
+def _is_value(text):
+    """Whether a text can stand where the source has a value: short, or a message by itself."""
+    return len(text) <= 40 or is_in_the_source(None, text) or is_in_the_source(None, f"{text}.")
 
 
 QUOTED = list(quoted_messages(TROUBLESHOOTING))
