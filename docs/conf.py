@@ -21,3 +21,8 @@ autodoc_preserve_defaults = True
 
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+# one argument a line where a signature is long, and short names in the table of contents
+python_maximum_signature_line_length = 90
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"

@@ -215,7 +215,7 @@ def test_a_quoted_message_is_in_the_source(kind, message):
 def test_a_message_that_is_not_in_the_source_is_found_out():
     assert is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must be at least 1.")
     assert not is_in_the_source("TypeError", "TorchTrainer(num_workers=0): must be at least 1.")
-    assert not is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must be at least 2.")
+    assert not is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must not be below 1.")
     assert not is_in_the_source(None, "The trainer has no workers left, and says so.")
 
 
