@@ -10,6 +10,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"raysgd {release}"
+html_static_path = ["_static"]
+html_css_files = ["raysgd.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
