@@ -28,3 +28,13 @@ napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 90
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+
+
+def keep_first_line(app, what, name, obj, options, lines):
+    """Keep napoleon from taking what precedes a colon in the first line for a type."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", keep_first_line, priority=400)
