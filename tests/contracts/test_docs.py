@@ -109,12 +109,12 @@ def test_every_block_says_what_it_holds():
             assert block.kind in known or block.kind.startswith("{"), f"{path.name}:{block.line}"
 
 
-def test_code_is_no_wider_than_the_pages():
+def test_a_block_is_no_wider_than_the_pages():
     wide = [
         f"{path.name}:{block.line + number}: {line}"
         for path in PAGES
         for block in blocks(path)
-        if "python" in block.kind and path.parent == DOCS
+        if path.parent == DOCS and path != TROUBLESHOOTING  # where messages wrap
         for number, line in enumerate(block.code.splitlines())
         if len(line) > 90
     ]
