@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,9 +37,46 @@ _PROBE_S = 5.0
 
 
 def connect() -> None:
-    """Connect to Ray, starting it on this machine where there is none."""
-    if not ray.is_initialized():
-        ray.init()
+    """Connect to Ray, starting it on this machine where there is none.
+
+    Raises:
+        ConnectionError: if ``RAY_ADDRESS`` names a cluster that does not answer.
+    """
+    if ray.is_initialized():
+        return
+    # as ray.init() looks for one; of its own it would try for minutes where one has gone
+    given = os.environ.get("RAY_ADDRESS")
+    try:
+        _probe(given if given is not None else _last_cluster())
+    except OSError as error:
+        if given is not None:
+            raise ConnectionError(
+                f"RAY_ADDRESS={given!r}: no Ray cluster answers there ({error}). Start one, unset "
+                "RAY_ADDRESS, or set it to 'local' for a Ray of this script's own."
+            ) from error
+        logger.warning(
+            "The cluster that was last started here, at %s, is gone: starting Ray on this machine.",
+            _last_cluster(),
+        )
+        ray.init("local")
+        return
+    ray.init()
+
+
+def _last_cluster() -> str:
+    """Return the address that ``ray start`` left on this machine; empty if there is none."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    with contextlib.suppress(OSError):
+        return (folder / "ray_current_cluster").read_text().strip()
+    return ""
+
+
+def _probe(address: str) -> None:
+    """Raise OSError if `address` has a port and nobody listens there."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if host and port.isdecimal():
+        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+            pass
 
 
 def overview(address: str) -> dict[str, tuple[float, float]]:
@@ -46,10 +85,7 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
     Raises:
         OSError: if there is none at `address`.
     """
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():  # Ray itself would try for minutes
-        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
-            pass
+    _probe(address)  # Ray itself would try for minutes
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         total, free = ray.cluster_resources(), ray.available_resources()

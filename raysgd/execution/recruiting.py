@@ -134,6 +134,10 @@ class Recruiting:
             and may_resize(now, self._resized_at, urgent or recruit.replaces_lost, self._config)
         ]
 
+    def coming(self) -> int:
+        """Return how many newcomers have room, and come up or are ready."""
+        return sum(recruit.member is not None for recruit in self._recruits)
+
     def joined(self, recruits: Sequence[Recruit]) -> None:
         """Note that newcomers are members now."""
         for recruit in recruits:

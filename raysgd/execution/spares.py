@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from raysgd.execution.members import Member
@@ -16,6 +16,9 @@ from raysgd.execution.members import Member
 __all__ = ["Spares"]
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 0.5
+"""How long a spare may take to show that it is alive."""
 
 
 class Spares:
@@ -52,6 +55,12 @@ class Spares:
         if not ready.done() or _has_failed(ready):
             return None
         del self._held[node_id]
+        # it may have died since: whoever killed the worker may have killed all that looked like it
+        answer = member.control("progress")
+        wait([answer], timeout=_ANSWER_S)
+        if not answer.done() or _has_failed(answer):
+            member.kill()
+            return None
         return member
 
     def __len__(self) -> int:

@@ -530,14 +530,18 @@ class Supervisor:
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
         if not config.grow or self._group.options.inline:
             raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
+        limit = time.monotonic() + self._timeout_s
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
             self._mention_wait(missing, number, wait_s)
             deadline = time.monotonic() + wait_s
-            while time.monotonic() < deadline:
+            while (now := time.monotonic()) < deadline or now < limit:
                 self._recruiting.tend(self._generation)
                 if len(self.members) + len(self._recruiting.ready()) >= min_workers:
                     return
+                enough_come = len(self.members) + self._recruiting.coming() >= min_workers
+                if now >= deadline and not enough_come:
+                    break
                 time.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 

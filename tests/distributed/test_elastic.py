@@ -38,7 +38,7 @@ class SlowLedger(Ledger):
         if self.world_size < self.config.get("until_size", 0):
             left = self.config["num_samples"] - self.config["hold_at"]
             if self.global_step >= left // (len(batch) * self.config["until_size"]):
-                time.sleep(0.02)
+                time.sleep(0.2)
         return super().train_batch(batch, batch_info)
 
 
@@ -168,6 +168,19 @@ def test_a_spare_process_takes_the_place_of_a_lost_worker(ray_cluster, monkeypat
         ((next_spare, _),) = spares._held.values()
         spare_pid = next_spare.control("place").result(timeout=60).pid
     wait_until(lambda: not psutil.pid_exists(spare_pid))
+
+
+def test_a_newcomer_that_is_on_its_way_is_waited_for_when_the_backoff_is_over(ray_cluster):
+    """It has room, and needs longer for its start than there is to wait for room."""
+    elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1, jitter=0.0)
+    with TorchTrainer(
+        training_operator_cls=Classifier, num_workers=2, min_workers=2, elastic=elastic
+    ) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(pids[1]))
+        assert trainer.train()["num_samples"] == 1003
+        assert trainer.num_workers == 2
 
 
 def test_a_newcomer_that_dies_in_setup_is_tried_again(ray_cluster, tmp_path):

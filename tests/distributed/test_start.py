@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd import TorchTrainer
 from raysgd.errors import InsufficientResourcesError
+from raysgd.execution import placement
 from tests.operators import Classifier
 
 
@@ -62,6 +64,43 @@ def test_threads_are_the_cpus_of_a_worker(ray_cluster):
     ) as trainer:
         assert trainer.apply_all_workers(torch.get_num_threads) == [2]
         assert ray_cluster.available_resources()["CPU"] == 2
+
+
+@pytest.fixture
+def gone():
+    """The address of a cluster that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What Ray is started with, where it seems not to be."""
+    begun = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *arguments: begun.append(arguments))
+    return begun
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(begun, gone, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", gone)
+    with pytest.raises(ConnectionError, match=f"RAY_ADDRESS='{gone}'.*'local'"):
+        placement.connect()
+    assert not begun
+
+
+def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
+    begun, gone, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    placement.connect()
+    assert begun == [()]
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(gone + "\n")
+    placement.connect()
+    assert begun == [(), ("local",)]
+    assert f"at {gone}, is gone" in caplog.text
 
 
 def test_references_to_what_ray_holds_can_be_in_a_config(ray_cluster):

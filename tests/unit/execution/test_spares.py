@@ -13,6 +13,11 @@ class FakeMember:
         self.ready = Future()
         self.imported = None
         self.killed = False
+        self.alive = Future()
+        self.alive.set_result(None)
+
+    def control(self, method):
+        return self.alive
 
     def work(self, method, modules):
         assert method == "import_ahead"
@@ -64,6 +69,20 @@ def test_one_that_failed_is_replaced_and_never_taken(spares, started):
     assert spares.take("a") is None
     spares.keep_on(["a"])
     assert started[0].killed
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("death", ["noticed", "silent"])
+def test_one_that_died_after_it_was_ready_is_not_taken(spares, started, death, monkeypatch):
+    monkeypatch.setattr("raysgd.execution.spares._ANSWER_S", 0.01)
+    spares.keep_on(["a"])
+    started[0].ready.set_result(None)
+    started[0].alive = Future()
+    if death == "noticed":
+        started[0].alive.set_exception(RuntimeError("the process is gone"))
+    assert spares.take("a") is None
+    assert started[0].killed
+    spares.keep_on(["a"])
     assert len(started) == 2
 
 
