@@ -41,7 +41,10 @@ def _leftovers(ray):
     from ray._private.state import actors
     from ray.util import placement_group_table
 
-    alive = [a for a in actors().values() if a["State"] not in ("DEAD",)]
+    own = ("_StatsActor", "_AutoscalingCoordinatorActor")  # Ray Data's, for as long as Ray runs
+    alive = [
+        a for a in actors().values() if a["State"] != "DEAD" and a["ActorClassName"] not in own
+    ]
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     return alive + groups
 

@@ -84,6 +84,7 @@ def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
         run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
     for block in snippets(path):
         run(path, block, namespace)
+    namespace.clear()  # functions and their globals refer to each other: let go of what they hold
 
 
 def test_most_pages_have_snippets():
