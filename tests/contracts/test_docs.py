@@ -106,8 +106,8 @@ def test_every_block_says_what_it_holds():
     """Else a block of Python could go unnoticed."""
     for path in PAGES:
         for block in blocks(path):
-            known = ("python", "shell", "text", "json") + (("",) if path.parent != DOCS else ())
-            assert block.kind in known or block.kind.startswith("{"), f"{path.name}:{block.line}"
+            known = {"python", "shell", "text", "{code-block} python", "{eval-rst}", "{toctree}"}
+            assert block.kind in known, f"{path.name}:{block.line}"
 
 
 def test_a_block_is_no_wider_than_the_pages():
