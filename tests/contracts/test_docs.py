@@ -70,7 +70,7 @@ def run(path, block, namespace):
     exec(compile(code, str(path.relative_to(ROOT)), "exec"), namespace)
 
 
-WITH_SNIPPETS = [path for path in PAGES if snippets(path)]
+WITH_SNIPPETS = [path for path in PAGES if snippets(path) and path != DOCS / "index.md"]
 
 
 @pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
@@ -85,6 +85,12 @@ def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
     for block in snippets(path):
         run(path, block, namespace)
     namespace.clear()  # functions and their globals refer to each other: let go of what they hold
+
+
+def test_the_first_page_shows_what_the_readme_shows():
+    """So that it needs no run of its own."""
+    shown, run_above = (snippets(path) for path in (DOCS / "index.md", ROOT / "README.md"))
+    assert [block.code for block in shown] == [block.code for block in run_above]
 
 
 def test_most_pages_have_snippets():
