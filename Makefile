@@ -29,8 +29,9 @@ docs: $(VENV)/.docs-stamp ## Build the documentation into docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 	@echo "docs/_build/index.html"
 
-bench: $(VENV)/.bench-stamp ## Compare an epoch's time with plain DDP, Lightning and Accelerate
-	$(BIN)/python examples/benchmarks/epoch.py $(ARGS)
+bench: ## Time raysgd beside plain DDP, Ray Train, Lightning and Accelerate
+	@$(MAKE) --no-print-directory VENV=$(VENV)-bench $(VENV)-bench/.bench-stamp
+	$(VENV)-bench/bin/python examples/benchmarks/all.py $(ARGS)
 
 clean: ## Remove caches and build outputs; the environment stays
 	rm -rf build dist docs/_build *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

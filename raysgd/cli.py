@@ -87,12 +87,12 @@ def doctor(
 def bench(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="epoch, recovery or saving; what follows is passed on to it.")
-    ] = "epoch",
+        str, typer.Argument(help="all, or one of them; options that follow are passed on to it.")
+    ] = "all",
 ) -> None:
     """Run a benchmark: raysgd and its peers side by side. Needs a clone of the repository."""
     folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
-    there_are = sorted(path.stem for path in folder.glob("*.py"))
+    there_are = sorted(path.stem for path in folder.glob("[!_]*.py"))
     if not there_are:
         typer.echo(
             f"No benchmarks in {folder}: they come with a clone of the repository.", err=True

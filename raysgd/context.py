@@ -24,6 +24,8 @@ class WorkerContext:
     world_size: int = 1
     local_rank: int = 0
     """Rank among the workers of the same node."""
+    local_world_size: int = 1
+    """Number of workers on the same node."""
     node_rank: int = 0
     generation: int = 0
     distributed: bool = False
@@ -63,6 +65,11 @@ class Progress:
     """Committed steps of the newest snapshot that this worker holds for the driver."""
     loss: float | None = None
     """Newest loss, as last read; None before the first batch or where there is none."""
+    held: bool = False
+    """Whether the worker's code does nothing but wait for the driver, or has ended."""
+    collective: int | None = None
+    """Number of the collective in which it waits for all the others; None where it is in none, or
+    where the backend cannot tell."""
 
 
 class PausedError(Exception):

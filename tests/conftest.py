@@ -8,6 +8,8 @@ import psutil
 import pytest
 
 NUM_CPUS = 4
+RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
+"""Actors that Ray Data keeps as long as the cluster lives; they take no CPU."""
 
 
 def wait_until(condition, timeout_s=20.0):
@@ -41,9 +43,10 @@ def _leftovers(ray):
     from ray._private.state import actors
     from ray.util import placement_group_table
 
-    own = ("_StatsActor", "_AutoscalingCoordinatorActor")  # Ray Data's, for as long as Ray runs
     alive = [
-        a for a in actors().values() if a["State"] != "DEAD" and a["ActorClassName"] not in own
+        a
+        for a in actors().values()
+        if a["State"] != "DEAD" and a["ActorClassName"].lstrip("_") not in RAY_DATAS_OWN
     ]
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     return alive + groups

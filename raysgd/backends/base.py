@@ -51,5 +51,14 @@ class Backend(ABC):
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether `error` says that talking to other workers failed."""
 
+    def collective(self) -> int | None:
+        """Return the number of the collective in which this worker waits for all the others.
+
+        Runs on a worker in another thread than the one that waits. None where it is in none, or
+        where the backend cannot tell; the driver then finds no worker waiting in vain before the
+        collective's timeout.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
         """Let go of what `prepare` made. Runs on the driver."""

@@ -72,6 +72,10 @@ class GlooGroup(ProcessGroup):
         groups[group] = (dist.Backend.GLOO, groups[group][1])
         return group
 
+    def collective(self) -> int | None:
+        """Return the number of the oldest collective under way; None if there is none."""
+        return self._running.oldest()
+
     def interrupt(self) -> None:
         """Let operations that are under way, and all later ones, raise RuntimeError."""
         self._running.interrupt()
@@ -126,23 +130,36 @@ class _Running:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waits: dict[int, Callable[[BaseException], None]] = {}
+        self._collectives: dict[int, int] = {}
+        self._num_collectives = 0
         self._count = 0
         self._interrupted = False
 
-    def begin(self, key: int, end: Callable[[BaseException], None]) -> None:
-        """Note an operation, and how to end the wait for it."""
+    def begin(
+        self, key: int, end: Callable[[BaseException], None], collective: bool = False
+    ) -> None:
+        """Note an operation, and how to end the wait for it; a collective is one of all ranks."""
         with self._changed:
             if self._interrupted:
                 raise _interruption()
             self._waits[key] = end
             self._count += 1
+            if collective:
+                self._num_collectives += 1
+                self._collectives[key] = self._num_collectives
 
     def finish(self, key: int) -> bool:
         """Note that gloo is done; return whether somebody may still wait."""
         with self._changed:
             self._count -= 1
+            self._collectives.pop(key, None)
             self._changed.notify_all()
             return self._waits.pop(key, None) is not None
+
+    def oldest(self) -> int | None:
+        """Return the number of the oldest collective that gloo is not done with."""
+        with self._changed:
+            return min(self._collectives.values(), default=None)
 
     def interrupt(self) -> None:
         """End all waits."""
@@ -172,7 +189,7 @@ class _Collective(Work):
         self._ended: Future[Any] = Future()
         ended = self._ended
         key = id(ended)  # which lives until gloo is done; the work may be dropped before
-        running.begin(key, ended.set_result)
+        running.begin(key, ended.set_result, collective=True)
         try:
             self._work = start()
         except BaseException:

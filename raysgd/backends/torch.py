@@ -124,6 +124,11 @@ class TorchBackend(Backend):
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
+    def collective(self) -> int | None:
+        """Return the number of gloo's oldest collective under way; NCCL cannot tell."""
+        group = self._group
+        return None if group is None else group.collective()
+
     def teardown(self) -> None:
         """Destroy the process group."""
         self._listening = set()

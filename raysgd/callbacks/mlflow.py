@@ -14,7 +14,7 @@ from raysgd.callbacks.logger import LoggerCallback
 from raysgd.callbacks.values import numbers_in, scalars
 from raysgd.elastic.events import Event
 
-__all__ = ["MLflowLogger"]
+__all__ = ["MLflowLogger", "folders_allowed", "name_for_mlflow"]
 
 _ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
 _MOST_TEXT = 500
@@ -68,7 +68,7 @@ class MLflowLogger(LoggerCallback):
         self._client.log_batch(
             self.run_id,
             metrics=[
-                entities.Metric(_name(name), float(value), time_ms, step)
+                entities.Metric(name_for_mlflow(name), float(value), time_ms, step)
                 for name, value in values.items()
             ],
         )
@@ -113,7 +113,7 @@ class MLflowLogger(LoggerCallback):
         mlflow = import_for("MLflowLogger", "mlflow")
         self._failed = False
         uri = self._tracking_uri
-        with _folders_allowed(uri):
+        with folders_allowed(uri):
             client = mlflow.MlflowClient(tracking_uri=uri)
             if self.run_id is not None:
                 client.update_run(self.run_id, status="RUNNING")
@@ -125,12 +125,12 @@ class MLflowLogger(LoggerCallback):
                 run = client.create_run(number, run_name=self._run_name, tags=self._tags)
                 self.run_id = run.info.run_id
                 for name, value in scalars(trainer.config).items():
-                    client.log_param(self.run_id, _name(name), str(value)[:_MOST_TEXT])
+                    client.log_param(self.run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
         self._client = client
 
 
 @contextmanager
-def _folders_allowed(uri: str | None) -> Iterator[None]:
+def folders_allowed(uri: str | None) -> Iterator[None]:
     """Let MLflow write into a folder, which it wants to be asked for, if a folder was given."""
     is_folder = uri is not None and ("://" not in uri or uri.startswith("file:"))
     if not is_folder or _ALLOW_FOLDERS in os.environ:
@@ -143,6 +143,6 @@ def _folders_allowed(uri: str | None) -> Iterator[None]:
         del os.environ[_ALLOW_FOLDERS]
 
 
-def _name(name: str) -> str:
+def name_for_mlflow(name: str) -> str:
     """Return a name with nothing in it that MLflow refuses."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)

@@ -12,9 +12,10 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from raysgd.checkpoint.checked import checked_manifest
 from raysgd.checkpoint.location import Location, first_line, locate
-from raysgd.checkpoint.manifest import Manifest, NewerFormatError
-from raysgd.checkpoint.seal import DamageError, find_manifest, seal, verify
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.seal import seal
 from raysgd.errors import CheckpointError
 from raysgd.trees import map_leaves
 
@@ -114,14 +115,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
         CheckpointError: if the file is missing, of a newer format, or visibly damaged.
     """
     source = locate(path)
-    return source.inspect(lambda file: _checked(source, file, whole=False))
+    return source.inspect(lambda file: checked_manifest(source, file, whole=False))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
     """Read a state as `read_file` does, together with its manifest."""
     source = locate(path)
     with source.open() as file:
-        manifest = _checked(source, file, whole=True)
+        manifest = checked_manifest(source, file, whole=True)
         # through the file that was checked: another may have the name by now
         file.seek(0)
         state = _loaded(source, file)
@@ -136,19 +137,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
             "missing. Write one with trainer.save(path)."
         )
     return state, manifest
-
-
-def _checked(source: Location, file: IO[bytes], whole: bool) -> Manifest | None:
-    try:
-        return verify(file) if whole else find_manifest(file)
-    except DamageError as error:
-        raise CheckpointError(f"Cannot load {source.shown}: the file {error}.") from error
-    except NewerFormatError as error:
-        raise CheckpointError(f"Cannot load {source.shown}: {error}.") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint ({error})."
-        ) from error
 
 
 def _loaded(source: Location, file: IO[bytes]) -> Any:

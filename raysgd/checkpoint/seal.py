@@ -9,6 +9,9 @@ of each other record's content, and makes this line the archive's comment, the e
 record's content, joined: headers, padding, the central directory; ``trailer`` that of this line
 up to there. So each byte of the file is in exactly one hash, and is read once. The layout of the
 line is the same in all formats: what changes is told by the manifest.
+
+Any other file is sealed by `seal_whole`: the manifest and the line follow its content, which is
+the only part.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import IO, Any
 
 from raysgd.checkpoint.manifest import Manifest, Part
 
-__all__ = ["DamageError", "find_manifest", "seal", "verify"]
+__all__ = ["DamageError", "find_manifest", "seal", "seal_whole", "verify"]
 
 _RECORD = "raysgd-manifest.json"
 _MAGIC = b"raysgd-checkpoint"
@@ -33,6 +36,8 @@ _TRAILER = re.compile(
     rb" rest=([0-9a-f]{64})) trailer=([0-9a-f]{64})\n"
 )
 _TRAILER_SIZE = len(_LINE % (_MAGIC, 0, 0, b"0" * 64, b"0" * 64)) + len(" trailer=\n") + 64
+_SIGNS = (_MAGIC, b" manifest=", b" sha256=", b" trailer=")
+"""Of these words at the end of a sealed file damage to one byte spares all but one."""
 _CHUNK = 1 << 20
 _LOCAL_HEADER = 30
 _END_RECORD = 22
@@ -83,7 +88,29 @@ def seal(file: IO[bytes], manifest: Manifest, names: Mapping[str, str]) -> None:
         added = zipfile.ZipInfo(prefix + _RECORD)
         archive.writestr(added, content)
         archive.comment = bytes(_TRAILER_SIZE)  # the directory tells its length
-    offset = _content_offset(file, added)
+    _write_trailer(file, parts, _content_offset(file, added), content)
+
+
+def seal_whole(file: IO[bytes], manifest: Manifest, name: str) -> None:
+    """Add a manifest and the hashes behind what was written into `file`.
+
+    Args:
+        file: open for reading and writing.
+        manifest: what to say; its parts are filled in.
+        name: what the content is.
+    """
+    size = file.seek(0, 2)
+    digest = hashlib.sha256()
+    _feed(file, 0, size, digest)
+    part = Part(name=name, record=name, offset=0, size=size, sha256=digest.hexdigest())
+    content = dataclasses.replace(manifest, parts=(part,)).to_json()
+    file.seek(0, 2)
+    file.write(content + bytes(_TRAILER_SIZE))
+    _write_trailer(file, [part], size, content)
+
+
+def _write_trailer(file: IO[bytes], parts: Sequence[Part], offset: int, content: bytes) -> None:
+    """Write the line at the end, in the place that was left for it."""
     rest = _Walk(file, parts, (offset, len(content))).rest.encode()
     sha256 = hashlib.sha256(content).hexdigest().encode()
     line = _LINE % (_MAGIC, offset, len(content), sha256, rest)
@@ -158,7 +185,7 @@ def _check_never_sealed(file: IO[bytes], size: int) -> None:
     """
     file.seek(max(0, size - 2 * _TRAILER_SIZE))
     tail = file.read()
-    if _MAGIC in tail:
+    if any(sign in tail for sign in _SIGNS):
         raise DamageError("is damaged: its trailer is not as it was written")
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":

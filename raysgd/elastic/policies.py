@@ -89,6 +89,7 @@ def assign_contexts(
                 world_rank=rank,
                 world_size=len(places),
                 local_rank=seen[place.node_id],
+                local_world_size=sum(p.node_id == place.node_id for p in places),
                 node_rank=nodes.index(place.node_id),
                 generation=generation,
                 distributed=distributed,

@@ -59,8 +59,12 @@ class Attempt:
         """Whether workers have stopped at the step at which they were asked to."""
         return any(o.kind == "paused" for o in self.outcomes.values())
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until a worker returns, at most `timeout_s`, and note what it returned."""
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until a worker returns, at most `timeout_s`, and note what it returned.
+
+        Returns:
+            Whether one has.
+        """
         done, _ = wait(self._pending, timeout=max(0.0, timeout_s), return_when=FIRST_COMPLETED)
         for future in done:
             member = self._pending.pop(future)
@@ -73,6 +77,7 @@ class Attempt:
                 self.lost[member] = error
             else:
                 raise error
+        return bool(done)
 
     def give_up(self, member: Member, error: BaseException) -> None:
         """Wait no longer for a worker: it counts as lost."""

@@ -37,6 +37,8 @@ class GroupOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     use_local: bool = False
     start_timeout_s: float = 100.0
+    strategy: str = "SPREAD"
+    """How Ray places the workers on nodes."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -84,6 +86,7 @@ class WorkerGroup:
             num_workers=options.num_workers - num_local,
             min_workers=max(1, options.min_workers - num_local),
             timeout_s=timeout_s,
+            strategy=options.strategy,
         )
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
@@ -103,6 +106,31 @@ class WorkerGroup:
         self.members = self.in_order(self.members)
         if options.use_local:
             self.members.insert(0, _local_member())
+
+    def add(self, num_workers: int) -> None:
+        """Start further workers behind those there are, and wait until they are up.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for them.
+        """
+        from raysgd.execution import placement
+
+        options = self.options
+        more = placement.reserve(
+            options.bundle,
+            num_workers=num_workers,
+            min_workers=num_workers,
+            timeout_s=options.start_timeout_s,
+            strategy=options.strategy,
+        )
+        self._reservation.include(more)
+        members = [self.new_member(slot) for slot in more.slots]
+        places = gather(
+            [member.control("place") for member in members], _COME_UP_S, "worker processes"
+        )
+        for member, place in zip(members, places, strict=True):
+            member.place = place
+        self.members += members
 
     def new_member(self, slot: Any) -> Member:
         """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""

@@ -33,6 +33,10 @@ class Member(ABC):
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the work thread."""
 
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
+
     @abstractmethod
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call that runs beside the work."""
@@ -88,13 +92,27 @@ class ActorMember(Member):
         return self._submit("control", method, arguments)
 
     def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        self._check_alive()
+        bound = getattr(self._actor, method).options(concurrency_group=group)
+        future: Future[Any] = bound.remote(*arguments).future()
+        return future
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        self._check_alive()
+        bound = self._actor.execute.options(concurrency_group="work")
+        return bound.remote(function, *args, **kwargs)
+
+    @property
+    def actor(self) -> Any:
+        """Ray's handle of the actor."""
+        return self._actor
+
+    def _check_alive(self) -> None:
         if not self.alive:
             raise RuntimeError(
                 "Ray was shut down after this trainer was created; create a new trainer."
             )
-        bound = getattr(self._actor, method).options(concurrency_group=group)
-        future: Future[Any] = bound.remote(*arguments).future()
-        return future
 
     @property
     def alive(self) -> bool:

@@ -148,6 +148,11 @@ class Reservation:
         self.slots.append(slot)
         return slot
 
+    def include(self, other: Reservation) -> None:
+        """Take over the room of another reservation."""
+        self._owned += other._owned
+        self.slots += other.slots
+
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
         if not ray.is_initialized():
@@ -168,12 +173,24 @@ def _is_free(group: PlacementGroup) -> bool:
 
 
 def reserve(
-    bundle: Mapping[str, float], *, num_workers: int, min_workers: int, timeout_s: float
+    bundle: Mapping[str, float],
+    *,
+    num_workers: int,
+    min_workers: int,
+    timeout_s: float,
+    strategy: str = "SPREAD",
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
     Inside of a placement group that captures its child tasks, as Tune makes one a trial, that
     one's room is used: as many workers as its bundles hold beside the caller.
+
+    Args:
+        bundle: what one worker needs.
+        num_workers: the most workers.
+        min_workers: the fewest.
+        timeout_s: how long to wait for room for these.
+        strategy: how Ray shall place them, such as "SPREAD" or "PACK".
 
     Raises:
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
@@ -189,7 +206,8 @@ def reserve(
         free=workers_that_fit(ray.available_resources(), bundle),
     )
     for size in sizes:
-        if (group := _granted(bundle, size, min(_SETTLE_S, timeout_s))) is not None:
+        settle_s = min(_SETTLE_S, timeout_s)
+        if (group := _granted(bundle, size, settle_s, strategy)) is not None:
             if size < num_workers:
                 logger.warning(
                     "Starting with %d of %d workers: the cluster has no room for more now (%s).",
@@ -199,12 +217,13 @@ def reserve(
                 )
             return Reservation(group, range(size), owned=True)
     # a request that stays is what an autoscaler adds nodes for
-    group = _granted(bundle, min_workers, deadline - time.monotonic(), log=True)
+    group = _granted(bundle, min_workers, deadline - time.monotonic(), strategy, log=True)
     if group is not None:
         return Reservation(group, range(min_workers), owned=True)
     raise InsufficientResourcesError(
         f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
-        "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S).",
+        "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S; with "
+        "raysgd.train TRAIN_PLACEMENT_GROUP_TIMEOUT_S).",
         requested=bundle,
         total=ray.cluster_resources(),
         available=ray.available_resources(),
@@ -262,16 +281,16 @@ def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _request(bundle: Mapping[str, float], size: int) -> PlacementGroup:
-    group: PlacementGroup = placement_group([dict(bundle)] * size, strategy="SPREAD")
+def _request(bundle: Mapping[str, float], size: int, strategy: str = "SPREAD") -> PlacementGroup:
+    group: PlacementGroup = placement_group([dict(bundle)] * size, strategy=strategy)
     return group
 
 
 def _granted(
-    bundle: Mapping[str, float], size: int, timeout_s: float, log: bool = False
+    bundle: Mapping[str, float], size: int, timeout_s: float, strategy: str, log: bool = False
 ) -> PlacementGroup | None:
     """Request room and return it if it comes in time; else the request is taken back."""
-    group = _request(bundle, size)
+    group = _request(bundle, size, strategy)
     started = mentioned = time.monotonic()
     try:
         # its own wait() knows whole seconds alone

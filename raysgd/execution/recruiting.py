@@ -31,6 +31,7 @@ class Recruiting:
         created: arguments of a worker's ``create``.
         draw: returns a random number in 0..1, for the jitter.
         on_failure: told of a newcomer that failed, and why.
+        can_join: whether newcomers can join a group that is at work; without that none are started.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Recruiting:
         created: Sequence[Any],
         draw: Callable[[], float],
         on_failure: Callable[[Member | None, BaseException], None],
+        can_join: bool = True,
     ) -> None:
         self._group = group
         self._config = config
         self._created = created
         self._draw = draw
         self._on_failure = on_failure
+        self._can_join = can_join
         self._recruits: list[Recruit] = []
         self._lost_slots: list[Any] = []
         self._failures = 0
@@ -62,6 +65,18 @@ class Recruiting:
         self._lost_slots.append(slot)
         self._failures, self._retry_at = 0, 0.0
 
+    def has_room(self) -> bool:
+        """Whether there is room for a worker that is missing, and the group may grow now.
+
+        The room is requested if it has not been.
+        """
+        options, now = self._group.options, time.monotonic()
+        if not self._config.grow or len(self._group.members) >= options.num_workers:
+            return False
+        if not may_resize(now, self._resized_at, False, self._config):
+            return False
+        return any(slot.is_ready for slot in self._group.vacant_slots())
+
     def resized(self) -> None:
         """Note that the group has changed its size now."""
         self._resized_at = time.monotonic()
@@ -69,7 +84,7 @@ class Recruiting:
     def tend(self, generation: int) -> None:
         """Bring newcomers forward, and start those that are missing; never waits for long."""
         options = self._group.options
-        if not self._config.grow or options.inline:
+        if not self._config.grow or not self._can_join or options.inline:
             return
         missing = options.num_workers - len(self._group.members) - len(self._recruits)
         if missing <= 0 and self._may_have_spares():

@@ -60,6 +60,8 @@ _SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
+_NEWCOMER_STRAGGLER_S = 5.0
+"""The same where a worker that has just started would do as well."""
 _MENTION_STRAGGLER_S = 5.0
 """After how long to say so, and where they are."""
 _MENTION_S = 30.0
@@ -70,6 +72,8 @@ _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
 _BUSY_TICK_S = 0.05
 """How often to look at it while newcomers are on their way."""
+_UNEVEN_TICK_S = 0.25
+"""How often to look at it while some workers have returned and others have not."""
 
 
 class State(enum.Enum):
@@ -92,6 +96,8 @@ class Supervisor:
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
         elastic: what to do about losses.
+        can_join: whether workers of the group can enter a new generation with what they do, and
+            newcomers join them. Where they cannot, the group grows by `grow`, a restart.
     """
 
     def __init__(
@@ -102,12 +108,14 @@ class Supervisor:
         hook: Callable[[], None] | None,
         timeout_s: float,
         elastic: ElasticConfig | None = None,
+        can_join: bool = True,
     ) -> None:
         self.state = State.NEW
         self._group = group
         self._backend = backend
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
+        self._can_join = can_join
         self._generation = 0
         self.progress = Progress()
         """How far training is, as of the last call or the last new generation."""
@@ -115,6 +123,8 @@ class Supervisor:
         """What happened to the group, oldest first."""
         self.on_event: Callable[[], None] | None = None
         """Called after each event, in the thread that called."""
+        self.on_start: Callable[[], None] | None = None
+        """Called whenever all workers have started anew, before they get a snapshot."""
         self.losses_in_call = 0
         """Times that workers were lost in the newest call."""
         self.snapshots = SnapshotKeeper()
@@ -138,7 +148,7 @@ class Supervisor:
                 sys.path,
             )
         self._recruiting = Recruiting(
-            group, self._elastic, self._created, random.random, self._note_failed_newcomer
+            group, self._elastic, self._created, random.random, self._note_failed_newcomer, can_join
         )
 
     # ---- life
@@ -161,6 +171,8 @@ class Supervisor:
         self._raise_failure(self._enter(self.members, contexts, leader=None))
         self.state = State.READY
         self._recruiting.resized()
+        if self.on_start is not None:
+            self.on_start()
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
@@ -269,8 +281,8 @@ class Supervisor:
             watch = Watch(attempt, self._ranks, hang_timeout_s)
             while attempt.under_way:
                 busy = on_wait is not None or self._recruiting.under_way
-                attempt.settle(_BUSY_TICK_S if busy else _TICK_S)
-                if attempt.under_way:
+                idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
+                if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
                     self._look(attempt, watch, on_wait, pausable=method == "train")
             if attempt.failed:
                 self._end(attempt)
@@ -302,6 +314,10 @@ class Supervisor:
         stuck = watch.stuck(progress)
         if stuck is not None:
             self._break_hang(attempt, stuck)
+        elif (why := watch.in_vain(progress)) is not None:
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+            raise CollectiveError(why)
         self._recruiting.tend(self._generation)
         if pausable and self._recruiting.ready():
             self._pause(attempt, progress)
@@ -358,6 +374,35 @@ class Supervisor:
         wait(asked.values(), timeout=_ANSWER_S)
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
+    def stop(self, method: str) -> None:
+        """Interrupt what goes on in the workers beside calls; the next call makes a new generation.
+
+        Args:
+            method: a method of the runner that returns when nothing goes on there any more.
+        """
+        if self.state is State.CLOSED:
+            return
+        self.state = State.BROKEN
+        self._interrupt()
+        nothing = self._group.shared(_pickled("no arguments", {}))
+        idle = [member for member in self.members if member not in self._stragglers]
+        attempt = Attempt({member: member.work("call", method, nothing) for member in idle})
+        deadline = time.monotonic() + _ANSWER_S
+        while attempt.pending and (left := deadline - time.monotonic()) > 0:
+            attempt.settle(left)
+        self._stragglers |= attempt.pending  # one that was lost is found by the next call
+
+    def grow(self) -> bool:
+        """Restart with more workers, from what `snapshots` holds, if there is room for them now.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._recruiting.has_room():
+            return False
+        self._restart(self.min_workers, "grown")
+        return True
+
     # ---- generations
 
     def _make_ready(self, max_losses: int, min_workers: int) -> None:
@@ -406,7 +451,8 @@ class Supervisor:
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
         stragglers = Attempt(self._stragglers)
-        deadline = time.monotonic() + _STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._can_join else _NEWCOMER_STRAGGLER_S
+        deadline = time.monotonic() + patience_s
         mentioned = False
         try:
             while stragglers.pending and (left := deadline - time.monotonic()) > 0:
@@ -421,13 +467,13 @@ class Supervisor:
                     )
         finally:
             self._stragglers = stragglers.pending
-        why = f"still busy {_STRAGGLER_S:g} s after it was stopped"
+        why = f"still busy {patience_s:g} s after it was stopped"
         for member in stragglers.pending:
             if not member.remote:  # it cannot be killed
                 raise WorkerTimeoutError(
                     f"The worker in the driver's process is {why}.",
                     ranks=[self._ranks[member]],
-                    waited_s=_STRAGGLER_S,
+                    waited_s=patience_s,
                 )
         return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
 
@@ -545,7 +591,7 @@ class Supervisor:
                 time.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 
-    def _restart(self, min_workers: int) -> None:
+    def _restart(self, min_workers: int, kind: EventKind = "restarted") -> None:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
         started = time.monotonic()
@@ -576,7 +622,7 @@ class Supervisor:
             raise self._failed(
                 f"no {min_workers} workers to be had: {self._group.room()}", cause=last
             )
-        self._record("restarted", self.members, seconds=time.monotonic() - started)
+        self._record(kind, self.members, seconds=time.monotonic() - started)
         logger.warning(
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
         )

@@ -20,6 +20,8 @@ _UNEVEN_S = 30.0
 """After how long to say that workers which are done wait for others."""
 _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
+_IN_VAIN_S = 0.7
+"""After how long a collective that cannot end is given up."""
 _IN_COLLECTIVE = ("_engine_run_backward", "distributed_c10d", "_sync_buffers", "all_reduce")
 
 
@@ -59,6 +61,8 @@ class Watch:
         self._hang_timeout_s = hang_timeout_s
         self._moved_at = self._mentioned_at = time.monotonic()
         self._seen: dict[Member, tuple[int, int]] = {}
+        self._waiting: dict[Member, int] = {}
+        self._waiting_since = 0.0
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""
@@ -73,6 +77,34 @@ class Watch:
                 self._listed(self._attempt.outcomes),
                 self._listed(self._attempt.pending),
             )
+
+    def in_vain(self, progress: Mapping[Member, Progress]) -> str | None:
+        """Say who waits in a collective for whom, if that can never end; else return None.
+
+        It cannot where all that have returned are held until the others return too, and each of
+        those waits in a collective, which is one of all workers.
+        """
+        now, attempt = time.monotonic(), self._attempt
+        waiting = {}
+        for member in attempt.pending:
+            number = progress[member].collective if member in progress else None
+            if number is None:
+                self._waiting = {}
+                return None
+            waiting[member] = number
+        held = [m for m in attempt.outcomes if m in progress and progress[m].held]
+        if not held or len(held) < len(attempt.outcomes):
+            self._waiting = {}
+        elif waiting != self._waiting:
+            self._waiting, self._waiting_since = waiting, now
+        elif now - self._waiting_since >= _IN_VAIN_S:
+            return (
+                f"Workers {self._listed(waiting)} wait in a collective operation for workers "
+                f"{self._listed(dict.fromkeys(held))}, which will not come: they have returned, or "
+                "reported or saved more often, and wait for the others to do so too. Every worker "
+                "must communicate, report and save equally often and in the same order."
+            )
+        return None
 
     def stuck(self, progress: Mapping[Member, Progress]) -> list[Member] | None:
         """Return None as long as the call moves; else log every stack, and return who is stuck.

@@ -154,7 +154,15 @@ class Worker:
 
     def progress(self) -> Progress:
         """Say how far the work is."""
-        return Progress() if self._runner is None else self._runner.progress()
+        if self._runner is None:
+            return Progress()
+        progress = self._runner.progress()
+        collective = None if self._backend is None else self._backend.collective()
+        return progress if collective is None else replace(progress, collective=collective)
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the user; what it raises is Ray's to pass on."""
+        return function(*args, **kwargs)
 
     def pause_at(self, step: int | None) -> int:
         """Ask the call under way to stop at a step; returns the step that it is at."""

@@ -258,6 +258,10 @@ PUBLIC = [
     "raysgd.testing",
     "raysgd.testing.chaos",
     "raysgd.torch",
+    "raysgd.train",
+    "raysgd.train.backend",
+    "raysgd.train.callbacks",
+    "raysgd.train.torch",
     "raysgd.tune",
     "raysgd.utils",
 ]

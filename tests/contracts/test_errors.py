@@ -8,6 +8,7 @@ import pytest
 
 from raysgd import errors
 from raysgd.torch.steps import StepInterruptedError
+from raysgd.train import errors as train_errors
 
 EXAMPLES = {
     "CallbackError": errors.CallbackError("failed", callback="Mine", hook="on_epoch_end"),
@@ -17,8 +18,13 @@ EXAMPLES = {
         "full", {"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 1.0}
     ),
     "StepInterruptedError": StepInterruptedError("stop"),
+    "TrainingWorkerError": train_errors.TrainingWorkerError("gone", rank=1, cause="OOM"),
 }
-KINDS = [getattr(errors, name) for name in errors.__all__] + [StepInterruptedError]
+KINDS = [
+    *(getattr(errors, name) for name in errors.__all__),
+    *(getattr(train_errors, name) for name in train_errors.__all__),
+    StepInterruptedError,
+]
 
 
 def example(kind):

@@ -15,6 +15,8 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "checkpoints",
         "creators",
         "custom_loop",
+        "functions",
+        "functions_fit",
         "gan",
         "language_model",
         "ray_data",

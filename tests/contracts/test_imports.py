@@ -85,6 +85,16 @@ def test_importing_the_torch_family_imports_neither_ray_nor_another_framework():
     assert loaded_by("import raysgd.torch, raysgd.testing; raysgd.TorchTrainer") == ["torch"]
 
 
+def test_importing_the_function_family_imports_neither_ray_nor_a_framework():
+    code = """
+from raysgd import train
+import raysgd.train.backend, raysgd.train.callbacks
+for name in train.__all__:
+    getattr(train, name)
+"""
+    assert loaded_by(code) == []
+
+
 def test_the_operators_import_their_optional_packages_only_where_these_are_used():
     code = """
 import sys

@@ -111,6 +111,70 @@ SURFACE = {
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
     "raysgd.torch.torch_trainer": ["TorchTrainer"],
     "raysgd.torch.training_operator": ["TrainingOperator"],
+    "raysgd.train": [
+        "BackendConfig",
+        "Checkpoint",
+        "CheckpointConfig",
+        "CheckpointStrategy",
+        "DataParallelTrainer",
+        "FailureConfig",
+        "Result",
+        "RunConfig",
+        "ScalingConfig",
+        "TrainContext",
+        "Trainer",
+        "TrainingCallback",
+        "TrainingIterator",
+        "get_checkpoint",
+        "get_context",
+        "get_dataset_shard",
+        "load_checkpoint",
+        "local_rank",
+        "report",
+        "save_checkpoint",
+        "world_rank",
+        "world_size",
+    ],
+    "raysgd.train.backend": [
+        "Backend",
+        "BackendConfig",
+        "BackendExecutor",
+        "InactiveWorkerGroupError",
+        "TrainBackendError",
+        "TrainingWorkerError",
+        "WorkerGroup",
+        "backend_class",
+        "checked_config",
+    ],
+    "raysgd.train.callbacks": [
+        "JsonLoggerCallback",
+        "MLflowLoggerCallback",
+        "PrintCallback",
+        "TBXLoggerCallback",
+        "TorchTensorboardProfilerCallback",
+        "TrainingCallback",
+    ],
+    "raysgd.train.callbacks.preprocessors": [
+        "AverageResultsPreprocessor",
+        "ExcludedKeysResultsPreprocessor",
+        "IndexedResultsPreprocessor",
+        "MaxResultsPreprocessor",
+        "ResultsPreprocessor",
+        "SequentialResultsPreprocessor",
+        "WeightedAverageResultsPreprocessor",
+    ],
+    "raysgd.train.torch": [
+        "TorchConfig",
+        "TorchTrainer",
+        "TorchWorkerProfiler",
+        "accelerate",
+        "backward",
+        "enable_reproducibility",
+        "get_device",
+        "prepare_data_loader",
+        "prepare_model",
+        "prepare_optimizer",
+    ],
     "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "trainable_class"],
     "raysgd.utils": [
         "BATCH_COUNT",
@@ -251,6 +315,38 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
 def test_methods_take_their_arguments_in_this_order(owner, method, names):
     home = raysgd.callbacks if owner == "Callback" else raysgd
     parameters = inspect.signature(getattr(getattr(home, owner), method)).parameters
+    assert list(parameters)[1 : len(names) + 1] == names
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        (
+            "__init__",
+            [
+                "backend",
+                "num_workers",
+                "use_gpu",
+                "resources_per_worker",
+                "logdir",
+                "max_retries",
+            ],
+        ),
+        ("start", ["initialization_hook"]),
+        (
+            "run",
+            ["train_func", "config", "callbacks", "dataset", "checkpoint", "checkpoint_strategy"],
+        ),
+        (
+            "run_iterator",
+            ["train_func", "config", "dataset", "checkpoint", "checkpoint_strategy"],
+        ),
+        ("to_tune_trainable", ["train_func", "dataset"]),
+    ],
+)
+def test_methods_of_the_function_trainer_take_their_arguments_in_this_order(method, names):
+    trainer = importlib.import_module("raysgd.train").Trainer
+    parameters = inspect.signature(getattr(trainer, method)).parameters
     assert list(parameters)[1 : len(names) + 1] == names
 
 

@@ -160,3 +160,19 @@ def test_who_waits_for_half_a_message_is_woken(operation, monkeypatch):
         for peer in peers:
             peer.kill()
             peer.communicate()
+
+
+def test_collectives_under_way_are_numbered_and_messages_are_not(group):
+    running = group._running
+    assert group.collective() is None
+    dist.barrier()
+    assert group.collective() is None
+    running.begin(1, lambda error: None, collective=True)
+    running.begin(2, lambda error: None, collective=True)
+    running.begin(3, lambda error: None)
+    oldest = group.collective()
+    running.finish(1)
+    assert group.collective() == oldest + 1
+    running.finish(2)
+    assert group.collective() is None
+    running.finish(3)

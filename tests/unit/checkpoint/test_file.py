@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.checkpoint import Manifest, check_writable, read_file, read_manifest, write_file
+from raysgd.checkpoint import (
+    Manifest,
+    check_writable,
+    checked,
+    read_file,
+    read_manifest,
+    write_file,
+)
 from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
@@ -252,7 +259,7 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
     """Another file gets the name between the check and the load."""
     path = tmp_path / "state.pt"
     write_file(STATE, path)
-    verify = checkpoint_file.verify
+    verify = checked.verify
 
     def verify_and_replace(file):
         manifest = verify(file)
@@ -260,7 +267,7 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
         path.write_bytes(b"nonsense")
         return manifest
 
-    monkeypatch.setattr(checkpoint_file, "verify", verify_and_replace)
+    monkeypatch.setattr(checked, "verify", verify_and_replace)
     assert read_file(path)["epoch"] == 2
 
 

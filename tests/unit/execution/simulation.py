@@ -356,14 +356,16 @@ class World:
 
         self.plan(0.0, look)
 
-    def make(self, num_workers, min_workers=1, timeout_s=100.0, **elastic):
+    def make(self, num_workers, min_workers=1, timeout_s=100.0, can_join=True, **elastic):
         """Return a supervisor in this world that has started."""
         options = GroupOptions(
             num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
         )
         made = SimGroup(self, options)
         config = ElasticConfig(**{"jitter": 0.0, **elastic})
-        self.supervisor = Supervisor(made, "runner", SimBackend(), None, timeout_s, config)
+        self.supervisor = Supervisor(
+            made, "runner", SimBackend(), None, timeout_s, config, can_join=can_join
+        )
         self.supervisor.start()
         return self.supervisor
 
@@ -487,7 +489,7 @@ class World:
         if self.supervisor is not None:
             assert len(members) <= self.supervisor.max_workers, "more members than num_workers"
 
-    def reserve(self, bundle, *, num_workers, min_workers, timeout_s):
+    def reserve(self, bundle, *, num_workers, min_workers, timeout_s, strategy):
         """Stand in for `placement.reserve`."""
         end = self.now + timeout_s
         while self.room < min_workers and self.now < end:

@@ -771,3 +771,53 @@ def test_shutdown_ends_newcomers_too(world):
     assert supervisor.state is State.CLOSED
     assert all(isinstance(member.dead, LostError) for member in world.workers)
     assert world.reservations[0].slots == []
+
+
+# ---- workers that cannot be joined
+
+
+def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(world):
+    world.room = 2
+    supervisor = world.make(3, can_join=False, resize_cooldown_s=1.0)
+    started = []
+    supervisor.on_start = lambda: started.append(len(supervisor.members))
+    assert not supervisor.grow()
+    world.room = 3
+    assert not supervisor.grow()  # it has started just now
+    world.sleep(1.5)
+    supervisor.snapshots.set({"step": 7})
+    assert supervisor.grow()
+    assert (len(supervisor.members), started) == (3, [3])
+    assert kinds(supervisor) == ["started", "grown"]
+    assert steps_of(run_until(supervisor, 9)) == [9] * 3
+    assert not supervisor.grow()
+
+
+def test_no_newcomer_is_started_for_a_group_that_cannot_be_joined(world):
+    world.room = 2
+    supervisor = world.make(3, can_join=False, resize_cooldown_s=0.0)
+    world.room = 3
+    run_until(supervisor, 100)
+    assert len(world.workers) == 2
+
+
+def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
+    supervisor = world.make(2)
+    supervisor.stop("work")
+    assert [member.interruptions for member in supervisor.members] == [1, 1]
+    assert supervisor.state is State.BROKEN
+    assert steps_of(run_until(supervisor, 5)) == [5, 5]
+    assert kinds(supervisor) == ["started", "resumed"]
+
+
+def test_a_worker_that_does_not_stop_is_waited_for_a_little_and_then_replaced(world):
+    supervisor = world.make(2, can_join=False, in_place=False)
+    slow = supervisor.members[1]
+    slow.work_s, slow.deaf = 1000.0, True
+    before = world.now
+    supervisor.stop("work")
+    assert world.now - before < 1.0
+    assert steps_of(run_until(supervisor, 5)) == [5, 5]
+    assert world.now - before < 10.0
+    assert slow.dead
+    assert kinds(supervisor) == ["started", "lost", "restarted"]

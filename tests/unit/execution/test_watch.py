@@ -213,3 +213,60 @@ def test_nothing_is_said_when_all_have_returned(clock, caplog):
     clock.now += 1000
     watch.mention_uneven()
     assert not caplog.records
+
+
+# ---- waiting in vain
+
+
+def waits(members, *states):
+    """Progress by what each does: "held", a collective's number, or None for computing."""
+    return {
+        member: Progress(held=state == "held", collective=state if isinstance(state, int) else None)
+        for member, state in zip(members, states, strict=True)
+    }
+
+
+@pytest.fixture
+def uneven(clock):
+    """Rank 0 has handed something over, ranks 1 and 2 have not."""
+    members = [FakeMember() for _ in range(3)]
+    watch, attempt, futures = watched(*members, hang_timeout_s=None)
+    futures[members[0]].set_result(Outcome("ok", None, Progress()))
+    attempt.settle(1.0)
+    return watch, members
+
+
+def test_workers_in_a_collective_that_one_will_not_come_to_are_found(clock, uneven):
+    watch, members = uneven
+    assert watch.in_vain(waits(members, "held", 3, 3)) is None
+    clock.now += 0.6
+    assert watch.in_vain(waits(members, "held", 3, 3)) is None
+    clock.now += 0.2
+    said = watch.in_vain(waits(members, "held", 3, 3))
+    assert "Workers 1, 2 wait in a collective operation for workers 0" in said
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        ("held", 3, None),  # one computes, and may come
+        (None, 3, 3),  # the one that has handed something over goes on
+        ("held", 4, 3),  # the collectives go on
+    ],
+)
+def test_workers_that_may_go_on_are_left_alone(clock, uneven, states):
+    watch, members = uneven
+    watch.in_vain(waits(members, "held", 3, 3))
+    clock.now += 0.6
+    assert watch.in_vain(waits(members, *states)) is None
+    clock.now += 0.6
+    assert watch.in_vain(waits(members, "held", 3, 3)) is None
+
+
+def test_a_worker_that_does_not_answer_may_be_on_its_way(clock, uneven):
+    watch, members = uneven
+    for _ in range(2):
+        progress = waits(members, "held", 3, 3)
+        del progress[members[2]]
+        assert watch.in_vain(progress) is None
+        clock.now += 1.0

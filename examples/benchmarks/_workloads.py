@@ -1,0 +1,89 @@
+"""What all sides of a benchmark train: two models, their data, and how figures are summed up."""
+
+import os
+import statistics
+
+import torch
+from torch.utils.data import TensorDataset
+
+NUM_WORKERS = 2
+BATCH_SIZE = 32
+NUM_STEPS = {"mlp": 400, "resnet": 12}
+LEARNING_RATE = 0.01
+
+
+class Residual(torch.nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            torch.nn.BatchNorm2d(outputs),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = torch.nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, images):
+        return torch.relu(self.body(images) + self.shortcut(images))
+
+
+def make_model(name):
+    """Return *mlp*, where overhead is all there is, or *resnet*, where arithmetic is."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    return torch.nn.Sequential(
+        Residual(3, 16, 1),
+        Residual(16, 32, 2),
+        Residual(32, 64, 2),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 1),
+    )
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def make_data(name, num_steps):
+    """Return what all workers together train on in so many steps."""
+    size = (32,) if name == "mlp" else (3, 32, 32)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(num_steps * BATCH_SIZE * NUM_WORKERS, *size, generator=generator)
+    return TensorDataset(features, features.flatten(1).mean(dim=1, keepdim=True))
+
+
+def spread(values):
+    """Return the median of some figures, and how far they spread."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "runs": len(values),
+    }
+
+
+def in_turn(runs, sides, warm_up=1):
+    """Call each side once a run, in turn, and return what each call returned after warming up.
+
+    Args:
+        runs: counted runs.
+        sides: by name, a function of the number of the run.
+        warm_up: runs before these that do not count.
+    """
+    measured = {name: [] for name in sides}
+    for run in range(warm_up + runs):
+        for name, call in sides.items():
+            figure = call(run)
+            if run >= warm_up:
+                measured[name].append(figure)
+    return measured
+
+
+def machine():
+    """Say where the figures come from."""
+    return {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}

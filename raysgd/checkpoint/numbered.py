@@ -1,0 +1,147 @@
+"""The checkpoints of one run of a function, numbered, in a folder: the best, and the newest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.pickled import read_pickle, read_pickle_manifest, write_pickle
+from raysgd.errors import CheckpointError
+
+__all__ = ["NumberedCheckpoint", "NumberedCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint_([0-9]{6,})")
+
+
+class NumberedCheckpoint(NamedTuple):
+    """A checkpoint on disk."""
+
+    number: int
+    path: Path
+    numbers: Mapping[str, float]
+    """What was measured with it."""
+
+
+class NumberedCheckpoints:
+    """Writes ``checkpoint_000001`` and so on into a folder, and removes what is not to be kept.
+
+    The newest is kept beside the best as long as the run goes on, since that is what it restarts
+    from; `finish` removes it where it is none of the best.
+
+    Args:
+        folder: where to; it is made with the first checkpoint.
+        keep: how many of the best to keep; None for all, 0 to write none.
+        attribute: by which number the best are known.
+        order: "max" if more of it is better, or "min".
+    """
+
+    def __init__(
+        self, folder: Path, keep: int | None = None, attribute: str = "", order: str = "max"
+    ) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._attribute = attribute
+        self._order = order
+        self._held: list[NumberedCheckpoint] = []
+
+    def save(
+        self, number: int, blob: bytes, numbers: Mapping[str, float], world_size: int
+    ) -> NumberedCheckpoint | None:
+        """Write a checkpoint; returns it unless none are written.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        if self._keep == 0:
+            return None
+        place = locate(self.folder)
+        place.make_folder()
+        path = self.folder / f"checkpoint_{number:06d}"
+        manifest = Manifest(world_size=world_size, global_step=number, metrics=numbers)
+        write_pickle(blob, path, manifest)
+        saved = NumberedCheckpoint(number, path, dict(numbers))
+        self._held = [held for held in self._held if held.number != number] + [saved]
+        self._tidy(saved)
+        return saved
+
+    def adopt(self, other: NumberedCheckpoints) -> None:
+        """Take over what another has found in the same folder."""
+        self._held = list(other._held)
+
+    def finish(self) -> None:
+        """Note that nothing will be restarted from the newest any more."""
+        if self._held:
+            self._tidy(None)
+
+    @property
+    def best(self) -> NumberedCheckpoint | None:
+        """The best of those on disk; of equals the newer."""
+        return max(self._held, key=self._goodness, default=None)
+
+    def by_goodness(self) -> list[NumberedCheckpoint]:
+        """Return those on disk, the best first."""
+        return sorted(self._held, key=self._goodness, reverse=True)
+
+    @property
+    def newest(self) -> NumberedCheckpoint | None:
+        """The newest of those on disk."""
+        return max(self._held, key=lambda held: held.number, default=None)
+
+    def restore(self) -> tuple[NumberedCheckpoint, bytes] | None:
+        """Find what an earlier process has left in the folder; return the newest in order.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none can be read.
+        """
+        found = []
+        for entry in locate(self.folder).entries():
+            if match := _NAME.fullmatch(entry.name):
+                found.append((int(match[1]), self.folder / entry.name))
+        newest, problems = None, []
+        self._held = []
+        for number, path in sorted(found, reverse=True):
+            try:
+                if newest is None:
+                    blob, manifest = read_pickle(path)
+                else:
+                    manifest = read_pickle_manifest(path)
+            except CheckpointError as error:
+                logger.warning("Passed over %s: %s", path, error)
+                problems.append(str(error))
+                continue
+            held = NumberedCheckpoint(number, path, manifest.metrics if manifest else {})
+            self._held.append(held)
+            if newest is None:
+                newest = held, blob
+        if newest is None and problems:
+            raise CheckpointError(
+                "\n- ".join([f"No checkpoint in {self.folder} can be read:", *problems])
+            )
+        return newest
+
+    def _tidy(self, newest: NumberedCheckpoint | None) -> None:
+        if self._keep is None:
+            return
+        for held in self.by_goodness()[self._keep :]:
+            if held == newest:
+                continue
+            try:
+                os.unlink(held.path)
+            except OSError as error:
+                logger.warning("Could not remove %s: %s", held.path, error)
+            self._held.remove(held)
+
+    def _goodness(self, held: NumberedCheckpoint) -> tuple[bool, float, int]:
+        value = held.numbers.get(self._attribute, math.nan)
+        if math.isnan(value):
+            return False, 0.0, held.number
+        return True, value if self._order == "max" else -value, held.number

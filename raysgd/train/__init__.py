@@ -1,0 +1,107 @@
+"""The function-based family: you write the whole training function, raysgd runs it on workers.
+
+::
+
+    from raysgd import train
+    from raysgd.train import Trainer
+
+    def train_func(config):
+        for epoch in range(config["num_epochs"]):
+            ...
+            train.report(loss=loss)
+            train.save_checkpoint(epoch=epoch, model=model.state_dict())
+
+    trainer = Trainer("torch", num_workers=2)
+    trainer.start()
+    trainer.run(train_func, config={"num_epochs": 3})
+    trainer.shutdown()
+
+Names load on first use; importing this imports neither Ray nor a framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.train.backend import BackendConfig
+    from raysgd.train.callbacks.callback import TrainingCallback
+    from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+    from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from raysgd.train.data_parallel_trainer import DataParallelTrainer
+    from raysgd.train.result import Result
+    from raysgd.train.session import (
+        TrainContext,
+        get_checkpoint,
+        get_context,
+        get_dataset_shard,
+        load_checkpoint,
+        local_rank,
+        report,
+        save_checkpoint,
+        world_rank,
+        world_size,
+    )
+    from raysgd.train.trainer import Trainer, TrainingIterator
+
+__all__ = [
+    "BackendConfig",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointStrategy",
+    "DataParallelTrainer",
+    "FailureConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainContext",
+    "Trainer",
+    "TrainingCallback",
+    "TrainingIterator",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+]
+
+_HOMES = {
+    "backend": ["BackendConfig"],
+    "callbacks.callback": ["TrainingCallback"],
+    "checkpoint": ["Checkpoint", "CheckpointStrategy"],
+    "configs": ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"],
+    "data_parallel_trainer": ["DataParallelTrainer"],
+    "result": ["Result"],
+    "session": [
+        "TrainContext",
+        "get_checkpoint",
+        "get_context",
+        "get_dataset_shard",
+        "load_checkpoint",
+        "local_rank",
+        "report",
+        "save_checkpoint",
+        "world_rank",
+        "world_size",
+    ],
+    "trainer": ["Trainer", "TrainingIterator"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_PARTS = ("backend", "callbacks", "horovod", "tensorflow", "torch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"raysgd.train.{_HOME_OF[name]}"), name)
+    if name in _PARTS:  # train.torch.prepare_model without a second import
+        return importlib.import_module(f"raysgd.train.{name}")
+    raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,150 @@
+"""What may be done to results before a callback gets them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from raysgd.callbacks.values import numbers_in
+
+__all__ = [
+    "AverageResultsPreprocessor",
+    "ExcludedKeysResultsPreprocessor",
+    "IndexedResultsPreprocessor",
+    "MaxResultsPreprocessor",
+    "ResultsPreprocessor",
+    "SequentialResultsPreprocessor",
+    "WeightedAverageResultsPreprocessor",
+]
+
+logger = logging.getLogger(__name__)
+
+Results = list[dict[str, Any]]
+
+
+class ResultsPreprocessor:
+    """Changes what the workers reported; override `preprocess`."""
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results as they shall be."""
+        return results
+
+
+class IndexedResultsPreprocessor(ResultsPreprocessor):
+    """Keeps the results of some workers alone.
+
+    Args:
+        indices: their ranks; None for all.
+    """
+
+    def __init__(self, indices: int | Iterable[int] | None) -> None:
+        self._indices = [indices] if isinstance(indices, int) else indices
+        self._indices = None if self._indices is None else list(self._indices)
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results of these workers, in that order; of those that there are now."""
+        if self._indices is None:
+            return results
+        return [results[index] for index in self._indices if index < len(results)]
+
+
+class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
+    """Leaves some metrics out.
+
+    Args:
+        excluded_keys: their names.
+    """
+
+    def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
+        self._excluded = set(excluded_keys or ())
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results without these."""
+        return [
+            {key: value for key, value in result.items() if key not in self._excluded}
+            for result in results
+        ]
+
+
+class SequentialResultsPreprocessor(ResultsPreprocessor):
+    """Applies several, one after the other."""
+
+    def __init__(self, preprocessors: Sequence[ResultsPreprocessor]) -> None:
+        self._preprocessors = list(preprocessors)
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results after all of them."""
+        for preprocessor in self._preprocessors:
+            results = preprocessor.preprocess(results)
+        return results
+
+
+class _Aggregating(ResultsPreprocessor):
+    """Adds a number over all workers to the results of each."""
+
+    def __init__(self, keys: Iterable[str] | None = None) -> None:
+        self._keys = None if keys is None else list(keys)
+
+    def _aggregated(
+        self, results: Results, name: str, aggregate: Callable[[list[float]], float]
+    ) -> Results:
+        numbers = [numbers_in(result) for result in results]
+        found: dict[str, float] = {}
+        for key in self._keys or list(dict.fromkeys(key for each in numbers for key in each)):
+            if all(key in each for each in numbers):
+                found[name.format(key)] = aggregate([each[key] for each in numbers])
+            else:
+                logger.warning("No %s: not every worker has reported a number.", name.format(key))
+        return [{**result, **found} for result in results]
+
+
+class AverageResultsPreprocessor(_Aggregating):
+    """Adds ``avg(name)``, the mean over the workers.
+
+    Args:
+        keys: of which metrics; None for all that are numbers.
+    """
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results with the means."""
+        return self._aggregated(results, "avg({})", lambda values: sum(values) / len(values))
+
+
+class MaxResultsPreprocessor(_Aggregating):
+    """Adds ``max(name)``, the largest value over the workers.
+
+    Args:
+        keys: of which metrics; None for all that are numbers.
+    """
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results with the largest values."""
+        return self._aggregated(results, "max({})", max)
+
+
+class WeightedAverageResultsPreprocessor(_Aggregating):
+    """Adds ``weight_avg_WEIGHT(name)``, the mean over the workers, weighted by another metric.
+
+    Args:
+        keys: of which metrics; None for all that are numbers.
+        weight_key: name of the metric that is the weight. Where one worker lacks it, or all are
+            zero, the workers count alike.
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, weight_key: str = "nb_steps") -> None:
+        super().__init__(keys)
+        self._weight_key = weight_key
+
+    def preprocess(self, results: Results) -> Results:
+        """Return the results with the means."""
+        weights = [numbers_in(result).get(self._weight_key) for result in results]
+        known = [weight for weight in weights if weight is not None]
+        if len(known) < len(weights) or sum(known) == 0:
+            logger.warning("Workers count alike: %r is no weight.", self._weight_key)
+            known = [1.0] * len(results)
+
+        def mean(values: list[float]) -> float:
+            return sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
+
+        return self._aggregated(results, f"weight_avg_{self._weight_key}({{}})", mean)

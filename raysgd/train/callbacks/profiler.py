@@ -1,0 +1,41 @@
+"""Traces that workers have made with torch's profiler."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from raysgd.train.callbacks.files import FileCallback
+
+__all__ = ["PROFILE_TRACES", "TorchTensorboardProfilerCallback"]
+
+PROFILE_TRACES = "_train_torch_profiler"
+"""Under which name a worker reports its traces: pairs of a file name and the content."""
+
+
+class TorchTensorboardProfilerCallback(FileCallback):
+    """Writes the traces that :class:`raysgd.train.torch.TorchWorkerProfiler` reports.
+
+    Args:
+        logdir: the folder; None for ``pytorch_profiler`` in that of the run.
+        workers_to_log: ranks of the workers whose traces are written; None for all.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str] | None = None,
+        workers_to_log: int | list[int] | None = None,
+    ) -> None:
+        super().__init__(logdir, workers_to_log)
+
+    def start_training(
+        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
+    ) -> None:
+        """Make the folder."""
+        super().start_training(os.path.join(logdir, "pytorch_profiler"), config, **info)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        """Write the traces that have come with a report."""
+        for result in results:
+            for name, content in result.get(PROFILE_TRACES, ()):
+                (self.logdir / os.path.basename(name)).write_text(content, encoding="utf-8")

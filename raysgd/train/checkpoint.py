@@ -1,0 +1,205 @@
+"""A checkpoint as an object: values by name, or the files of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+
+from raysgd.checkpoint.pickled import read_pickle
+
+__all__ = ["Checkpoint", "CheckpointStrategy"]
+
+_FILES = "_files"
+"""Key of a packed folder: its files' contents by their relative names."""
+_METADATA = "_metadata"
+_DICT = "dict_checkpoint.pkl"
+
+
+@dataclass(frozen=True)
+class CheckpointStrategy:
+    """Which checkpoints of a run stay on disk.
+
+    Raises:
+        ValueError: if a value is out of its range.
+    """
+
+    num_to_keep: int | None = None
+    """How many; None for all, 0 to write none. The newest stays beside the best while the run goes
+    on, since a restart needs it."""
+    checkpoint_score_attribute: str = "_timestamp"
+    """Which number of a checkpoint says how good it is; NaN is worst."""
+    checkpoint_score_order: Literal["max", "min"] = "max"
+    """Whether more of it is better, or less."""
+
+    def __post_init__(self) -> None:
+        keep = self.num_to_keep
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
+            raise ValueError(
+                f"CheckpointStrategy(num_to_keep={keep!r}): must be an int of at least 0, or None."
+            )
+        if self.checkpoint_score_order not in ("max", "min"):
+            raise ValueError(
+                f"CheckpointStrategy(checkpoint_score_order={self.checkpoint_score_order!r}): "
+                'must be "max" or "min".'
+            )
+
+
+class Checkpoint:
+    """Values by name, or the files of a folder; each can be had as the other.
+
+    Make one with `from_dict` or `from_directory`. It is loaded from disk when it is read.
+    Reading one runs code from it, as unpickling does: read only what you trust.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | None = None,
+        path: str | os.PathLike[str] | None = None,
+        blob: bytes | None = None,
+    ) -> None:
+        self._data = data
+        self._path = None if path is None else Path(path)
+        self._blob = blob
+        self._metadata: dict[str, Any] = {}
+
+    # ---- making one
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Make one of values by name.
+
+        Raises:
+            TypeError: if `data` is no dict.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
+        return cls(data=dict(data))
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Make one of the files in a folder, which has to stay until it is reported.
+
+        Raises:
+            ValueError: if there is no such folder.
+        """
+        if not os.path.isdir(path):
+            raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
+        return cls(path=path)
+
+    @classmethod
+    def from_packed(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Make one of what `packed` returned."""
+        rest = dict(data)
+        metadata = rest.pop(_METADATA, {})
+        made = cls(data=rest)
+        made.set_metadata(metadata)
+        return made
+
+    @classmethod
+    def taken_from(cls, checkpoint: Any) -> Checkpoint:
+        """Return a checkpoint of ours for one of Ray's own, which is a folder."""
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        with checkpoint.as_directory() as folder:
+            return cls.from_packed({_FILES: _read_folder(Path(folder))})
+
+    # ---- reading it
+
+    @property
+    def path(self) -> str | None:
+        """The folder, or the file, that it is in; None where it is in memory."""
+        return None if self._path is None else str(self._path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its values.
+
+        Of a folder that `to_directory` did not write, ``{"_files": {name: bytes}}``.
+
+        Raises:
+            CheckpointError: if its file is missing or damaged.
+        """
+        return {key: value for key, value in self.packed().items() if key != _METADATA}
+
+    def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write it into a folder, and return that.
+
+        Values go into one pickled file there.
+
+        Args:
+            path: where to; it is made where it is missing. None for a new temporary folder.
+
+        Raises:
+            CheckpointError: if its file is missing or damaged.
+        """
+        target = Path(tempfile.mkdtemp(prefix="checkpoint_") if path is None else path)
+        target.mkdir(parents=True, exist_ok=True)
+        data = self.to_dict()
+        if _FILES not in data:
+            data = {_FILES: {_DICT: cloudpickle.dumps(data)}}
+        for name, content in data[_FILES].items():
+            file = target / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        return str(target)
+
+    @contextlib.contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Give access to it as a folder, which is removed afterwards if it was made for that."""
+        if self._path is not None and self._path.is_dir():
+            yield str(self._path)
+            return
+        folder = self.to_directory()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what `set_metadata` was given; of a reported one also the trainer's metadata."""
+        return {**self.packed().get(_METADATA, {}), **self._metadata}
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace what is said about it; goes with it where it is reported."""
+        self._metadata = dict(metadata)
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to what is said about it."""
+        self._metadata.update(metadata)
+
+    def packed(self) -> dict[str, Any]:
+        """Return all of it as one dict, as it travels."""
+        if self._path is not None and self._path.is_dir():
+            files = _read_folder(self._path)
+            alone = files.keys() == {_DICT}
+            data: dict[str, Any] = pickle.loads(files[_DICT]) if alone else {_FILES: files}
+        elif self._path is not None:
+            data = pickle.loads(read_pickle(self._path)[0])
+        elif self._blob is not None:
+            data = pickle.loads(self._blob)
+        else:
+            data = dict(self._data or {})
+        return {**data, _METADATA: self._metadata} if self._metadata else data
+
+    def __repr__(self) -> str:
+        where = "in memory" if self._path is None else f"path={str(self._path)!r}"
+        return f"Checkpoint({where})"
+
+    def __reduce__(self) -> Any:
+        return Checkpoint.from_packed, (self.packed(),)
+
+
+def _read_folder(folder: Path) -> dict[str, bytes]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }

@@ -1,0 +1,86 @@
+"""What a trainer's run is like, in the words of today's Ray Train.
+
+Ray's own classes of these names are taken as well: a trainer reads the attributes that it knows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.checkpoint import CheckpointStrategy
+
+__all__ = ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"]
+
+
+@dataclass
+class ScalingConfig:
+    """How many workers there are, and what each reserves."""
+
+    num_workers: int | tuple[int, int] = 1
+    """How many; ``(min, max)``: as many of them as there is room for."""
+    use_gpu: bool = False
+    """Whether each reserves a GPU."""
+    resources_per_worker: Mapping[str, float] | None = None
+    """What each reserves; ``CPU`` and ``GPU`` take the place of one each."""
+    placement_strategy: str = "PACK"
+    """How Ray places them on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
+
+
+@dataclass
+class FailureConfig:
+    """What to do about losses."""
+
+    max_failures: int = 0
+    """How often workers may be lost in one run; -1: without end. What the function raises is not
+    tried again."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Which checkpoints stay on disk.
+
+    Raises:
+        ValueError: if a value is out of its range.
+    """
+
+    num_to_keep: int | None = None
+    """How many of the best; None for all, 0 to write none."""
+    checkpoint_score_attribute: str | None = None
+    """By which number of the report the best are known; None: the newest are the best."""
+    checkpoint_score_order: Literal["max", "min"] = "max"
+    """Whether more of it is better, or less."""
+
+    def __post_init__(self) -> None:
+        self.strategy()
+
+    def strategy(self) -> CheckpointStrategy:
+        """Return it in the words of the older API."""
+        return strategy_of(self)
+
+
+@dataclass
+class RunConfig:
+    """Where a run is kept, and what goes on beside it."""
+
+    name: str | None = None
+    """Name of its folder; None for the trainer's name and the date."""
+    storage_path: str | os.PathLike[str] | None = None
+    """In which folder that is; None for ``~/ray_results``."""
+    failure_config: Any = field(default_factory=FailureConfig)
+    checkpoint_config: Any = field(default_factory=CheckpointConfig)
+    callbacks: Sequence[TrainingCallback] | None = None
+    """They see what the workers report."""
+
+
+def strategy_of(config: Any) -> CheckpointStrategy:
+    """Return what a checkpoint config, ours or Ray's, says."""
+    return CheckpointStrategy(
+        num_to_keep=getattr(config, "num_to_keep", None),
+        checkpoint_score_attribute=getattr(config, "checkpoint_score_attribute", None)
+        or "_timestamp",
+        checkpoint_score_order=getattr(config, "checkpoint_score_order", None) or "max",
+    )

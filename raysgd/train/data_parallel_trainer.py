@@ -1,0 +1,369 @@
+"""Training functions by today's API: one call of ``fit()`` that can be restored."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import cloudpickle
+
+from raysgd.callbacks.values import jsonable
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.pickled import read_pickle, write_pickle
+from raysgd.errors import CheckpointError
+from raysgd.train.backend import BackendConfig
+from raysgd.train.callbacks.observed import Observed
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.configs import RunConfig, ScalingConfig, strategy_of
+from raysgd.train.datasets import Datasets
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.result import REPORTS, Result, read_reports
+from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.trainer import bound_function, run_folder, worker_resources
+
+__all__ = ["DataParallelTrainer"]
+
+logger = logging.getLogger(__name__)
+
+_TRAINER = "trainer.pkl"
+
+
+class DataParallelTrainer:
+    """Runs a training function on several workers, each on its part of the data.
+
+    Runs on the driver::
+
+        trainer = DataParallelTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))
+        result = trainer.fit()
+
+    Subclass it to predefine the function, or with a Backend of your own.
+
+    Args:
+        train_loop_per_worker: takes no argument, or the config. What it returns is not used.
+        train_loop_config: the config.
+        backend_config: what is set up on the workers; None for nothing.
+        scaling_config: how many workers there are; ours, Ray's, or a dict.
+        dataset_config: which data sets are shared out: by name True or False, or an object with
+            ``split`` or ``datasets_to_split``. By default "train" is, and all others are whole.
+        run_config: where the run is kept, how often workers may be lost, callbacks.
+        datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
+        metadata: for ``get_context().get_metadata()``.
+        resume_from_checkpoint: what to start from.
+
+    Raises:
+        ValueError: if an argument has a value that is not allowed.
+        TypeError: if one has the wrong type.
+    """
+
+    _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        backend_config: BackendConfig | None = None,
+        scaling_config: Any = None,
+        dataset_config: Any = None,
+        run_config: Any = None,
+        datasets: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        resume_from_checkpoint: Any = None,
+    ) -> None:
+        self.train_loop_per_worker = train_loop_per_worker
+        self.train_loop_config = dict(train_loop_config or {})
+        self.backend_config = backend_config or BackendConfig()
+        if not isinstance(self.backend_config, BackendConfig):
+            raise TypeError(f"backend_config={backend_config!r}: must be a BackendConfig.")
+        given = scaling_config or ScalingConfig()
+        self.scaling_config = ScalingConfig(**given) if isinstance(given, dict) else given
+        self.run_config = run_config or RunConfig()
+        self.datasets = dict(datasets or {})
+        self.dataset_config = dataset_config
+        self.metadata = dict(metadata or {})
+        self.resume_from_checkpoint = resume_from_checkpoint
+        self._folder: Path | None = None
+        bound_function(train_loop_per_worker, self.train_loop_config)
+        self._executor()  # finds wrong numbers before anything is started
+
+    def setup(self) -> None:
+        """Do nothing; `fit` calls it first, for subclasses that prepare something."""
+
+    # ---- running
+
+    def fit(self) -> Result:
+        """Run the function, and return what came of it.
+
+        Returns:
+            The last metrics, the newest and the best checkpoints, and the folder of the run.
+
+        Raises:
+            RuntimeError: if more workers are lost than ``max_failures``, or they do not report and
+                save in step.
+            BaseException: what the function raised, with the worker's traceback as its cause.
+                `restore` goes on from the newest checkpoint.
+        """
+        self.setup()
+        folder = self._folder or self._new_folder()
+        self._folder = None  # another fit() is another run, unless restored
+        with _Log(folder / REPORTS) as log:
+            return self._run(folder, log)
+
+    def _run(self, folder: Path, log: _Log) -> Result:
+        executor = self._executor()
+        observed = Observed(getattr(self.run_config, "callbacks", None) or ())
+        executor.start()
+        try:
+            with observed.run(folder, self.train_loop_config):
+                checkpoints = self.start_on(executor, folder, iteration=log.num_reports)
+                while (results := executor.fetch_next_result()) is not None:
+                    log.write(results[0])
+                    observed.handle(results)
+                executor.finish_training()
+        finally:
+            executor.shutdown()
+        best = [
+            (Checkpoint(path=held.path), dict(held.numbers))
+            for held in checkpoints.disk.by_goodness()
+        ]
+        newest = None
+        if checkpoints.blob is not None:
+            newest = Checkpoint(path=checkpoints.latest_path, blob=checkpoints.blob)
+        return Result(
+            metrics=log.last,
+            checkpoint=newest,
+            best_checkpoints=best,
+            path=str(folder),
+        )
+
+    def start_on(
+        self,
+        executor: BackendExecutor,
+        folder: Path | None,
+        *,
+        iteration: int = 0,
+        experiment: Mapping[str, str] | None = None,
+        checkpoint: Any = None,
+    ) -> Any:
+        """Start the function on an executor that is started; for `fit` and for trials of Tune.
+
+        Args:
+            executor: with the workers.
+            folder: of the run; checkpoints that are there already are gone on from.
+            iteration: reports that were made before.
+            experiment: names for `raysgd.train.get_context`.
+            checkpoint: what to start from instead.
+        """
+        start: Any = checkpoint if checkpoint is not None else self.resume_from_checkpoint
+        number, strategy = 0, strategy_of(getattr(self.run_config, "checkpoint_config", None))
+        earlier = None
+        if folder is not None:
+            earlier = RunCheckpoints(folder / "checkpoints", strategy)
+            if (found := earlier.disk.restore()) is not None:
+                number = found[0].number
+                start = Checkpoint(blob=found[1])
+        names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
+        checkpoints = executor.start_training(
+            bound_function(self.train_loop_per_worker, dict(self.train_loop_config)),
+            folder,
+            Datasets(self.datasets or None, self._is_split),
+            None if start is None else Checkpoint(blob=packed_checkpoint(start)),
+            strategy,
+            number,
+            metadata=self.metadata,
+            experiment={**names, **(experiment or {})},
+            iteration=iteration,
+        )
+        if earlier is not None:
+            checkpoints.disk.adopt(earlier.disk)
+        return checkpoints
+
+    def _executor(self) -> BackendExecutor:
+        scaling = self.scaling_config
+        num_cpus, num_gpus, others = worker_resources(
+            bool(getattr(scaling, "use_gpu", False)),
+            getattr(scaling, "resources_per_worker", None),
+        )
+        failure = getattr(self.run_config, "failure_config", None)
+        return BackendExecutor(
+            self.backend_config,
+            1 if scaling.num_workers is None else scaling.num_workers,
+            num_cpus,
+            num_gpus,
+            others,
+            getattr(failure, "max_failures", 0),
+            placement_strategy=getattr(scaling, "placement_strategy", None),
+        )
+
+    def executor(self) -> BackendExecutor:
+        """Return a new executor with the workers that the configs ask for; it is not started."""
+        return self._executor()
+
+    def with_config(self, config: Mapping[str, Any]) -> Self:
+        """Return a copy with other values in ``train_loop_config``."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.train_loop_config = {**self.train_loop_config, **config}
+        return twin
+
+    def _is_split(self, name: str) -> bool:
+        config = self.dataset_config
+        if config is None:
+            return bool(self._dataset_config.get(name, False))
+        names = getattr(config, "datasets_to_split", getattr(config, "_datasets_to_split", None))
+        if names is not None:
+            return names == "all" or name in names
+        found = config.get(name, self._dataset_config.get(name, False))
+        return bool(getattr(found, "split", found))
+
+    # ---- keeping and restoring
+
+    def _new_folder(self) -> Path:
+        config = self.run_config
+        name = getattr(config, "name", None)
+        storage = getattr(config, "storage_path", None)
+        folder = run_folder(None, type(self).__name__)
+        if name is not None:
+            folder = folder.with_name(name)
+        if storage is not None:
+            folder = Path(storage).expanduser().absolute() / folder.name
+        folder = _unused(folder)
+        folder.mkdir(parents=True)
+        write_pickle(self._packed(), folder / _TRAINER, Manifest())
+        return folder
+
+    def _packed(self) -> bytes:
+        """Return the trainer, without its data sets where these cannot be kept."""
+        state = dict(self.__dict__)
+        try:
+            blob: bytes = cloudpickle.dumps((type(self), state))
+        except Exception:
+            state["datasets"] = {}
+            blob = cloudpickle.dumps((type(self), state))
+        return blob
+
+    @classmethod
+    def can_restore(cls, path: str | os.PathLike[str]) -> bool:
+        """Say whether a folder is that of a run of ``fit()``."""
+        return (Path(path).expanduser() / _TRAINER).is_file()
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        train_loop_per_worker: Callable[..., Any] | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        **changed: Any,
+    ) -> Self:
+        """Return a trainer whose ``fit()`` goes on with a run, from its newest checkpoint.
+
+        What is not given is as it was. That runs code from the folder, as unpickling does.
+
+        Args:
+            path: folder of the run: ``Result.path``, or what RunConfig said.
+            train_loop_per_worker: another function.
+            train_loop_config: another config.
+            datasets: data sets; to be given where they lived in another cluster.
+            changed: other attributes, such as ``scaling_config``.
+
+        Raises:
+            ValueError: if it is no folder of a run.
+            CheckpointError: if what the folder holds is damaged.
+        """
+        folder = Path(path).expanduser().absolute()
+        if not cls.can_restore(folder):
+            raise ValueError(
+                f"{cls.__name__}.restore({os.fspath(path)!r}): this is no folder of a run, since "
+                f"it has no {_TRAINER}. Give the folder that Result.path names."
+            )
+        blob = read_pickle(folder / _TRAINER)[0]
+        try:
+            kind, state = pickle.loads(blob)
+        except Exception as error:
+            raise CheckpointError(
+                f"Cannot restore the trainer in {folder}: {error}. Import what its function and "
+                "its configs need, or make a new trainer with resume_from_checkpoint=..."
+            ) from error
+        trainer: Self = object.__new__(kind)
+        trainer.__dict__.update(state)
+        given = {
+            "train_loop_per_worker": train_loop_per_worker,
+            "train_loop_config": train_loop_config,
+            "datasets": datasets,
+            **changed,
+        }
+        trainer.__dict__.update({name: v for name, v in given.items() if v is not None})
+        trainer._folder = folder
+        return trainer
+
+    def as_trainable(self) -> type[Any]:
+        """Return a class of trials for ``ray.tune.Tuner``, each of which is a run of its own.
+
+        A trial's ``train_loop_config`` is merged over that of the trainer, key by key; its
+        ``scaling_config`` takes the place of the trainer's.
+
+        Raises:
+            RuntimeError: if Ray Tune is not installed.
+        """
+        functions = importlib.import_module("raysgd.tune_functions")
+        made: type[Any] = functions.trainer_trainable(self)
+        return made
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.train_loop_per_worker!r})"
+
+
+class _Log:
+    """What worker 0 has reported, as one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last: dict[str, Any] | None = None
+        self.num_reports = 0
+
+    def __enter__(self) -> _Log:
+        earlier = read_reports(self._path)
+        self.last = earlier[-1] if earlier else None
+        self.num_reports = len(earlier)
+        self._file = self._path.open("w", encoding="utf-8")
+        for entry in earlier:  # written anew: the last line may have been cut off
+            self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Add a report."""
+        self.last = dict(result)
+        self.num_reports += 1
+        shown = {key: value for key, value in result.items() if _has_form(value)}
+        self._file.write(json.dumps(jsonable(shown)) + "\n")
+        self._file.flush()
+
+
+def _unused(folder: Path) -> Path:
+    """Return a folder that no run is in: the given one, or one with a number behind its name."""
+    if not folder.exists():
+        return folder
+    numbered = (folder.with_name(f"{folder.name}_{n:03d}") for n in itertools.count(2))
+    found = next(path for path in numbered if not path.exists())
+    logger.warning("%s is there already; this run is kept in %s.", folder, found)
+    return found
+
+
+def _has_form(value: Any) -> bool:
+    try:
+        jsonable(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

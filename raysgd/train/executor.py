@@ -1,0 +1,508 @@
+"""Runs a training function on a group of workers, through losses: the driver's side.
+
+The one loop that runs, loses and restarts is the Supervisor's. Here is what a training function
+adds to it: turns that all workers have to take together, and checkpoints to restart from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.events import Event
+from raysgd.errors import WorkerLostError
+from raysgd.execution import group as core
+from raysgd.execution import tasks
+from raysgd.execution.supervisor import State, Supervisor
+from raysgd.execution.worker import dumps
+from raysgd.train import session
+from raysgd.train.backend import Backend, BackendConfig, backend_class
+from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.datasets import Datasets
+from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+from raysgd.train.handover import Turn
+from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.runner import FunctionRunner, Plan
+from raysgd.train.worker_group import WorkerGroup, group_options
+
+__all__ = ["BackendExecutor"]
+
+logger = logging.getLogger(__name__)
+
+_SAID = {
+    "report": "reported",
+    "checkpoint": "saved a checkpoint",
+    "end": "returned from the function",
+}
+
+
+class BackendExecutor:
+    """Starts workers and a backend, and runs training functions on them.
+
+    Args:
+        backend_config: which backend.
+        num_workers: how many workers, or ``(min, max)``: as many of them as there is room for.
+        num_cpus_per_worker: CPUs that each reserves.
+        num_gpus_per_worker: GPUs that each reserves.
+        additional_resources_per_worker: further Ray resources of each.
+        max_retries: how often workers may be lost in one run before it fails; -1: without end.
+        elastic: how to wait for room; its ``in_place`` has no meaning here.
+        placement_strategy: how Ray places the workers; None for what the environment says.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        backend_config: BackendConfig,
+        num_workers: int | tuple[int, int] = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+        max_retries: int = 3,
+        *,
+        elastic: ElasticConfig | None = None,
+        placement_strategy: str | None = None,
+    ) -> None:
+        fewest, most = checked_size(num_workers)
+        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < -1:
+            raise ValueError(
+                f"max_retries={max_retries!r}: must be an int of at least 0, or -1 for no end."
+            )
+        self._options = group_options(
+            most, fewest, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
+        )
+        if placement_strategy is not None and self._options.strategy == "PACK":
+            self._options = dataclasses.replace(self._options, strategy=placement_strategy)
+        self._backend_config = backend_config
+        self._backend_cls = backend_class(backend_config)
+        self._backend: Backend = self._backend_cls()
+        self._max_losses = math.inf if max_retries < 0 else max_retries
+        self._max_retries = max_retries
+        self._elastic = dataclasses.replace(elastic or ElasticConfig(), in_place=False)
+        self._supervisor: Supervisor | None = None
+        self._group: core.WorkerGroup | None = None
+        self._datasets = Datasets(None)
+        self._checkpoints = RunCheckpoints()
+        self._plan: Plan | None = None
+        self._values: list[Any] | None = None
+        self._paused = False
+        self._num_losses = 0
+        self._first_event = 0
+        self._finalizer: Any = None
+
+    # ---- life
+
+    def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
+        """Start the workers and the backend.
+
+        Args:
+            initialization_hook: called on every worker before anything else.
+
+        Raises:
+            RuntimeError: if they are started already.
+            InsufficientResourcesError: if there is no room for them within the start timeout.
+            BaseException: what the hook or the backend raised.
+        """
+        if self.is_started:
+            raise RuntimeError("The workers are started already; call shutdown() first.")
+        self._group = core.WorkerGroup(self._options)
+        own = self._backend_cls
+        encodes = own.encode_data is not Backend.encode_data
+        runner = FunctionRunner(
+            own.share_cuda_visible_devices, own.encode_data if encodes else None
+        )
+        supervisor = Supervisor(
+            self._group,
+            runner,
+            self._backend_config.transport(use_gpu=self._options.num_gpus > 0),
+            initialization_hook,
+            self._backend_config.timeout,
+            self._elastic,
+            can_join=False,
+        )
+        supervisor.on_start = _telling(weakref.ref(self))
+        self._supervisor = supervisor
+        # also when the executor is dropped without shutdown(), or the driver's script ends
+        self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
+        try:
+            supervisor.start()
+        except BaseException:
+            self._forget()
+            raise
+
+    def _prepare_workers(self) -> None:
+        """Set up the backend and hand out the data, on workers that have just started."""
+        self._backend.on_start(self.worker_group, self._backend_config)
+        self._share_data()
+
+    def shutdown(self, graceful_termination: bool = True) -> None:
+        """End the workers; `start` starts others.
+
+        Args:
+            graceful_termination: whether to let backend and workers clean up.
+        """
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        idle = self._plan is None and supervisor.state is State.READY
+        try:
+            if graceful_termination and idle:
+                self._backend.on_shutdown(self.worker_group, self._backend_config)
+        except Exception:
+            logger.warning("The backend could not be shut down.", exc_info=True)
+        finally:
+            supervisor.shutdown(force=not (graceful_termination and idle))
+            self._forget()
+
+    def _forget(self) -> None:
+        self._supervisor = self._group = self._plan = None
+        self._finalizer.detach()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there are workers."""
+        return self._supervisor is not None
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """The workers.
+
+        Raises:
+            InactiveWorkerGroupError: if they are not started.
+        """
+        self._supervised("worker_group")
+        assert self._group is not None
+        return WorkerGroup.over(self._group)
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
+        return [] if self._supervisor is None else list(self._supervisor.events)
+
+    # ---- training
+
+    def start_training(
+        self,
+        train_func: Callable[[], Any],
+        run_dir: Path | str | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        latest_checkpoint_id: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        experiment: Mapping[str, str] | None = None,
+        iteration: int = 0,
+    ) -> RunCheckpoints:
+        """Start a training function on every worker.
+
+        Args:
+            train_func: a function of no arguments.
+            run_dir: folder of the run, where checkpoints go; None: none are written.
+            dataset: a Ray Dataset, or a dict of them by name; or `Datasets`.
+            checkpoint: what to start from: a dict, a Checkpoint, or the path of one.
+            checkpoint_strategy: which checkpoints stay on disk.
+            latest_checkpoint_id: number of the last checkpoint so far; 0 by default.
+            metadata: for ``get_context().get_metadata()``.
+            experiment: names for ``get_context()``.
+            iteration: reports that were made before.
+
+        Raises:
+            InactiveWorkerGroupError: if the workers are not started.
+            TrainBackendError: if a function is being trained.
+            TrainingWorkerError: if workers are lost more often than ``max_retries``.
+        """
+        supervisor = self._supervised("start_training")
+        if self._plan is not None:
+            raise TrainBackendError(
+                "start_training() was called while a function is being trained: call "
+                "finish_training() first."
+            )
+        decodes = self._backend_cls.decode_data is not Backend.decode_data
+        self._checkpoints = RunCheckpoints(
+            None if run_dir is None else Path(run_dir) / "checkpoints",
+            checkpoint_strategy,
+            latest_checkpoint_id or 0,
+            self._backend_cls.decode_data if decodes else None,
+        )
+        self._checkpoints.blob = packed_checkpoint(checkpoint)
+        self._plan = Plan(
+            uuid.uuid4().hex,
+            _pickled_function(train_func),
+            self._checkpoints.blob,
+            iteration,
+            dict(metadata or {}),
+            dict(experiment or {}),
+        )
+        self._values, self._paused, self._num_losses = None, False, 0
+        self._first_event = len(supervisor.events)
+        self._datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
+        supervisor.snapshots.set({"plan": self._plan})
+        self._call("end_run")  # mends a group in which the function before has failed
+        self._guarded(self._share_data)
+        self._call("begin", plan=self._plan)
+        return self._checkpoints
+
+    def fetch_next_result(self) -> list[dict[str, Any]] | None:
+        """Wait until every worker has reported, and return what they did, by rank.
+
+        Checkpoints that are saved on the way are kept. Workers that are lost meanwhile are
+        replaced, and the function runs again from the newest checkpoint.
+
+        Returns:
+            None when the function has returned on all workers.
+
+        Raises:
+            TrainBackendError: if no function is being trained.
+            TrainingWorkerError: if workers are lost more often than ``max_retries``.
+            RuntimeError: if the workers do not report and save in step.
+            BaseException: what the function raised.
+        """
+        self._check_training("fetch_next_result")
+        while self._values is None:
+            turns = self._call("next")
+            if len({turn.kind for turn in turns}) > 1:
+                self._fail()
+                raise RuntimeError(_uneven(turns))
+            if turns[0].kind == "end":
+                self._values = [turn.value for turn in turns]
+                return None
+            if any(turn.has_checkpoint for turn in turns):
+                self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
+            if turns[0].kind == "report" and not self._paused:
+                return [self._decoded(turn.metrics) for turn in turns]
+        return None
+
+    def pause_reporting(self) -> None:
+        """Leave out reports from now on; checkpoints are still kept.
+
+        Raises:
+            TrainBackendError: if no function is being trained.
+        """
+        self._check_training("pause_reporting")
+        self._paused = True
+
+    def finish_training(self) -> list[Any]:
+        """Wait for the end of the function and return what it returned, by rank.
+
+        Reports that are left are passed over. The workers can train another function then.
+
+        Raises:
+            TrainBackendError: if no function is being trained.
+            BaseException: as `fetch_next_result`.
+        """
+        self._check_training("finish_training")
+        self.pause_reporting()
+        while self.fetch_next_result() is not None:
+            pass
+        values, self._values, self._plan = self._values, None, None
+        self._checkpoints.disk.finish()
+        assert values is not None
+        return values
+
+    def run(self, train_func: Callable[[], Any]) -> list[Any]:
+        """Call a function on every worker, without reports, and return what it returned.
+
+        Raises:
+            InactiveWorkerGroupError: if the workers are not started.
+            TrainingWorkerError: if a worker is lost; it is not called again.
+            BaseException: what the function raised.
+        """
+        supervisor = self._supervised("run")
+        try:
+            if supervisor.state is State.BROKEN:
+                supervisor.call("end_run")
+            return self.worker_group.execute(train_func)
+        except WorkerLostError as error:
+            raise TrainingWorkerError(
+                f"A worker was lost in run(), which is not repeated: {error}",
+                error.rank,
+                error.node_id,
+                error.cause,
+            ) from error
+
+    # ---- checkpoints
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint of the newest run; None where there is none."""
+        return self._checkpoints.latest
+
+    @property
+    def latest_checkpoint_id(self) -> int:
+        """Number of the newest checkpoint."""
+        return self._checkpoints.number
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | None:
+        """Folder of the newest run's checkpoints; None before a run."""
+        return self._checkpoints.folder
+
+    @property
+    def latest_checkpoint_path(self) -> Path | None:
+        """Path of the newest checkpoint on disk; None where there is none."""
+        return self._checkpoints.latest_path
+
+    @property
+    def best_checkpoint_path(self) -> Path | None:
+        """Path of the best checkpoint on disk; None where there is none."""
+        return self._checkpoints.best_path
+
+    # ---- helpers
+
+    def _keep(self, turns: list[Turn]) -> None:
+        """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
+
+        The function is held at its checkpoint meanwhile, so that a restart costs no step of it.
+        """
+        supervisor = self._supervised("fetch_next_result")
+        rank = next(rank for rank, turn in enumerate(turns) if turn.has_checkpoint)
+        blob = turns[rank].checkpoint
+        if blob is None:
+            blob = supervisor.call("checkpoint", rank=rank)[0].value()
+        self._checkpoints.keep(turns[rank], blob, len(turns))
+        assert self._plan is not None
+        self._plan = dataclasses.replace(
+            self._plan, checkpoint=self._checkpoints.blob, iteration=turns[rank].iteration
+        )
+        supervisor.snapshots.set({"plan": self._plan})
+        supervisor.grow()
+
+    def _share_data(self) -> None:
+        group = self._group
+        assert group is not None
+        members: list[Any] = group.members
+        if not self._datasets:
+            shares: list[Any] = [None] * len(members)
+        else:
+            shares = self._datasets.shared_out([member.actor for member in members])
+        references = [
+            member.execute(session.receive_shards, share)
+            for member, share in zip(members, shares, strict=True)
+        ]
+        tasks.results(members, references)
+
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        supervisor = self._supervised(method)
+
+        def call() -> list[Any]:
+            try:
+                left: Any = self._max_losses - self._num_losses
+                return supervisor.call(method, max_losses=left, **arguments)
+            finally:
+                self._num_losses += supervisor.losses_in_call
+
+        return [outcome.value() for outcome in self._guarded(call)]
+
+    def _guarded(self, function: Callable[[], Any]) -> Any:
+        """Call a function; where it fails the run is over."""
+        try:
+            return function()
+        except WorkerLostError as error:
+            self._fail()
+            raise self._lost(error) from error
+        except BaseException:
+            self._fail()
+            raise
+
+    def _fail(self) -> None:
+        """End the run; the workers can train another function, with or without a restart."""
+        self._plan = self._values = None
+        if self._supervisor is not None:
+            self._supervisor.stop("end_run")
+
+    def _lost(self, error: WorkerLostError) -> TrainingWorkerError:
+        causes = [
+            f"worker {', '.join(map(str, event.ranks))} on node "
+            f"{', '.join(node[:8] for node in event.nodes)}: {event.cause}"
+            for event in self.events[self._first_event :]
+            if event.kind == "lost"
+        ]
+        what = str(error).splitlines()[0]
+        return TrainingWorkerError(
+            "\n".join(
+                [
+                    f"The training function lost workers {self._num_losses} times, and "
+                    f"max_retries={self._max_retries}. {what}",
+                    *causes,
+                ]
+            ),
+            error.rank,
+            error.node_id,
+            error.cause,
+        )
+
+    def _decoded(self, metrics: Any) -> dict[str, Any]:
+        return self._backend_cls.decode_data(dict(metrics))
+
+    def _supervised(self, method: str) -> Supervisor:
+        if self._supervisor is None:
+            raise InactiveWorkerGroupError(
+                f"{method}: the workers are not started, or shut down. Call start() first."
+            )
+        return self._supervisor
+
+    def _check_training(self, method: str) -> None:
+        self._supervised(method)
+        if self._plan is None:
+            raise TrainBackendError(
+                f"{method}() was called while no function is being trained: call "
+                "start_training() first."
+            )
+
+
+def checked_size(num_workers: Any) -> tuple[int, int]:
+    """Return the fewest and the most workers that ``num_workers`` asks for.
+
+    Raises:
+        ValueError: if it is neither a positive int nor two of them in order.
+    """
+    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
+    if (
+        len(pair) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
+        or not 1 <= pair[0] <= pair[1]
+    ):
+        raise ValueError(
+            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
+        )
+    return pair[0], pair[1]
+
+
+def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
+    """Return a function that prepares workers and does not keep the executor alive."""
+
+    def tell() -> None:
+        alive = executor()
+        if alive is not None:
+            alive._prepare_workers()
+
+    return tell
+
+
+def _pickled_function(function: Callable[[], Any]) -> bytes:
+    try:
+        return dumps(function)
+    except Exception as error:
+        raise TypeError(
+            f"Cannot send the training function to the workers, because it cannot be pickled: "
+            f"{error}. Create such objects inside of the function instead, which runs there."
+        ) from error
+
+
+def _uneven(turns: list[Turn]) -> str:
+    said = "; ".join(f"worker {rank} {_SAID[turn.kind]}" for rank, turn in enumerate(turns))
+    return (
+        f"The workers do not go in step: {said}. Every worker must call report() and "
+        "save_checkpoint() equally often and in the same order, also where only the results of "
+        "one are used."
+    )

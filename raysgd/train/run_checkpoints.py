@@ -1,0 +1,126 @@
+"""The checkpoints of one run, as the driver holds them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from raysgd.checkpoint.numbered import NumberedCheckpoint, NumberedCheckpoints
+from raysgd.checkpoint.pickled import read_pickle
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.handover import Turn
+
+__all__ = ["RunCheckpoints", "packed_checkpoint"]
+
+
+class RunCheckpoints:
+    """The newest checkpoint in memory, and on disk those that the strategy keeps.
+
+    Args:
+        folder: where to; None to hold the newest in memory alone.
+        strategy: which ones stay on disk.
+        number: number of the newest so far.
+        decode: of the user's backend; None where it does nothing.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        strategy: CheckpointStrategy | None = None,
+        number: int = 0,
+        decode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        strategy = strategy or CheckpointStrategy()
+        self._attribute = strategy.checkpoint_score_attribute
+        keep = 0 if folder is None else strategy.num_to_keep
+        self.disk = NumberedCheckpoints(
+            folder or Path(), keep, self._attribute, strategy.checkpoint_score_order
+        )
+        """Those on disk."""
+        self._scores = keep != 0
+        self.folder = folder
+        self.number = number
+        """Number of the newest."""
+        self._decode = decode
+        self.blob: bytes | None = None
+        """The newest, pickled."""
+        self._latest: dict[str, Any] | None = None
+
+    def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
+        """Take a checkpoint over; when this returns it is on disk, where it shall be.
+
+        Raises:
+            ValueError: if it lacks the number by which it is to be scored.
+            CheckpointError: if it cannot be written.
+        """
+        if self._scores:
+            self._check_score(turn)
+        if self._decode is not None:
+            blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
+        self.disk.save(self.number + 1, blob, turn.numbers, world_size)
+        self.number += 1
+        self.blob, self._latest = blob, None
+
+    def _check_score(self, turn: Turn) -> None:
+        name = self._attribute
+        if name in turn.numbers:
+            return
+        if name in turn.names:
+            raise ValueError(
+                f"CheckpointStrategy(checkpoint_score_attribute={name!r}): it must be a number, "
+                "and in this checkpoint it is none."
+            )
+        raise ValueError(
+            f"CheckpointStrategy(checkpoint_score_attribute={name!r}): this checkpoint has none. "
+            f"It has {', '.join(turn.names) or 'nothing'}."
+        )
+
+    @property
+    def latest(self) -> dict[str, Any] | None:
+        """The newest checkpoint, as it was saved."""
+        if self._latest is None and self.blob is not None:
+            self._latest = pickle.loads(self.blob)
+        return self._latest
+
+    @property
+    def latest_path(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return _path(self.disk.newest)
+
+    @property
+    def best_path(self) -> Path | None:
+        """The best checkpoint on disk."""
+        return _path(self.disk.best)
+
+
+def packed_checkpoint(checkpoint: Any) -> bytes | None:
+    """Return what a run shall start from, pickled: a dict, a Checkpoint, or one's path.
+
+    Raises:
+        TypeError: if it is none of these.
+        CheckpointError: if the file is missing or damaged.
+    """
+    if checkpoint is None:
+        return None
+    if isinstance(checkpoint, str | os.PathLike):
+        if os.path.isdir(checkpoint):
+            checkpoint = Checkpoint.from_directory(checkpoint)
+        else:
+            return read_pickle(checkpoint)[0]
+    if hasattr(checkpoint, "to_directory"):
+        checkpoint = Checkpoint.taken_from(checkpoint).packed()
+    if not isinstance(checkpoint, Mapping):
+        raise TypeError(
+            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint or the path of one."
+        )
+    blob: bytes = cloudpickle.dumps(dict(checkpoint))
+    return blob
+
+
+def _path(held: NumberedCheckpoint | None) -> Path | None:
+    return None if held is None else held.path

@@ -1,0 +1,29 @@
+"""Training functions for PyTorch."""
+
+from __future__ import annotations
+
+from raysgd.train.torch.accelerator import (
+    accelerate,
+    backward,
+    enable_reproducibility,
+    get_device,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+)
+from raysgd.train.torch.config import TorchConfig
+from raysgd.train.torch.profiler import TorchWorkerProfiler
+from raysgd.train.torch.torch_trainer import TorchTrainer
+
+__all__ = [
+    "TorchConfig",
+    "TorchTrainer",
+    "TorchWorkerProfiler",
+    "accelerate",
+    "backward",
+    "enable_reproducibility",
+    "get_device",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+]

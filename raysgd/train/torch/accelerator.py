@@ -1,0 +1,266 @@
+"""What a training function for torch calls: models, loaders and optimizers made ready.
+
+The state, whether mixed precision is on and what has been prepared, is that of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from raysgd.torch.precision import Precision, create_precision
+from raysgd.train import session
+from raysgd.train.session import world_size
+from raysgd.train.torch.loading import prepared_loader
+
+__all__ = [
+    "accelerate",
+    "backward",
+    "enable_reproducibility",
+    "get_device",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+]
+
+_KEY = "raysgd.train.torch"
+_SEED = "raysgd.train.torch.seed"
+
+
+class _Accelerator:
+    """What is prepared in one run, and in which precision."""
+
+    def __init__(self, amp: bool) -> None:
+        self.amp = amp
+        self.precision = create_precision(amp, get_device())
+        self.optimizers: list[Optimizer] = []
+
+
+_OUTSIDE: dict[str, Any] = {}
+"""In place of the run's, where there is no run."""
+
+
+def _kept() -> dict[str, Any]:
+    running = session.current()
+    return _OUTSIDE if running is None else running.extras
+
+
+def _accelerator() -> _Accelerator:
+    kept = _kept()
+    if _KEY not in kept:
+        kept[_KEY] = _Accelerator(amp=False)
+    found: _Accelerator = kept[_KEY]
+    return found
+
+
+def accelerate(amp: bool = False) -> None:
+    """Say how the run computes. Call it once, at the top of the training function.
+
+    With mixed precision, what `prepare_model` returned computes in float16 on a GPU and in
+    bfloat16 on a CPU; use `prepare_optimizer` and `backward` then.
+
+    Args:
+        amp: whether to use mixed precision (``torch.amp``).
+
+    Raises:
+        RuntimeError: if it was called before, or something has been prepared.
+    """
+    kept = _kept()
+    if _KEY in kept:
+        raise RuntimeError(
+            "accelerate() has to be called once, and before prepare_model(), prepare_optimizer() "
+            "and backward(): it was called, or one of these was, in this run already."
+        )
+    kept[_KEY] = _Accelerator(amp)
+
+
+def get_device() -> torch.device:
+    """Return the device of this worker: its GPU where it has one, else the CPU."""
+    running = session.current()
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if running is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    index = running.context.gpu_index
+    if index is None:
+        return torch.device("cpu")
+    # without GPUs shared among the workers of a node each sees its own alone
+    return torch.device("cuda", index if index < torch.cuda.device_count() else 0)
+
+
+def prepare_model(
+    model: torch.nn.Module,
+    move_to_device: bool = True,
+    wrap_ddp: bool = True,
+    ddp_kwargs: dict[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Return a model as the workers train it together.
+
+    Args:
+        model: the model.
+        move_to_device: whether to move it to `get_device`.
+        wrap_ddp: whether to wrap it in DistributedDataParallel, where there are several workers.
+        ddp_kwargs: arguments for that.
+    """
+    accelerator, device = _accelerator(), get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if move_to_device:
+        model = model.to(device)
+    if accelerator.amp:
+        model.forward = _Autocast(accelerator.precision, model.forward)
+    if not wrap_ddp or world_size() <= 1:
+        return model
+    arguments: dict[str, Any] = {"device_ids": [device]} if device.type == "cuda" else {}
+    if move_to_device is False and next(model.parameters()).device.type == "cpu":
+        arguments = {}
+    return DistributedDataParallel(model, **{**arguments, **(ddp_kwargs or {})})
+
+
+def prepare_data_loader(
+    data_loader: torch.utils.data.DataLoader[Any],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
+) -> torch.utils.data.DataLoader[Any]:
+    """Return a loader of which each worker gets its part, on its device.
+
+    A loader that shuffles goes on doing so, in an order that all workers agree on. It changes with
+    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler.
+
+    Args:
+        data_loader: the loader, the same on all workers; its batch size is that of one worker.
+        add_dist_sampler: whether to share it out, where there are several workers and it is not
+            over an IterableDataset, and has no DistributedSampler of its own.
+        move_to_device: whether to move the batches to `get_device`.
+        auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
+            before is trained on; needs a GPU.
+    """
+    running = session.current()
+    rank = 0 if running is None else running.context.world_rank
+    _accelerator()  # so that a later accelerate() is an error
+    return prepared_loader(
+        data_loader,
+        world_size=world_size() if add_dist_sampler else 1,
+        rank=rank,
+        device=get_device() if move_to_device else None,
+        ahead=auto_transfer,
+        seed=_kept().get(_SEED, 0),
+    )
+
+
+def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer that steps in the precision of the run.
+
+    It can be used wherever the optimizer itself can, for schedulers as well.
+    """
+    accelerator = _accelerator()
+    if not accelerator.amp:
+        return optimizer
+    accelerator.optimizers.append(optimizer)
+    accelerator.precision.prepare([], accelerator.optimizers, None)
+    return _AmpOptimizer(optimizer, accelerator.precision)
+
+
+def backward(tensor: torch.Tensor) -> None:
+    """Compute the gradients of a loss, in the precision of the run."""
+    _accelerator().precision.backward(tensor, True)
+
+
+def enable_reproducibility(seed: int = 0) -> None:
+    """Seed Python, NumPy and torch, and let torch use deterministic algorithms.
+
+    Call it at the top of the training function, after `accelerate`. Data loader workers are
+    seeded as well. It slows training down, and results may still differ between machines.
+
+    Args:
+        seed: the seed.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    # what CUDA's matrix products need for it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    _kept()[_SEED] = seed
+
+
+class _Autocast:
+    """A model's forward pass in mixed precision, whose outputs are float32 again."""
+
+    def __init__(self, precision: Precision, forward: Callable[..., Any]) -> None:
+        self._precision = precision
+        self._forward = forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.autocast():
+            return _float32(self._forward(*args, **kwargs))
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_float32(item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_float32(item) for item in value)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _float32(value[key])
+    return value
+
+
+class _AmpOptimizer(Optimizer):
+    """Steps the optimizer that it stands for in mixed precision; all else is that one's own."""
+
+    def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
+        self.optimizer = optimizer
+        self._precision = precision
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_precision"):  # not set yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise RuntimeError(
+                "An optimizer prepared for mixed precision takes no closure: compute the loss, "
+                "call raysgd.train.torch.backward(loss), and then step()."
+            )
+        self._precision.step(self.optimizer)

@@ -1,0 +1,108 @@
+"""The torch backend of training functions: a process group over the workers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.backends import Backend as Transport
+from raysgd.backends.torch import TorchBackend as ProcessGroup
+from raysgd.backends.torch import TorchRendezvous
+from raysgd.context import WorkerContext
+from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.worker_group import WorkerGroup
+
+__all__ = ["TorchBackend", "TorchConfig", "TrainProcessGroup"]
+
+_INIT_METHODS = ("env", "tcp")
+
+
+@dataclass
+class TorchConfig(BackendConfig):
+    """Settings of the torch backend.
+
+    Raises:
+        ValueError: if a value is not allowed.
+    """
+
+    backend: str | None = None
+    """"gloo" or "nccl"; None: nccl where the workers have GPUs, else gloo."""
+    init_method: str = "env"
+    """"env" sets MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK on the workers, for code
+    that reads them; "tcp" does not. The process group is the same with both."""
+    timeout_s: float = 1800
+    """Bound of each collective and of the workers' setup, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in (None, "gloo", "nccl"):
+            raise ValueError(
+                f'TorchConfig(backend={self.backend!r}): must be "gloo", "nccl" or None.'
+            )
+        if self.init_method not in _INIT_METHODS:
+            raise ValueError(
+                f'TorchConfig(init_method={self.init_method!r}): must be "env" or "tcp".'
+            )
+        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
+            raise ValueError(
+                f"TorchConfig(timeout_s={self.timeout_s!r}): must be a positive number of seconds."
+            )
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What is called on the driver."""
+        return TorchBackend
+
+    def transport(self, use_gpu: bool = False) -> Transport:
+        """Return the process group."""
+        name = self.backend or ("nccl" if use_gpu else "gloo")
+        return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
+
+
+class TorchBackend(Backend):
+    """Leaves the process group; entering it is the supervisor's, with each generation."""
+
+    share_cuda_visible_devices = True
+
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: Any) -> None:
+        """Destroy the process group on every worker."""
+        worker_group.execute(_leave_process_group)
+
+
+class TrainProcessGroup(ProcessGroup):
+    """A process group also for one worker, and what code that looks for it finds around it.
+
+    Args:
+        name: "gloo" or "nccl".
+        timeout_s: bound of each collective, in seconds.
+        sets_env: whether to set the variables by which torch's launcher tells ranks.
+    """
+
+    def __init__(self, name: str, timeout_s: float, sets_env: bool) -> None:
+        super().__init__(name, timeout_s)
+        self._sets_env = sets_env
+
+    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
+        """Enter the generation."""
+        if context.gpu_index is not None and torch.cuda.is_available():
+            index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
+            torch.cuda.set_device(index)
+        super().setup(context, rendezvous)
+        if self._sets_env:
+            os.environ.update(
+                RANK=str(context.world_rank),
+                LOCAL_RANK=str(context.local_rank),
+                WORLD_SIZE=str(context.world_size),
+                LOCAL_WORLD_SIZE=str(context.local_world_size),
+                NODE_RANK=str(context.node_rank),
+            )
+            if rendezvous is not None:
+                os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""Loaders of training functions: shared out over the workers, batches on the device in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+__all__ = ["PreparedLoader", "prepared_loader"]
+
+
+def prepared_loader(
+    loader: DataLoader[Any],
+    *,
+    world_size: int,
+    rank: int,
+    device: torch.device | None,
+    ahead: bool,
+    seed: int,
+) -> PreparedLoader:
+    """Return a loader that gives this worker its part, on its device.
+
+    Args:
+        loader: the user's.
+        world_size: how many workers share it; with 1 it is not shared out.
+        rank: this worker's.
+        device: where batches go; None to leave them.
+        ahead: whether to move the next batch while the one before is used.
+        seed: of the order, where the loader shuffles and has no generator.
+    """
+    if world_size > 1 and _can_share(loader):
+        on_gpu = device is not None and device.type == "cuda"
+        loader = _shared(loader, world_size, rank, seed, pin=ahead and on_gpu)
+    return PreparedLoader(loader, device, ahead)
+
+
+class PreparedLoader(DataLoader[Any]):
+    """Goes through another loader, and puts its batches on a device.
+
+    Everything else of it, ``dataset``, ``sampler``, ``batch_size``, is that loader's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, ahead: bool) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._loader = loader
+        self._device = device
+        self._ahead = ahead and device is not None and device.type == "cuda"
+        self._num_passes = 0
+        self._set_epoch: int | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # DataLoader's own guards what is not its any more
+
+    def __len__(self) -> int:
+        """Batches of this worker in a pass."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Go through this worker's batches once."""
+        self._advance()
+        batches = iter(self._loader)
+        if self._device is None:
+            return batches
+        if self._ahead:
+            return _moved_ahead(batches, self._device)
+        return (moved(batch, self._device) for batch in batches)
+
+    def _advance(self) -> None:
+        """Let the order of a shuffled loader change, unless the user sets it."""
+        sampler = self._loader.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return
+        if self._set_epoch is not None and sampler.epoch != self._set_epoch:
+            self._num_passes = sampler.epoch  # the user has: go on from there
+        sampler.set_epoch(self._num_passes)
+        self._set_epoch = sampler.epoch
+        self._num_passes += 1
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device, whatever containers its tensors are in."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: moved(item, device) for key, item in batch.items()}
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Move each batch on a stream of its own, while the one before is used."""
+    stream = torch.cuda.Stream(device)
+
+    def fetch() -> Any:
+        batch = next(batches, batches)
+        if batch is batches:
+            return batches
+        with torch.cuda.stream(stream):
+            return moved(batch, device)
+
+    coming = fetch()
+    while coming is not batches:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        batch = coming
+        _record(batch, current)
+        coming = fetch()
+        yield batch
+
+
+def _record(batch: Any, stream: Any) -> None:
+    """Say that the tensors are used on `stream`, so that their memory is not given away before."""
+    if isinstance(batch, torch.Tensor):
+        if batch.is_cuda:
+            batch.record_stream(stream)
+    elif isinstance(batch, tuple | list):
+        for item in batch:
+            _record(item, stream)
+    elif isinstance(batch, dict):
+        for item in batch.values():
+            _record(item, stream)
+
+
+def _can_share(loader: DataLoader[Any]) -> bool:
+    return (
+        not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+    )
+
+
+def _shared(
+    loader: DataLoader[Any], world_size: int, rank: int, seed: int, pin: bool
+) -> DataLoader[Any]:
+    """Return a loader with the same settings over this worker's part."""
+    shuffles = not isinstance(loader.sampler, SequentialSampler)
+    if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
+        seed = loader.generator.initial_seed() % 2**31
+    sampler: Any = DistributedSampler(
+        loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffles, seed=seed
+    )
+    settings: dict[str, Any] = {
+        "batch_size": loader.batch_size,
+        "sampler": sampler,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory or pin,
+        "drop_last": loader.drop_last,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers > 0:
+        settings["prefetch_factor"] = loader.prefetch_factor
+    if loader.batch_size is None:
+        del settings["drop_last"]
+    return DataLoader(loader.dataset, **settings)

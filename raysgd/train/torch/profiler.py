@@ -1,0 +1,44 @@
+"""Traces of torch's profiler, on their way from a training function to the driver."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from raysgd.train.callbacks.profiler import PROFILE_TRACES
+from raysgd.train.session import world_rank
+
+__all__ = ["TorchWorkerProfiler"]
+
+
+class TorchWorkerProfiler:
+    """Collects traces in a training function, for `TorchTensorboardProfilerCallback` to write.
+
+    ::
+
+        collector = TorchWorkerProfiler()
+        with torch.profiler.profile(on_trace_ready=collector.trace_handler) as profiler:
+            ...
+            train.report(loss=loss, **collector.get_and_clear_profile_traces())
+    """
+
+    WORKER_TRACE_DIR_NAME = "pytorch_profiler"
+
+    def __init__(self) -> None:
+        self._traces: list[tuple[str, str]] = []
+
+    def trace_handler(self, p: Any) -> None:
+        """Take a trace; to be called by the profiler."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            p.export_chrome_trace(str(path))
+            content = path.read_text(encoding="utf-8")
+        name = f"worker_{world_rank()}_{os.getpid()}.step_{p.step_num}.pt.trace.json"
+        self._traces.append((name, content))
+
+    def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
+        """Return the traces since the last call, as arguments of ``train.report``."""
+        traces, self._traces = self._traces, []
+        return {PROFILE_TRACES: traces}

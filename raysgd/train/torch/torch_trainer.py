@@ -1,0 +1,33 @@
+"""Training functions for torch, by today's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.torch.config import TorchConfig
+
+__all__ = ["TorchTrainer"]
+
+
+class TorchTrainer(DataParallelTrainer):
+    """Runs a training function for torch on several workers.
+
+    Args:
+        train_loop_per_worker: takes no argument, or the config.
+        train_loop_config: the config.
+        torch_config: settings of the process group.
+        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        **arguments: Any,
+    ) -> None:
+        arguments.setdefault("backend_config", torch_config or TorchConfig())
+        super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, **arguments)

@@ -1,0 +1,381 @@
+"""The trainer of Ray 1.7 to 1.13: start, run, shutdown."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+import inspect
+import logging
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd.checkpoint.pickled import read_pickle
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.events import Event
+from raysgd.train.backend import BackendConfig, checked_config
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.callbacks.observed import Observed
+from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.executor import BackendExecutor, checked_size
+from raysgd.train.worker_group import HostedGroup
+
+__all__ = ["Trainer", "TrainingIterator", "bound_function", "worker_resources"]
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "~/ray_results"
+"""Where runs are kept that are given no folder, or a relative one."""
+
+
+class Trainer:
+    """Runs training functions on a group of workers.
+
+    Runs on the driver::
+
+        trainer = Trainer("torch", num_workers=2)
+        trainer.start()
+        results = trainer.run(train_func, config={"lr": 0.1})
+        trainer.shutdown()
+
+    A worker or node that is lost costs the work since the newest checkpoint: all workers restart,
+    and the function runs again from there (`raysgd.train.load_checkpoint`).
+
+    Args:
+        backend: "torch", "tensorflow", "horovod", or a BackendConfig.
+        num_workers: how many workers; ``(min, max)``: as many of them as there is room for, fewer
+            after a loss, and more again when there is room and a checkpoint to go on from.
+        use_gpu: whether each worker reserves a GPU.
+        resources_per_worker: what each reserves; ``CPU`` and ``GPU`` take the place of one each.
+        logdir: folder for the runs; None for ``~/ray_results/train_<date>``. A relative one lies in
+            ``~/ray_results``.
+        max_retries: how often workers may be lost in one run; -1: without end.
+        elastic: how to wait for room, see :class:`raysgd.ElasticConfig`.
+
+    Raises:
+        ValueError: if an argument has a value that is not allowed.
+        TypeError: if `backend` is neither a name nor a config.
+    """
+
+    def __init__(
+        self,
+        backend: str | BackendConfig,
+        num_workers: int | tuple[int, int] = 1,
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        logdir: str | os.PathLike[str] | None = None,
+        max_retries: int = 3,
+        *,
+        elastic: ElasticConfig | None = None,
+    ) -> None:
+        checked_size(num_workers)
+        num_cpus, num_gpus, others = worker_resources(use_gpu, resources_per_worker)
+        self._arguments: dict[str, Any] = {
+            "backend": backend,
+            "num_workers": num_workers,
+            "use_gpu": use_gpu,
+            "resources_per_worker": dict(resources_per_worker or {}),
+            "max_retries": max_retries,
+            "elastic": elastic,
+        }
+        self._executor = BackendExecutor(
+            checked_config(backend),
+            num_workers,
+            num_cpus,
+            num_gpus,
+            others,
+            max_retries,
+            elastic=elastic,
+        )
+        self._num_runs = 0
+        self.logdir = run_folder(logdir, "train")
+        """Folder of the runs."""
+        self.logdir.mkdir(parents=True, exist_ok=True)
+        logger.info("Runs are kept in %s.", self.logdir)
+
+    # ---- life
+
+    def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
+        """Start the workers and the backend.
+
+        Args:
+            initialization_hook: called on every worker before anything else.
+
+        Raises:
+            RuntimeError: if they are started already.
+            InsufficientResourcesError: if the cluster has no room for them within 100 s
+                (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
+            BaseException: what the hook or the backend raised.
+        """
+        self._executor.start(initialization_hook)
+
+    def shutdown(self) -> None:
+        """End the workers and give the resources back; `start` works again then."""
+        self._executor.shutdown()
+
+    # ---- runs
+
+    def run(
+        self,
+        train_func: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        callbacks: Sequence[TrainingCallback] | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> list[Any]:
+        """Run a training function on every worker.
+
+        Args:
+            train_func: takes no argument, or the config.
+            config: for `train_func`; None for an empty dict.
+            callbacks: see what the workers report.
+            dataset: a Ray Dataset, or a dict of them by name, of which each worker gets an equal
+                share (`raysgd.train.get_dataset_shard`).
+            checkpoint: what to start from: a dict, or the path of a checkpoint.
+            checkpoint_strategy: which checkpoints stay on disk; by default all.
+
+        Returns:
+            What the function returned, by rank.
+
+        Raises:
+            ValueError: if `train_func` takes more than one argument.
+            RuntimeError: if the trainer is not started, if more workers are lost than
+                `max_retries`, or if the workers do not report and save in step.
+            BaseException: what the function raised, with the worker's traceback as its cause.
+        """
+        function = bound_function(train_func, config)
+        observed = Observed(callbacks or ())
+        self._check_started("run")
+        run_dir = self._new_run_dir()
+        with observed.run(run_dir, config or {}):
+            self._executor.start_training(
+                function, run_dir, dataset, checkpoint, checkpoint_strategy
+            )
+            while (results := self._executor.fetch_next_result()) is not None:
+                observed.handle(results)
+            return self._executor.finish_training()
+
+    def run_iterator(
+        self,
+        train_func: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> TrainingIterator:
+        """Start a training function, and return an iterator over what the workers report.
+
+        Arguments and errors are those of `run`; the errors come as one goes through it.
+        """
+        function = bound_function(train_func, config)
+        self._check_started("run_iterator")
+        run_dir = self._new_run_dir()
+        self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
+        return TrainingIterator(self._executor)
+
+    def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> HostedGroup:
+        """Make an object of a class on every worker, with the backend set up.
+
+        Starts the trainer if that is not done.
+
+        Args:
+            train_cls: the class.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The objects, by rank: ``workers[0].method.remote(...)`` returns a reference for
+            ``ray.get``.
+        """
+        if not self._executor.is_started:
+            self._executor.start()
+        return HostedGroup(self._executor, train_cls, args, kwargs)
+
+    def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
+        """Return a class of trials for Ray Tune, each of which runs the function on workers.
+
+        What worker 0 reports is a trial's result; a trial's config is the function's.
+
+        Args:
+            train_func: takes no argument, or the config.
+            dataset: as in `run`.
+
+        Raises:
+            RuntimeError: if the trainer is started, or Ray Tune is not installed.
+            ValueError: if `train_func` takes more than one argument.
+        """
+        if self._executor.is_started:
+            raise RuntimeError(
+                "to_tune_trainable() needs a trainer that is not started, since each trial starts "
+                "workers of its own: call shutdown() first."
+            )
+        bound_function(train_func, {})
+        functions = importlib.import_module("raysgd.tune_functions")
+        made: type[Any] = functions.function_trainable(self._arguments, train_func, dataset)
+        return made
+
+    # ---- what there is
+
+    @property
+    def latest_run_dir(self) -> Path | None:
+        """Folder of the newest run; None before the first."""
+        return self.logdir / f"run_{self._num_runs:03d}" if self._num_runs else None
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint of the newest run, as it was saved; None where there is none."""
+        return self._executor.latest_checkpoint
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | None:
+        """Folder of the newest run's checkpoints; None before a run."""
+        return self._executor.latest_checkpoint_dir
+
+    @property
+    def latest_checkpoint_path(self) -> Path | None:
+        """Path of the newest run's newest checkpoint on disk; None where there is none."""
+        return self._executor.latest_checkpoint_path
+
+    @property
+    def best_checkpoint_path(self) -> Path | None:
+        """Path of the newest run's best checkpoint on disk; None where there is none."""
+        return self._executor.best_checkpoint_path
+
+    @property
+    def best_checkpoint(self) -> dict[str, Any] | None:
+        """The newest run's best checkpoint on disk, as it was saved; None where there is none."""
+        path = self.best_checkpoint_path
+        return None if path is None else self.load_checkpoint_from_path(path)
+
+    @staticmethod
+    def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a checkpoint. That runs code from it, as unpickling does: read what you trust.
+
+        Raises:
+            CheckpointError: if the file is missing or damaged.
+        """
+        found: dict[str, Any] = pickle.loads(read_pickle(path)[0])
+        return found
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
+        return self._executor.events
+
+    def _check_started(self, method: str) -> None:
+        if not self._executor.is_started:
+            raise RuntimeError(
+                f"Trainer.{method}() was called on a trainer that is not started, or shut down: "
+                "call start() first."
+            )
+
+    def _new_run_dir(self) -> Path:
+        self._num_runs += 1
+        folder = self.latest_run_dir
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class TrainingIterator:
+    """What the workers report, one list of dicts, by rank, at a time."""
+
+    def __init__(self, executor: BackendExecutor) -> None:
+        self._executor = executor
+        self._results: list[Any] | None = None
+        self._failed = False
+
+    def __iter__(self) -> TrainingIterator:
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        """Wait for the next reports.
+
+        Raises:
+            StopIteration: when the function has returned on all workers.
+            BaseException: what it raised.
+        """
+        if self.is_finished():
+            raise StopIteration
+        results = self._tried(self._executor.fetch_next_result)
+        if results is None:
+            self._results = self._tried(self._executor.finish_training)
+            raise StopIteration
+        found: list[dict[str, Any]] = results
+        return found
+
+    def is_finished(self) -> bool:
+        """Whether the run is over, well or not."""
+        return self._failed or self._results is not None
+
+    def get_final_results(self, force: bool = False) -> list[Any] | None:
+        """Return what the function returned, by rank; None before the run is finished.
+
+        Args:
+            force: whether to finish it now, passing over what is still reported.
+        """
+        if force and not self.is_finished():
+            self._results = self._tried(self._executor.finish_training)
+        return self._results
+
+    def _tried(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def bound_function(
+    train_func: Callable[..., Any], config: dict[str, Any] | None
+) -> Callable[[], Any]:
+    """Return a training function with its config, as one of no arguments.
+
+    Raises:
+        ValueError: if it takes more than one argument.
+    """
+    if not callable(train_func):
+        raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
+    num_arguments = len(inspect.signature(train_func).parameters)
+    if num_arguments > 1:
+        raise ValueError(
+            f"A training function takes no argument, or one, the config; {train_func!r} takes "
+            f"{num_arguments}."
+        )
+    if num_arguments == 0:
+        return train_func
+    return functools.partial(train_func, {} if config is None else config)
+
+
+def worker_resources(
+    use_gpu: bool, resources: Mapping[str, float] | None
+) -> tuple[float, float, dict[str, float]]:
+    """Return CPUs, GPUs and other resources of a worker.
+
+    Raises:
+        ValueError: if GPUs are asked for without `use_gpu`, or none with it.
+    """
+    others = dict(resources or {})
+    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
+    if not use_gpu and num_gpus > 0:
+        raise ValueError(
+            f"resources_per_worker={{'GPU': {num_gpus!r}}} with use_gpu=False: pass use_gpu=True, "
+            "or leave GPU out."
+        )
+    if use_gpu and num_gpus == 0:
+        raise ValueError(
+            "resources_per_worker={'GPU': 0} with use_gpu=True: pass use_gpu=False, or a positive "
+            "number of GPUs."
+        )
+    return num_cpus, num_gpus, others
+
+
+def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
+    """Return where runs are kept, as an absolute path."""
+    date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
+    return Path(RESULTS).expanduser() / path

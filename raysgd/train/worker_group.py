@@ -1,0 +1,293 @@
+"""Workers that run functions: what a Backend of one's own sets up its framework through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.config import env_seconds
+from raysgd.execution import group as core
+from raysgd.execution import tasks
+from raysgd.execution.group import GroupOptions
+from raysgd.execution.members import Member
+
+__all__ = ["HostedGroup", "WorkerGroup", "WorkerMetadata", "group_options"]
+
+_TIMEOUT = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
+_SPREAD = "TRAIN_ENABLE_WORKER_SPREAD"
+
+
+@dataclass(frozen=True)
+class WorkerMetadata:
+    """Where a worker runs."""
+
+    node_id: str
+    node_ip: str
+    gpu_ids: tuple[str, ...]
+    pid: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker of a group: Ray's handle of its actor, and where it runs."""
+
+    actor: Any
+    metadata: WorkerMetadata
+
+
+class WorkerGroup:
+    """A group of Ray actors that run any function. It starts when it is made.
+
+    Args:
+        num_workers: how many workers.
+        num_cpus_per_worker: CPUs that each reserves.
+        num_gpus_per_worker: GPUs that each reserves; a fraction shares one.
+        additional_resources_per_worker: further Ray resources of each.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        InsufficientResourcesError: if the cluster has no room for them within 100 s
+            (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+    ) -> None:
+        options = group_options(
+            num_workers,
+            num_workers,
+            num_cpus_per_worker,
+            num_gpus_per_worker,
+            additional_resources_per_worker,
+        )
+        self._group = core.WorkerGroup(options)
+        self.start()
+
+    @classmethod
+    def over(cls, group: core.WorkerGroup) -> WorkerGroup:
+        """Return a view of the workers that an executor supervises."""
+        made = cls.__new__(cls)
+        made._group = group
+        return made
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            RuntimeError: if they are started already.
+        """
+        if self._group.members:
+            raise RuntimeError("The workers are started already; shut them down first.")
+        try:
+            self._group.start(self._group.options.start_timeout_s)
+        except BaseException:
+            self._group.shutdown(force=True)
+            raise
+
+    def shutdown(self, patience_s: float = 5) -> None:
+        """End the workers; their resources are free when this returns.
+
+        Args:
+            patience_s: how long a worker may take to end its work, in seconds; 0 kills at once.
+        """
+        self._group.shutdown(force=patience_s <= 0)
+
+    def add_workers(self, num_workers: int) -> None:
+        """Start further workers; they get the highest ranks.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for them.
+        """
+        self._group.add(num_workers)
+
+    def remove_workers(self, worker_indexes: Sequence[int]) -> None:
+        """End some workers; the others move up."""
+        for member in [self._members[index] for index in worker_indexes]:
+            self._group.discard(member)
+
+    def __len__(self) -> int:
+        """Number of workers."""
+        return len(self._group.members)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers, by rank."""
+        return [
+            Worker(
+                getattr(member, "actor", None),
+                WorkerMetadata(
+                    member.place.node_id,
+                    member.place.node_ip,
+                    member.place.gpu_ids,
+                    member.place.pid,
+                ),
+            )
+            for member in self._group.members
+        ]
+
+    # ---- functions
+
+    def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `func` on every worker and return what it returned, by rank.
+
+        Raises:
+            RuntimeError: if the workers are shut down.
+            WorkerLostError: if a worker died.
+            BaseException: what `func` raised.
+        """
+        members = self._members
+        return tasks.results(members, self.execute_async(func, *args, **kwargs))
+
+    def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Start `func` on every worker; returns a reference for ``ray.get`` each, by rank."""
+        return tasks.start(self._members, func, args, kwargs)
+
+    def execute_single(
+        self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `func` on one worker and return what it returned."""
+        member = self._member(worker_index)
+        return tasks.results([member], tasks.start([member], func, args, kwargs))[0]
+
+    def execute_single_async(
+        self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Start `func` on one worker; returns a reference for ``ray.get``."""
+        return tasks.start([self._member(worker_index)], func, args, kwargs)[0]
+
+    @property
+    def _members(self) -> list[Member]:
+        if not self._group.members:
+            raise RuntimeError("The workers are shut down; call start() first.")
+        return list(self._group.members)
+
+    def _member(self, index: int) -> Member:
+        members = self._members
+        if not 0 <= index < len(members):
+            raise ValueError(
+                f"worker_index={index}: must be between 0 and {len(members) - 1}, since there are "
+                f"{len(members)} workers."
+            )
+        return members[index]
+
+
+def group_options(
+    num_workers: int,
+    min_workers: int,
+    num_cpus: float,
+    num_gpus: float,
+    resources: Mapping[str, float] | None,
+) -> GroupOptions:
+    """Return what a group reserves, and how, by the arguments and the environment.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r}: must be an int of at least 1.")
+    for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+            raise ValueError(f"{amount!r} of {name} per worker: must be a number of at least 0.")
+    options = GroupOptions(
+        num_workers=num_workers,
+        min_workers=min_workers,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=dict(resources or {}),
+        start_timeout_s=env_seconds(_TIMEOUT, 100.0),
+        strategy="SPREAD" if os.environ.get(_SPREAD, "0") in ("1", "true", "True") else "PACK",
+    )
+    if not options.bundle:
+        raise ValueError("A worker must reserve something: CPUs, GPUs or another resource.")
+    return options
+
+
+# ---- a class of the user on every worker
+
+_HOSTED: Any = None
+"""In a worker: the object that `HostedGroup` made there."""
+
+
+class HostedGroup:
+    """A class of the user on every worker, with the backend set up: ``Trainer.to_worker_group``.
+
+    Index it, or go through it, and call methods as those of a Ray actor::
+
+        workers = trainer.to_worker_group(Trainer, config)
+        ray.get([worker.train_epoch.remote() for worker in workers])
+    """
+
+    def __init__(
+        self,
+        executor: Any,
+        train_cls: type[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._executor = executor
+        group: WorkerGroup = executor.worker_group
+        group.execute(_host, train_cls, args, dict(kwargs))
+        self._proxies = [HostedWorker(worker.actor) for worker in group.workers]
+
+    def __len__(self) -> int:
+        """Number of workers."""
+        return len(self._proxies)
+
+    def __getitem__(self, index: int) -> HostedWorker:
+        """Return one worker."""
+        return self._proxies[index]
+
+    def __iter__(self) -> Iterator[HostedWorker]:
+        return iter(self._proxies)
+
+    def shutdown(self, patience_s: float = 5) -> None:
+        """End the workers; their resources are free when this returns.
+
+        Args:
+            patience_s: how long they may take to end their work, in seconds; 0 kills at once.
+        """
+        self._proxies = []
+        self._executor.shutdown(graceful_termination=patience_s > 0)
+
+
+class HostedWorker:
+    """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> HostedMethod:
+        """Return a method."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return HostedMethod(self._actor, name)
+
+
+class HostedMethod:
+    """A method of an object in a worker."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the method; returns a reference for ``ray.get``."""
+        bound = self._actor.execute.options(concurrency_group="work")
+        return bound.remote(_call_hosted, self._name, *args, **kwargs)
+
+
+def _host(train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    global _HOSTED
+    _HOSTED = train_cls(*args, **kwargs)
+
+
+def _call_hosted(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_HOSTED, name)(*args, **kwargs)

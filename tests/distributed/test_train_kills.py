@@ -1,0 +1,114 @@
+"""Workers killed at any moment: a run never resumes from an older checkpoint than it may.
+
+RAYSGD_NUM_KILLS=200 makes a long run of it.
+"""
+
+import os
+import random
+import signal
+import struct
+import threading
+
+from raysgd import ElasticConfig, train
+from raysgd.train import Trainer
+from raysgd.train.backend import BackendConfig
+
+NUM_KILLS = int(os.environ.get("RAYSGD_NUM_KILLS", "6"))
+KILLS_A_RUN = 5
+
+
+def put(path, number):
+    """Write a number in one go: whoever reads gets this one or the one before."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.pwrite(descriptor, struct.pack("q", number), 0)
+    os.close(descriptor)
+
+
+def get(path):
+    try:
+        with open(path, "rb") as file:
+            return struct.unpack("q", file.read(8))[0]
+    except (FileNotFoundError, struct.error):
+        return 0
+
+
+def saves_on_and_on(folder):
+    """Save until the mark ``enough`` is there; return each step that a life began from."""
+    rank = train.world_rank()
+    state = train.load_checkpoint() or {"step": 0, "starts": []}
+    # a save that has returned here has returned on all ranks up to the lowest of these
+    returned = min(get(f"{folder}/returned-{r}") for r in range(train.world_size()))
+    assert state["step"] >= returned, f"from {state['step']}, and {returned} was safe"
+    starts, step, enough = [*state["starts"], state["step"]], state["step"], False
+    put(f"{folder}/pid-{rank}", os.getpid())
+    while not enough:
+        step += 1
+        enough = step > 100_000 or os.path.exists(f"{folder}/enough-{step // 50}")
+        train.save_checkpoint(step=step, starts=starts)
+        put(f"{folder}/returned-{rank}", step)
+        if step % 3 == 0:
+            train.report(step=step)
+    return starts
+
+
+class Killer(threading.Thread):
+    """Kills a worker now and then, at random times after it has begun a life."""
+
+    def __init__(self, folder, num_kills, draw):
+        super().__init__(daemon=True)
+        self.folder, self.left, self.draw = folder, num_kills, draw
+        self.over = threading.Event()
+        self.killed = set()
+        self.num_kills = 0
+
+    def run(self):
+        while self.left and not self.over.wait(0.01):
+            rank = self.draw.randrange(2)
+            pid = get(f"{self.folder}/pid-{rank}")
+            if pid == 0 or pid in self.killed:
+                continue
+            # sometimes as the function begins, sometimes after a hundred checkpoints
+            self.over.wait(self.draw.choice((0.0, 0.02, 0.1, 0.4)) * self.draw.random())
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.killed.add(pid)  # it died with the one before
+                continue
+            self.killed.add(pid)
+            self.left -= 1
+            self.num_kills += 1
+        # a multiple of fifty that both come to later, so that both stop at the same step
+        ahead = max(get(f"{self.folder}/returned-{r}") for r in range(2)) // 50 + 2
+        for number in range(ahead, ahead + 3000):
+            open(f"{self.folder}/enough-{number}", "w").close()
+
+
+def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, tmp_path):
+    draw = random.Random(7)
+    num_kills = 0
+    elastic = ElasticConfig(initial_s=0.1, max_s=1.0)
+    trainer = Trainer(BackendConfig(), 2, logdir=tmp_path / "runs", max_retries=-1, elastic=elastic)
+    trainer.start()
+    try:
+        while num_kills < NUM_KILLS:
+            folder = tmp_path / f"marks-{num_kills}"
+            folder.mkdir()
+            killer = Killer(folder, min(KILLS_A_RUN, NUM_KILLS - num_kills), draw)
+            killer.start()
+            try:
+                first, second = trainer.run(
+                    saves_on_and_on,
+                    str(folder),
+                    checkpoint_strategy=train.CheckpointStrategy(num_to_keep=1),
+                )
+            finally:
+                killer.over.set()
+                killer.join()
+            assert first == second
+            assert first == sorted(first)
+            num_kills += killer.num_kills
+        restarts = [event.kind for event in trainer.events].count("restarted")
+        print(f"{num_kills} kills, {restarts} restarts")
+        assert restarts > 0
+    finally:
+        trainer.shutdown()

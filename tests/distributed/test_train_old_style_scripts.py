@@ -1,0 +1,467 @@
+"""Programs as users of Ray 1.13's `ray.train` wrote them, in which only the imports were changed.
+
+Each has its training function first, and then, as a test, what the script did with its trainer.
+"""
+
+import json
+import os
+import signal
+
+import cloudpickle
+import pytest
+import ray
+import torch
+from ray import tune
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import train
+from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train.callbacks import (
+    JsonLoggerCallback,
+    MLflowLoggerCallback,
+    PrintCallback,
+    TBXLoggerCallback,
+    TorchTensorboardProfilerCallback,
+)
+from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
+from raysgd.train.torch import TorchConfig, TorchWorkerProfiler  # also makes train.torch
+
+
+@pytest.fixture
+def make_trainer(ray_cluster, tmp_path):
+    made = []
+
+    def make(backend="torch", num_workers=2, **arguments):
+        trainer = Trainer(
+            backend=backend, num_workers=num_workers, logdir=str(tmp_path / "logs"), **arguments
+        )
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.shutdown()
+
+
+def line(num_points=64):
+    x = torch.linspace(-1, 1, num_points).reshape(-1, 1)
+    return TensorDataset(x, 2 * x + 1)
+
+
+# ---- 1: a line, with the helpers for models and loaders
+
+
+def linear_epoch(loader, model, loss_fn, optimizer):
+    for X, y in loader:  # noqa: N806  as scripts named it
+        loss = loss_fn(model(X), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def linear_func(config):
+    torch.manual_seed(train.world_rank())  # DistributedDataParallel makes the models one
+    loader = DataLoader(line(), batch_size=config.get("batch_size", 8), shuffle=True)
+    loader = train.torch.prepare_data_loader(loader)
+    model = train.torch.prepare_model(nn.Linear(1, config.get("hidden_size", 1)))
+    loss_fn = nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-2))
+    results = []
+    for _ in range(config.get("epochs", 3)):
+        result = {"loss": linear_epoch(loader, model, loss_fn, optimizer)}
+        train.report(**result)
+        results.append(result)
+    return results, len(loader), model.module.weight.item()
+
+
+def test_linear(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    results = trainer.run(linear_func, config={"lr": 0.2, "batch_size": 8, "epochs": 6})
+    trainer.shutdown()
+    assert [r[1] for r in results] == [4, 4]
+    assert results[0][2] == results[1][2] == pytest.approx(2, abs=0.1)
+    losses = [result["loss"] for result in results[0][0]]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+# ---- 2: pictures, here digits; train and validate in each epoch
+
+
+def digits():
+    data = load_digits()
+    pixels = torch.tensor(data.data, dtype=torch.float32) / 16
+    return TensorDataset(pixels, torch.tensor(data.target))
+
+
+class NeuralNetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.stack(x)
+
+
+def digits_func(config):
+    data = digits()
+    training = torch.utils.data.Subset(data, range(1400))
+    test = torch.utils.data.Subset(data, range(1400, len(data)))
+    worker_batch_size = config["batch_size"] // train.world_size()
+    train_loader = train.torch.prepare_data_loader(
+        DataLoader(training, batch_size=worker_batch_size, shuffle=True)
+    )
+    test_loader = train.torch.prepare_data_loader(DataLoader(test, batch_size=worker_batch_size))
+    model = train.torch.prepare_model(NeuralNetwork())
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    for epoch in range(config["epochs"]):
+        if train.world_size() > 1:
+            train_loader.sampler.set_epoch(epoch)
+        model.train()
+        for pixels, target in train_loader:
+            optimizer.zero_grad()
+            loss_fn(model(pixels), target).backward()
+            optimizer.step()
+        model.eval()
+        correct = 0
+        with torch.no_grad():
+            for pixels, target in test_loader:
+                correct += (model(pixels).argmax(1) == target).sum().item()
+        train.report(accuracy=correct / (len(test_loader) * worker_batch_size))
+    return model.module.state_dict()
+
+
+def test_digits(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    accuracy = []
+
+    class Callback(TrainingCallback):
+        def handle_result(self, results, **info):
+            accuracy.append(sum(r["accuracy"] for r in results) / len(results))
+
+    config = {"lr": 0.5, "batch_size": 64, "epochs": 12}
+    states = trainer.run(digits_func, config=config, callbacks=[Callback()])
+    assert accuracy[-1] > 0.8
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# ---- 3: a class that keeps its state between calls
+
+
+class StatefulTrainer:
+    def __init__(self, config):
+        torch.manual_seed(0)
+        self.model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
+        self.epochs = 0
+
+    def train_epoch(self, factor=1.0):
+        loader = DataLoader(line(), batch_size=8)
+        loss = linear_epoch(loader, self.model, nn.MSELoss(), self.optimizer)
+        self.epochs += 1
+        return self.epochs, loss * factor
+
+
+def test_a_stateful_class_on_every_worker(make_trainer):
+    trainer = make_trainer()
+    workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
+    assert len(workers) == 2
+    first = ray.get([worker.train_epoch.remote() for worker in workers])
+    second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
+    assert [epochs for epochs, _ in first] == [1, 1]
+    assert [epochs for epochs, _ in second] == [2, 2]
+    assert second[0][1] < first[0][1]
+    workers.shutdown(patience_s=1)
+
+
+# ---- 4: an iterator over the results
+
+
+def test_an_iterator_over_results(make_trainer):
+    def train_func(config):
+        for epoch in range(config["epochs"]):
+            train.report(epoch=epoch, rank=train.world_rank())
+        return "done"
+
+    trainer = make_trainer(TorchConfig(backend="gloo"))
+    trainer.start()
+    iterator = trainer.run_iterator(train_func, config={"epochs": 3})
+    assert not iterator.is_finished()
+    assert iterator.get_final_results() is None
+    for epoch, results in enumerate(iterator):
+        assert [(r["epoch"], r["rank"]) for r in results] == [(epoch, 0), (epoch, 1)]
+    assert iterator.is_finished()
+    assert iterator.get_final_results() == ["done", "done"]
+    forced = trainer.run_iterator(train_func, config={"epochs": 3})
+    assert forced.get_final_results(force=True) == ["done", "done"]
+    assert list(forced) == []
+
+
+# ---- 5: checkpoints, which of them stay, and going on from one
+
+
+def checkpoint_func(config):
+    state = train.load_checkpoint()
+    start = state["epoch"] + 1 if state else 0
+    model = nn.Linear(1, 1)
+    if state:
+        model.load_state_dict(state["model"])
+    for epoch in range(start, start + 4):
+        loss = config["losses"][epoch % 4]
+        train.save_checkpoint(epoch=epoch, loss=loss, model=model.state_dict())
+    return start
+
+
+def test_checkpoints_with_a_strategy(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    strategy = CheckpointStrategy(
+        num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+    )
+    config = {"losses": [2.0, 4.0, 1.0, 3.0]}
+    assert trainer.run(checkpoint_func, config, checkpoint_strategy=strategy) == [0, 0]
+    assert trainer.latest_run_dir.name == "run_001"
+    assert trainer.latest_checkpoint["epoch"] == 3
+    files = sorted(path.name for path in trainer.latest_checkpoint_dir.iterdir())
+    assert files == ["checkpoint_000001", "checkpoint_000003"]
+    assert trainer.best_checkpoint["loss"] == 1.0
+    with trainer.best_checkpoint_path.open("rb") as file:
+        assert cloudpickle.load(file)["loss"] == 1.0
+    best = trainer.load_checkpoint_from_path(trainer.best_checkpoint_path)
+    assert best["epoch"] == 2
+    path = trainer.best_checkpoint_path
+    assert trainer.run(checkpoint_func, config, checkpoint=best) == [3, 3]
+    assert trainer.run(checkpoint_func, config, checkpoint=str(path)) == [3, 3]
+    assert trainer.latest_run_dir.name == "run_003"
+    none = CheckpointStrategy(num_to_keep=0)
+    trainer.run(checkpoint_func, config, checkpoint_strategy=none)
+    assert trainer.best_checkpoint_path is None
+    assert trainer.latest_checkpoint["epoch"] == 3
+
+
+# ---- 6: callbacks
+
+
+def test_callbacks(make_trainer, capsys):
+    class Average(TrainingCallback):
+        results_preprocessor = AverageResultsPreprocessor(["loss"])
+
+        def __init__(self):
+            self.means, self.log = [], []
+
+        def start_training(self, logdir, config, **info):
+            self.log.append((os.path.basename(logdir), config))
+
+        def handle_result(self, results, **info):
+            self.means.append(results[0]["avg(loss)"])
+
+        def finish_training(self, error=False, **info):
+            self.log.append(error)
+
+    def train_func(config):
+        for n in range(config["n"]):
+            train.report(loss=n + train.world_rank(), epoch=n)
+        if config.get("fails"):
+            raise ValueError("no more")
+
+    trainer = make_trainer()
+    trainer.start()
+    average, as_json = Average(), JsonLoggerCallback()
+    callbacks = [average, as_json, TBXLoggerCallback(), PrintCallback()]
+    trainer.run(train_func, config={"n": 2}, callbacks=callbacks)
+    assert average.means == [0.5, 1.5]
+    assert average.log == [("run_001", {"n": 2}), False]
+    assert as_json.log_path == trainer.latest_run_dir / "results.json"
+    logged = json.loads(as_json.log_path.read_text())
+    assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
+    assert list(trainer.latest_run_dir.glob("events.out.tfevents*"))
+    assert "loss=1" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no more"):
+        trainer.run(train_func, config={"n": 1, "fails": True}, callbacks=[average])
+    assert average.log[-1] is True
+
+
+# ---- 7 and 8: data sets
+
+
+def test_a_dataset_shard(make_trainer):
+    def train_func():
+        shard = train.get_dataset_shard()
+        values = [row["item"] for row in shard.iter_rows()]
+        batches = list(shard.iter_torch_batches(batch_size=4))
+        return values, len(batches)
+
+    trainer = make_trainer(num_workers=2)
+    trainer.start()
+    results = trainer.run(train_func, dataset=ray.data.from_items(list(range(16))))
+    assert sorted(results[0][0] + results[1][0]) == list(range(16))
+    assert [num_batches for _, num_batches in results] == [2, 2]
+
+
+def test_several_datasets(make_trainer):
+    def train_func(config):
+        train_shard = train.get_dataset_shard("train")
+        val_shard = train.get_dataset_shard("val")
+        train.report(num_train=train_shard.count(), num_val=val_shard.count())
+        return train.get_dataset_shard("test")
+
+    trainer = make_trainer(num_workers=2)
+    trainer.start()
+    counts = []
+
+    class Count(TrainingCallback):
+        def handle_result(self, results, **info):
+            counts.extend((r["num_train"], r["num_val"]) for r in results)
+
+    datasets = {"train": ray.data.range(20), "val": ray.data.range(8)}
+    assert trainer.run(train_func, {}, [Count()], datasets) == [None, None]
+    assert counts == [(10, 4), (10, 4)]
+
+
+# ---- 9: mixed precision
+
+
+def amp_func(config):
+    train.torch.accelerate(amp=config["amp"])
+    train.torch.enable_reproducibility(seed=1)
+    model = train.torch.prepare_model(nn.Linear(1, 1))
+    loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = train.torch.prepare_optimizer(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for _ in range(4):
+        for X, y in loader:  # noqa: N806  as scripts named it
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(X), y)
+            train.torch.backward(loss)
+            optimizer.step()
+        scheduler.step()
+    try:
+        train.torch.accelerate()
+    except RuntimeError as error:
+        return loss.item(), scheduler.get_last_lr(), str(error)
+
+
+def test_mixed_precision(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    full, _, _ = trainer.run(amp_func, config={"amp": False})[0]
+    mixed, rate, said = trainer.run(amp_func, config={"amp": True})[0]
+    assert mixed == pytest.approx(full, rel=0.1)
+    assert mixed != full
+    assert rate == [0.2 / 16]
+    assert "accelerate() has to be called once" in said
+
+
+# ---- 10: Ray Tune
+
+
+def tune_func(config):
+    for step in range(3):
+        train.report(loss=config["lr"] * (3 - step))
+
+
+def test_a_search_with_tune(make_trainer, tmp_path):
+    trainer = make_trainer(num_workers=1)
+    trainable = trainer.to_tune_trainable(tune_func)
+    analysis = tune.run(
+        trainable,
+        config={"lr": tune.grid_search([0.1, 0.2])},
+        metric="loss",
+        mode="min",
+        storage_path=str(tmp_path),
+        verbose=0,
+    )
+    assert analysis.best_config == {"lr": 0.1}
+    assert analysis.best_result["_training_iteration"] == 3
+
+
+# ---- 11: a worker that dies
+
+
+def fragile_func(config):
+    state = train.load_checkpoint() or {"epoch": -1}
+    for epoch in range(state["epoch"] + 1, 4):
+        if epoch == 2 and state["epoch"] == -1 and train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.save_checkpoint(epoch=epoch)
+        train.report(epoch=epoch)
+    return state["epoch"]
+
+
+def test_a_worker_dies_and_the_function_goes_on(make_trainer):
+    trainer = make_trainer(max_retries=-1)
+    trainer.start()
+    assert trainer.run(fragile_func, config={}) == [1, 1]
+
+
+# ---- 12: profiles
+
+
+def profiled_func():
+    twp = TorchWorkerProfiler()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(wait=0, warmup=0, active=1),
+        on_trace_ready=twp.trace_handler,
+    ) as p:
+        for epoch in range(2):
+            linear_epoch(
+                DataLoader(line(8), batch_size=8),
+                model := nn.Linear(1, 1),
+                nn.MSELoss(),
+                torch.optim.SGD(model.parameters(), lr=0.1),
+            )
+            p.step()
+            train.report(epoch=epoch, **twp.get_and_clear_profile_traces())
+
+
+def test_profiles_of_the_workers(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    trainer.run(profiled_func, callbacks=[TorchTensorboardProfilerCallback()])
+    traces = sorted((trainer.latest_run_dir / "pytorch_profiler").iterdir())
+    assert {trace.name.split("_")[1] for trace in traces} == {"0", "1"}
+    assert all("traceEvents" in json.loads(trace.read_text()) for trace in traces)
+
+
+# ---- 13 and 14: MLflow, TorchMetrics
+
+
+def test_mlflow(make_trainer, tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    trainer = make_trainer()
+    trainer.start()
+    uri = str(tmp_path / "mlruns")
+    callback = MLflowLoggerCallback(tracking_uri=uri, experiment_name="lines")
+    trainer.run(linear_func, config={"epochs": 2, "lr": 0.1}, callbacks=[callback])
+    run = mlflow.MlflowClient(uri).get_run(callback.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"epochs": "2", "lr": "0.1"}
+    assert len(mlflow.MlflowClient(uri).get_metric_history(callback.run_id, "loss")) == 2
+
+
+def metrics_func():
+    from torchmetrics.classification import MulticlassAccuracy
+
+    accuracy = MulticlassAccuracy(num_classes=2, average="micro")
+    # worker 0 sees four samples and worker 1 two, of which none is right
+    if train.world_rank() == 0:
+        accuracy.update(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 0, 1]))
+    else:
+        accuracy.update(torch.tensor([0, 1]), torch.tensor([1, 0]))
+    train.report(accuracy=accuracy.compute().item())
+    return accuracy.compute().item()
+
+
+def test_torchmetrics(make_trainer):
+    trainer = make_trainer()
+    trainer.start()
+    assert trainer.run(metrics_func) == [pytest.approx(4 / 6)] * 2

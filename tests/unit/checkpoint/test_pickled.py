@@ -1,0 +1,55 @@
+"""Pickles in sealed files: readable as pickles, and no damage passes."""
+
+import pickle
+
+import pytest
+
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.pickled import read_pickle, read_pickle_manifest, write_pickle
+from raysgd.errors import CheckpointError
+
+BLOB = pickle.dumps({"epoch": 3, "weights": list(range(100))})
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_pickle(BLOB, tmp_path / "file", Manifest(global_step=7, metrics={"loss": 0.5}))
+    return tmp_path / "file"
+
+
+def test_it_comes_back_with_what_was_said_about_it(path):
+    blob, manifest = read_pickle(path)
+    assert blob == BLOB
+    assert (manifest.global_step, manifest.metrics) == (7, {"loss": 0.5})
+    assert read_pickle_manifest(path) == manifest
+
+
+def test_any_reader_of_pickles_reads_it(path):
+    with path.open("rb") as file:
+        assert pickle.load(file)["epoch"] == 3
+
+
+def test_a_file_of_pickle_alone_is_read(tmp_path):
+    (tmp_path / "plain").write_bytes(BLOB)
+    assert read_pickle(tmp_path / "plain") == (BLOB, None)
+
+
+def test_damage_to_any_byte_is_found(path):
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_pickle(path)
+
+
+@pytest.mark.parametrize("left", [0.3, 0.9, 0.99])
+def test_a_file_that_was_cut_off_is_not_taken_for_whole(path, left):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * left)])
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_pickle(path)
+
+
+def test_a_url_will_do():
+    write_pickle(BLOB, "memory://pickled/file", Manifest())
+    assert read_pickle("memory://pickled/file")[0] == BLOB

@@ -1,0 +1,134 @@
+"""Arguments of the trainers, functions and folders: all that needs no worker."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
+from raysgd.train.backend import BackendConfig
+from raysgd.train.datasets import Datasets
+from raysgd.train.result import read_reports
+from raysgd.train.trainer import bound_function, worker_resources
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return Trainer(BackendConfig(), num_workers=2, logdir=tmp_path)
+
+
+def test_before_a_run_there_is_nothing(trainer):
+    assert trainer.latest_run_dir is None
+    assert trainer.latest_checkpoint is None
+    assert trainer.latest_checkpoint_dir is None
+    assert trainer.latest_checkpoint_path is None
+    assert trainer.best_checkpoint is None
+    assert trainer.best_checkpoint_path is None
+
+
+def test_a_trainer_that_is_not_started_says_so(trainer):
+    for call in (trainer.run, trainer.run_iterator):
+        with pytest.raises(RuntimeError, match=r"call start\(\)"):
+            call(lambda: 1)
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("function", [lambda a, b: 1, 5, functools.partial(lambda a, b, c: 1, 1)])
+def test_a_function_that_takes_more_than_the_config_is_an_error(trainer, function):
+    with pytest.raises(ValueError, match="training function"):
+        trainer.run(function)
+
+
+def test_a_function_gets_the_config_if_it_takes_one():
+    assert bound_function(lambda: 1, {"a": 2})() == 1
+    assert bound_function(lambda config: config, {"a": 2})() == {"a": 2}
+    assert bound_function(lambda config: config, None)() == {}
+
+
+def test_resources_of_a_worker():
+    given = {"CPU": 2, "custom": 3}
+    assert worker_resources(False, given) == (2, 0, {"custom": 3})
+    assert given == {"CPU": 2, "custom": 3}
+    assert worker_resources(True, None) == (1, 1, {})
+    assert worker_resources(True, {"GPU": 0.5}) == (1, 0.5, {})
+    for use_gpu, gpus in ((False, 1), (True, 0)):
+        with pytest.raises(ValueError, match="use_gpu"):
+            worker_resources(use_gpu, {"GPU": gpus})
+
+
+def test_runs_are_kept_where_ray_keeps_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    by_date = Trainer(BackendConfig()).logdir
+    assert by_date.parent == tmp_path / "ray_results"
+    assert by_date.name.startswith("train_2")
+    assert Trainer(BackendConfig(), logdir="mine").logdir == tmp_path / "ray_results" / "mine"
+    assert Trainer(BackendConfig(), logdir=tmp_path / "own").logdir == tmp_path / "own"
+
+
+def test_wrong_backends_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="tensorflow"):
+        Trainer("jax", logdir=tmp_path)
+    with pytest.raises(TypeError, match="backend"):
+        Trainer(None, logdir=tmp_path)
+
+
+def test_a_callback_that_is_none_is_an_error(trainer):
+    with pytest.raises(TypeError, match="TrainingCallback"):
+        trainer.run(lambda: 1, callbacks=[print])
+
+
+class Data:
+    def split(self, n, equal, locality_hints):
+        assert equal
+        assert len(locality_hints) == n
+        return [f"{rank} of {n}" for rank in range(n)]
+
+
+def test_data_sets_are_shared_out_by_name():
+    assert Datasets(Data()).shared_out(["a", "b"]) == ["0 of 2", "1 of 2"]
+    whole = Data()
+    shares = Datasets({"train": Data(), "val": whole}, lambda name: name == "train")
+    assert shares.shared_out(["a", "b"]) == [
+        {"train": "0 of 2", "val": whole},
+        {"train": "1 of 2", "val": whole},
+    ]
+    assert not Datasets(None)
+    with pytest.raises(TypeError, match="'train': must be a Ray Dataset"):
+        Datasets({"train": [1, 2]})
+
+
+def test_wrong_arguments_of_fit_are_errors_before_anything_starts():
+    for arguments, said in (
+        ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
+        ({"scaling_config": {"num_workers": 1, "resources_per_worker": {"GPU": 1}}}, "use_gpu"),
+        ({"run_config": RunConfig(failure_config=FailureConfig(-2))}, "max_retries"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            DataParallelTrainer(lambda: 1, **arguments)
+    with pytest.raises(ValueError, match="training function"):
+        DataParallelTrainer(lambda a, b: 1)
+
+
+def test_a_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
+    trainer = DataParallelTrainer(
+        lambda: 1, run_config=RunConfig(name="twice", storage_path=tmp_path)
+    )
+    names = [trainer._new_folder().name for _ in range(3)]
+    assert names == ["twice", "twice_002", "twice_003"]
+    restored = DataParallelTrainer.restore(tmp_path / "twice", train_loop_config={"a": 1})
+    assert restored.train_loop_config == {"a": 1}
+    with pytest.raises(ValueError, match="no folder of a run"):
+        DataParallelTrainer.restore(tmp_path)
+
+
+def test_a_report_that_was_cut_off_is_left_out(tmp_path):
+    path = Path(tmp_path) / "result.json"
+    assert read_reports(path) == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert read_reports(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_config_is_merged_for_a_trial():
+    trainer = DataParallelTrainer(lambda config: 1, train_loop_config={"a": 1, "b": 2})
+    assert trainer.with_config({"b": 3}).train_loop_config == {"a": 1, "b": 3}
+    assert trainer.train_loop_config == {"a": 1, "b": 2}

@@ -1,0 +1,144 @@
+"""Models, loaders and optimizers made ready, in this process."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from raysgd import train
+from raysgd.context import WorkerContext
+from raysgd.train import session
+from raysgd.train.handover import Handover
+from raysgd.train.torch.loading import prepared_loader
+
+
+@pytest.fixture(autouse=True)
+def run():
+    """One worker's run, so that what is prepared is forgotten afterwards."""
+    running = session.Session(WorkerContext(), Handover())
+    session.enter(running)
+    yield running
+    session.leave(running)
+
+
+def loader(num=20, **arguments):
+    return DataLoader(TensorDataset(torch.arange(num)), batch_size=4, **arguments)
+
+
+def shared(given, rank=0, size=2):
+    return prepared_loader(
+        given, world_size=size, rank=rank, device=torch.device("cpu"), ahead=True, seed=0
+    )
+
+
+def rows(given):
+    return [row for (batch,) in given for row in batch.tolist()]
+
+
+def test_each_worker_gets_its_part():
+    parts = [rows(shared(loader(), rank)) for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    assert parts[0] == sorted(parts[0])  # one that does not shuffle goes on so
+    assert len(shared(loader())) == 3
+
+
+def test_a_shuffled_loader_goes_on_shuffling_in_another_order_each_time():
+    parts = [shared(loader(shuffle=True), rank) for rank in range(2)]
+    first, second = ([rows(part) for part in parts] for _ in range(2))
+    for passed in (first, second):
+        assert sorted(passed[0] + passed[1]) == list(range(20))
+    assert first != second
+    assert first[0] != sorted(first[0])
+
+
+def test_the_user_may_set_the_epoch():
+    given = shared(loader(shuffle=True))
+    first = rows(given)
+    rows(given)
+    given.sampler.set_epoch(0)
+    assert rows(given) == first
+
+
+def test_a_loader_of_one_worker_or_over_an_iterable_is_not_shared_out():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([torch.tensor([n]) for n in range(4)])
+
+    assert rows(shared(loader(), size=1)) == list(range(20))
+    stream = shared(DataLoader(Stream(), batch_size=2))
+    assert sum(len(batch) for batch in stream) == 4
+
+
+def test_a_prepared_loader_has_what_the_loader_has():
+    given = loader(drop_last=True)
+    made = train.torch.prepare_data_loader(given)
+    assert isinstance(made, DataLoader)
+    assert (made.batch_size, made.dataset, made.drop_last) == (4, given.dataset, True)
+    assert len(made) == len(given)
+    assert rows(made) == list(range(20))
+
+
+def test_accelerate_comes_once_and_first():
+    train.torch.accelerate(amp=True)
+    with pytest.raises(RuntimeError, match="once"):
+        train.torch.accelerate()
+
+
+def test_accelerate_after_a_model_is_an_error():
+    train.torch.prepare_model(torch.nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="before prepare_model"):
+        train.torch.accelerate(amp=True)
+
+
+def test_with_mixed_precision_a_model_computes_in_it_and_returns_float32():
+    train.torch.accelerate(amp=True)
+    seen = []
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append(y.dtype)
+            return {"y": y, "pair": (y, 1)}
+
+    model = train.torch.prepare_model(Model(2, 2))
+    found = model(torch.ones(1, 2))
+    assert seen == [torch.bfloat16]
+    assert found["y"].dtype == found["pair"][0].dtype == torch.float32
+
+
+def test_a_prepared_optimizer_is_the_optimizer_to_all_who_ask():
+    train.torch.accelerate(amp=True)
+    model = train.torch.prepare_model(torch.nn.Linear(2, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = train.torch.prepare_optimizer(plain)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    before = model.weight.detach().clone()
+    optimizer.zero_grad()
+    train.torch.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+    scheduler.step()
+    assert not torch.equal(model.weight, before)
+    assert plain.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert optimizer.state_dict() == plain.state_dict()
+    optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 1)
+
+
+def test_without_mixed_precision_an_optimizer_is_left_as_it_is():
+    model = train.torch.prepare_model(torch.nn.Linear(2, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert train.torch.prepare_optimizer(plain) is plain
+    train.torch.backward(model(torch.ones(1, 2)).sum())
+    assert model.weight.grad is not None
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    held = torch.are_deterministic_algorithms_enabled()
+    try:
+        drawn = []
+        for _ in range(2):
+            train.torch.enable_reproducibility(seed=3)
+            drawn.append(torch.rand(3).tolist())
+        assert drawn[0] == drawn[1]
+    finally:
+        torch.use_deterministic_algorithms(held)
