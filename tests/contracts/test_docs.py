@@ -1,0 +1,280 @@
+"""The documentation is true: its snippets run, and the messages that it quotes are in the source.
+
+The ```` ```python ```` blocks of a page run from top to bottom in one namespace, which begins with
+what the quick start defines before it trains. A block that cannot run here is a
+```` ```{code-block} python ```` with a comment above it that says why::
+
+    % not run: needs a cluster of several machines
+"""
+
+import ast
+import re
+import string
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+QUICKSTART = DOCS / "quickstart.md"
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+MAX_NOT_RUN = 8
+
+# ---- snippets
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
+NEEDS_RAY = re.compile(r"num_workers=|^\s*(import|from) ray\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    kind: str
+    line: int
+    """Number of its first line in the page."""
+    code: str
+    above: str
+    """What the line above the block says."""
+
+
+def blocks(path):
+    """Return the fenced blocks of a page."""
+    found, lines = [], path.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        fence = FENCE.match(lines[number])
+        if fence is None:
+            number += 1
+            continue
+        end = number + 1
+        while lines[end].strip() != "```":
+            end += 1
+        code = textwrap.dedent("\n".join(lines[number + 1 : end]))
+        above = lines[number - 1].strip() if number else ""
+        found.append(Block((fence["kind"] or "").strip(), number + 2, code, above))
+        number = end + 1
+    return found
+
+
+def snippets(path):
+    return [block for block in blocks(path) if block.kind == "python"]
+
+
+def run(path, block, namespace):
+    # a traceback shows the line of the page
+    code = "\n" * (block.line - 1) + block.code
+    exec(compile(code, str(path.relative_to(ROOT)), "exec"), namespace)
+
+
+WITH_SNIPPETS = [path for path in PAGES if snippets(path) and path != DOCS / "index.md"]
+
+
+@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
+def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
+    if any(NEEDS_RAY.search(block.code) for block in snippets(path)):
+        request.getfixturevalue("ray_cluster")
+    monkeypatch.chdir(tmp_path)
+    # classes and functions of __main__ travel to the workers whole, as those of a script do
+    namespace = {"__name__": "__main__"}
+    if path not in (QUICKSTART, ROOT / "README.md"):
+        run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
+    for block in snippets(path):
+        run(path, block, namespace)
+    namespace.clear()  # functions and their globals refer to each other: let go of what they hold
+
+
+def test_the_first_page_shows_what_the_readme_shows():
+    """So that it needs no run of its own."""
+    shown, run_above = (snippets(path) for path in (DOCS / "index.md", ROOT / "README.md"))
+    assert [block.code for block in shown] == [block.code for block in run_above]
+
+
+def test_most_pages_have_snippets():
+    assert len(WITH_SNIPPETS) >= 12
+
+
+def test_a_block_of_python_that_does_not_run_says_why():
+    skipped = []
+    for path in PAGES:
+        for block in blocks(path):
+            if "python" in block.kind and block.kind != "python":
+                skipped.append(f"{path.name}:{block.line}")
+                assert block.kind == "{code-block} python", skipped[-1]
+                assert re.fullmatch(r"% not run: \S.{10,}", block.above), skipped[-1]
+    assert len(skipped) <= MAX_NOT_RUN, skipped
+
+
+def test_every_block_says_what_it_holds():
+    """Else a block of Python could go unnoticed."""
+    for path in PAGES:
+        for block in blocks(path):
+            known = {"python", "shell", "text", "{code-block} python", "{eval-rst}", "{toctree}"}
+            assert block.kind in known, f"{path.name}:{block.line}"
+
+
+def test_a_block_is_no_wider_than_the_pages():
+    wide = [
+        f"{path.name}:{block.line + number}: {line}"
+        for path in PAGES
+        for block in blocks(path)
+        if path.parent == DOCS and path != TROUBLESHOOTING  # where messages wrap
+        for number, line in enumerate(block.code.splitlines())
+        if len(line) > 90
+    ]
+    assert wide == []
+
+
+# ---- links from files that Sphinx does not read
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_a_link_to_a_file_leads_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+# ---- messages
+
+HOLE = "\0"
+CONVERSION = re.compile(r"%(?:r|s|d|g|\.\d+f)")
+
+
+def templates():
+    """Return (caller, text) for every text in the source, with a mark where values go.
+
+    `caller` is the name of what the text is an argument of, such as ``ValueError``.
+    """
+    found = set()
+    for path in [*sorted((ROOT / "raysgd").rglob("*.py")), *sorted((ROOT / "operators").glob("*"))]:
+        if path.suffix != ".py" or "raysgd/operators" in path.as_posix():
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        callers = {
+            id(argument): getattr(call.func, "id", getattr(call.func, "attr", ""))
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call)
+            for argument in call.args
+        }
+        nodes = list(ast.walk(tree))
+        inside = {id(part) for node in nodes for part in _parts(node)}
+        for node in nodes:
+            text = None if id(node) in inside else _template(node)
+            if text is not None:
+                found.add((callers.get(id(node), ""), text))
+    return found
+
+
+def _parts(node):
+    """Return the texts that a longer text is made of."""
+    if isinstance(node, ast.JoinedStr):
+        return node.values
+    is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+    return [node.left, node.right] if is_sum else []
+
+
+def _template(node):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return " ".join(re.sub(r"\{\d?\}", HOLE, CONVERSION.sub(HOLE, node.value)).split("\n"))
+    texts = [_template(part) for part in _parts(node)]
+    if not any(texts):
+        return None
+    # where one value follows another a quotation has one mark
+    return re.sub(rf"{HOLE}(\s*{HOLE})+", HOLE, "".join(text or HOLE for text in texts))
+
+
+TEMPLATES = [
+    (caller, re.compile("(.+?)".join(map(re.escape, text.split(HOLE)))))
+    for caller, text in templates()
+    if len(text.replace(HOLE, "").strip(string.punctuation + " ")) >= 8  # less fits anything
+]
+
+
+def quoted_messages(path):
+    """Return (line, kind or None, message) for each text block of a page: one message a block."""
+    for block in blocks(path):
+        if block.kind != "text":
+            continue
+        message = " ".join(block.code.split())
+        kind, colon, rest = message.partition(": ")
+        is_kind = bool(colon) and re.fullmatch(r"\w+(Error|Warning)", kind)
+        yield block.line, kind if is_kind else None, rest if is_kind else message
+
+
+def is_in_the_source(kind, message):
+    for caller, pattern in TEMPLATES:
+        if kind is not None and re.search(r"(Error|Warning)$", caller) and caller != kind:
+            continue
+        if (match := pattern.fullmatch(message)) and all(map(_is_value, match.groups())):
+            return True
+    return False
+
+
+def _is_value(text):
+    """Whether a text can stand where the source has a value: short, or a message by itself."""
+    return len(text) <= 40 or is_in_the_source(None, text) or is_in_the_source(None, f"{text}.")
+
+
+QUOTED = list(quoted_messages(TROUBLESHOOTING))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(kind, message) for _, kind, message in QUOTED],
+    ids=[f"line-{line}" for line, _, _ in QUOTED],
+)
+def test_a_quoted_message_is_in_the_source(kind, message):
+    assert is_in_the_source(kind, message), f"{kind}: {message}"
+
+
+def test_a_message_that_is_not_in_the_source_is_found_out():
+    assert is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must be at least 1.")
+    assert not is_in_the_source("TypeError", "TorchTrainer(num_workers=0): must be at least 1.")
+    assert not is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must not be below 1.")
+    assert not is_in_the_source(None, "The trainer has no workers left, and says so.")
+
+
+def test_many_messages_are_explained():
+    assert len(QUOTED) >= 40
+
+
+# ---- the reference
+
+PUBLIC = [
+    "raysgd",
+    "raysgd.backends",
+    "raysgd.callbacks",
+    "raysgd.checkpoint",
+    "raysgd.data",
+    "raysgd.elastic.config",
+    "raysgd.elastic.events",
+    "raysgd.errors",
+    "raysgd.metrics",
+    "raysgd.operators",
+    "raysgd.testing",
+    "raysgd.testing.chaos",
+    "raysgd.torch",
+    "raysgd.train",
+    "raysgd.train.backend",
+    "raysgd.train.callbacks",
+    "raysgd.train.torch",
+    "raysgd.tune",
+    "raysgd.utils",
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_reference_has_every_public_name(name):
+    import importlib
+
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    modules = set(re.findall(r"automodule:: (\S+)", text))
+    named = set(re.findall(r"auto(?:class|function|data|exception):: \S+\.(\w+)", text))
+    if name in modules:
+        return
+    missing = set(importlib.import_module(name).__all__) - named - {"__version__"}
+    assert not missing
