@@ -257,6 +257,7 @@ PUBLIC = [
     "raysgd.operators",
     "raysgd.testing",
     "raysgd.testing.chaos",
+    "raysgd.tf",
     "raysgd.torch",
     "raysgd.train",
     "raysgd.train.backend",
