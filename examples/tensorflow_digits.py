@@ -4,8 +4,8 @@
     python examples/tensorflow_digits.py --keras tf_keras
     python examples/tensorflow_digits.py --num-workers 1 --smoke-test
 
-Needs TensorFlow: pip install "raysgd[tensorflow]". Images come with scikit-learn. The own
-step of the operator trains Keras 3 models on several workers, which fit() cannot.
+Needs TensorFlow: pip install "raysgd[tensorflow]". Images come with scikit-learn. The operator's
+own step trains Keras 3 models on several workers, which fit() cannot.
 """
 
 import argparse

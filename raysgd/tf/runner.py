@@ -81,16 +81,16 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        if self._options.use_horovod:
+            _set_threads(context)  # its group uses TensorFlow before `setup` does
 
     def setup(self, context: WorkerContext) -> None:
         """Make the strategy, and create the operator in its scope."""
         import tensorflow as tf
 
         options = self._options
-        if not context.in_driver:
-            threads = max(1, int(context.num_cpus))
-            tf.config.threading.set_intra_op_parallelism_threads(threads)
-            tf.config.threading.set_inter_op_parallelism_threads(threads)
+        if not (context.in_driver or options.use_horovod):
+            _set_threads(context)
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
             raise RuntimeError(
                 f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
@@ -176,3 +176,11 @@ class TFRunner(OperatorRunner):
         from raysgd.tf.state import set_rng_state
 
         set_rng_state(state)
+
+
+def _set_threads(context: WorkerContext) -> None:
+    import tensorflow as tf
+
+    threads = max(1, int(context.num_cpus))
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)

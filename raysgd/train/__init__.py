@@ -42,8 +42,9 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from raysgd.train.iterator import TrainingIterator
     from raysgd.train.result import Result
-    from raysgd.train.trainer import Trainer, TrainingIterator
+    from raysgd.train.trainer import Trainer
 
 __all__ = [
     "BackendConfig",
@@ -89,7 +90,8 @@ _HOMES = {
         "world_rank",
         "world_size",
     ],
-    "trainer": ["Trainer", "TrainingIterator"],
+    "iterator": ["TrainingIterator"],
+    "trainer": ["Trainer"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _PARTS = ("backend", "callbacks", "horovod", "tensorflow", "torch")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import logging
 import os
 import pickle
@@ -14,7 +13,6 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd.callbacks.values import jsonable
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
@@ -25,7 +23,8 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import RunConfig, ScalingConfig, strategy_of
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.result import REPORTS, Result, read_reports
+from raysgd.train.report_log import ReportLog
+from raysgd.train.result import REPORTS, Result
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 __all__ = ["DataParallelTrainer"]
@@ -113,10 +112,10 @@ class DataParallelTrainer:
         self.setup()
         folder = self._folder or self._new_folder()
         self._folder = None  # another fit() is another run, unless restored
-        with _Log(folder / REPORTS) as log:
+        with ReportLog(folder / REPORTS) as log:
             return self._run(folder, log)
 
-    def _run(self, folder: Path, log: _Log) -> Result:
+    def _run(self, folder: Path, log: ReportLog) -> Result:
         executor = self._executor()
         observed = Observed(getattr(self.run_config, "callbacks", None) or ())
         executor.start()
@@ -323,36 +322,6 @@ class DataParallelTrainer:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
 
 
-class _Log:
-    """What worker 0 has reported, as one JSON object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.last: dict[str, Any] | None = None
-        self.num_reports = 0
-
-    def __enter__(self) -> _Log:
-        earlier = read_reports(self._path)
-        self.last = earlier[-1] if earlier else None
-        self.num_reports = len(earlier)
-        self._file = self._path.open("w", encoding="utf-8")
-        for entry in earlier:  # written anew: the last line may have been cut off
-            self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Add a report."""
-        self.last = dict(result)
-        self.num_reports += 1
-        shown = {key: value for key, value in result.items() if _has_form(value)}
-        self._file.write(json.dumps(jsonable(shown)) + "\n")
-        self._file.flush()
-
-
 def _unused(folder: Path) -> Path:
     """Return a folder that no run is in: the given one, or one with a number behind its name."""
     if not folder.exists():
@@ -361,11 +330,3 @@ def _unused(folder: Path) -> Path:
     found = next(path for path in numbered if not path.exists())
     logger.warning("%s is there already; this run is kept in %s.", folder, found)
     return found
-
-
-def _has_form(value: Any) -> bool:
-    try:
-        jsonable(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True

@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "custom_loop",
         "functions",
         "functions_fit",
+        "functions_horovod",
+        "functions_tensorflow",
         "gan",
         "horovod_digits",
         "language_model",

@@ -125,6 +125,24 @@ def test_only_one_fits_after_a_loss_and_two_again_later(ray_cluster):
         assert len(hashes(trainer)) == 1
 
 
+def test_horovod_takes_the_place_of_the_strategy(ray_cluster):
+    pytest.importorskip("horovod")
+    config = {"batch_size": 16, "shuffle": False, "optimizer": "SGD", "lr": 0.1}
+    found = []
+    with make_trainer(config, backend="horovod") as trainer:
+        trainer.train(num_steps=20)
+        assert len(hashes(trainer)) == 1
+        found.append(trainer.apply_all_operators(weights)[0])
+        chaos.kill(trainer, 1)
+        assert trainer.train()["epoch"] == 1
+        assert trainer.global_step == 45
+        assert len(hashes(trainer)) == 1
+    with make_trainer({**config, "batch_size": 32}, num_workers=1) as trainer:
+        trainer.train(num_steps=20)
+        found.append(trainer.apply_all_operators(weights)[0])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
 def import_tensorflow():
     import tensorflow  # noqa: F401
 

@@ -131,7 +131,7 @@ def digits_func(config):
         with torch.no_grad():
             for pixels, target in test_loader:
                 correct += (model(pixels).argmax(1) == target).sum().item()
-        train.report(accuracy=correct / (len(test_loader) * worker_batch_size))
+        train.report(accuracy=correct / len(test_loader.sampler))
     return model.module.state_dict()
 
 

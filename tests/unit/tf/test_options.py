@@ -35,3 +35,12 @@ def test_a_trial_reserves_what_its_config_asks_for():
     assert request.bundles == [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]
     with pytest.raises(TypeError, match="'batch'"):
         TFTrainer.as_trainable(batch=3)
+
+
+def test_the_trainable_is_at_home_where_older_scripts_import_it():
+    import raysgd.tf
+    from raysgd.tune import TFTrainable
+
+    assert raysgd.tf.TFTrainable is TFTrainable
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = raysgd.tf.Nothing

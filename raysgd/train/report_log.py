@@ -1,0 +1,51 @@
+"""The log of what worker 0 reports, which a restored run goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.values import jsonable
+from raysgd.train.result import read_reports
+
+__all__ = ["ReportLog"]
+
+
+class ReportLog:
+    """What worker 0 has reported, as one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last: dict[str, Any] | None = None
+        self.num_reports = 0
+
+    def __enter__(self) -> ReportLog:
+        earlier = read_reports(self._path)
+        self.last = earlier[-1] if earlier else None
+        self.num_reports = len(earlier)
+        self._file = self._path.open("w", encoding="utf-8")
+        for entry in earlier:  # written anew: the last line may have been cut off
+            self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Add a report."""
+        self.last = dict(result)
+        self.num_reports += 1
+        shown = {key: value for key, value in result.items() if _has_form(value)}
+        self._file.write(json.dumps(jsonable(shown)) + "\n")
+        self._file.flush()
+
+
+def _has_form(value: Any) -> bool:
+    try:
+        jsonable(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""Training functions for TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.backends import Backend as Transport
+from raysgd.backends.tensorflow import TensorflowBackend as CollectiveGroup
+from raysgd.backends.tensorflow import check_tensorflow
+from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+
+__all__ = ["TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
+
+
+@dataclass
+class TensorflowConfig(BackendConfig):
+    """Settings of the TensorFlow backend.
+
+    Each worker gets ``TF_CONFIG``, and the driver's choice of Keras (``TF_USE_LEGACY_KERAS``),
+    before it imports TensorFlow: make a ``tf.distribute.MultiWorkerMirroredStrategy`` in the
+    function. A process can be in one group alone, so that all workers restart after an error.
+
+    Raises:
+        ImportError: if TensorFlow is not installed.
+    """
+
+    timeout_s: float = 1800
+    """Bound of the workers' setup, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_tensorflow('backend="tensorflow"')
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What is called on the driver."""
+        return TensorflowBackend
+
+    def transport(self, use_gpu: bool = False) -> Transport:
+        """Return what sets the group up."""
+        return CollectiveGroup("tensorflow", self.timeout_s)
+
+
+class TensorflowBackend(Backend):
+    """Has nothing to do beside the transport: the function makes the strategy."""
+
+
+class TensorflowTrainer(DataParallelTrainer):
+    """Runs a training function for TensorFlow on several workers.
+
+    Args:
+        train_loop_per_worker: takes no argument, or the config.
+        train_loop_config: the config.
+        tensorflow_config: settings of the backend.
+        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        tensorflow_config: TensorflowConfig | None = None,
+        **arguments: Any,
+    ) -> None:
+        arguments.setdefault("backend_config", tensorflow_config or TensorflowConfig())
+        super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, **arguments)
+
+
+def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
+    """Return a ``tf.data.Dataset`` that the strategy leaves as it is.
+
+    Data that are this worker's share already would be divided once more otherwise. Runs on the
+    worker.
+
+    Args:
+        tf_dataset_shard: this worker's share, such as
+            ``get_dataset_shard().to_tf(...)``.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf_dataset_shard.with_options(options)

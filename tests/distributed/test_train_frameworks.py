@@ -1,0 +1,181 @@
+"""Training functions over TensorFlow and over Horovod: identical replicas, losses, errors."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from raysgd import ElasticConfig, train
+from raysgd.train import RunConfig, ScalingConfig, Trainer
+
+QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
+
+
+def die_once(folder, epoch):
+    """End worker 1 with a SIGKILL in epoch 1, the first time that it gets there."""
+    mark = Path(folder) / "died"
+    if epoch == 1 and train.world_rank() == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def learn_with_tensorflow(config):
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from raysgd.train.tensorflow import prepare_dataset_shard
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank, size = train.world_rank(), train.world_size()
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(128, 4)).astype("float32")
+    target = features.sum(axis=1, keepdims=True)
+    mine = tf.data.Dataset.from_tensor_slices((features[rank::size], target[rank::size]))
+    shard = prepare_dataset_shard(mine.batch(16))
+    policy = shard.options().experimental_distribute.auto_shard_policy
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    saved = train.load_checkpoint()
+    if saved:
+        model.set_weights(saved["weights"])
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def step(x, y):
+        return strategy.run(replica_step, (x, y))
+
+    for epoch in range(saved["epoch"] + 1 if saved else 0, 4):
+        for x, y in shard:
+            loss = step(x, y)
+        die_once(config["folder"], epoch)
+        train.save_checkpoint(epoch=epoch, weights=model.get_weights())
+        train.report(loss=float(loss), epoch=epoch)
+    return {
+        "weights": [w.tolist() for w in model.get_weights()],
+        "workers": strategy.num_replicas_in_sync,
+        "begun_at": saved["epoch"] if saved else None,
+        "policy": policy.name,
+    }
+
+
+def test_tensorflow_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
+    trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
+    trainer.start()
+    try:
+        results = trainer.run(learn_with_tensorflow, {"folder": str(tmp_path)})
+        assert (tmp_path / "died").exists()
+        assert [result["workers"] for result in results] == [2, 2]
+        assert [result["begun_at"] for result in results] == [0, 0]
+        assert [result["policy"] for result in results] == ["OFF", "OFF"]
+        assert results[0]["weights"] == results[1]["weights"]
+        kernel = [value for (value,) in results[0]["weights"][0]]
+        assert kernel == pytest.approx([1.0] * 4, abs=0.1)
+        assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
+
+        def fail():
+            raise LookupError(f"on worker {train.world_rank()}")
+
+        with pytest.raises(LookupError, match="on worker"):
+            trainer.run(fail)
+        assert trainer.run(lambda: train.world_rank()) == [0, 1]
+    finally:
+        trainer.shutdown()
+
+
+def learn_with_horovod(config):
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (train.world_rank(), train.world_size())
+    torch.manual_seed(hvd.rank())  # the first weights differ, until they are broadcast
+    model = torch.nn.Linear(4, 1)
+    saved = train.load_checkpoint()
+    if saved:
+        model.load_state_dict(saved["model"])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for epoch in range(saved["epoch"] + 1 if saved else 0, 4):
+        for _ in range(10):
+            features = torch.randn(16, 4, generator=generator)
+            optimizer.zero_grad()
+            loss = ((model(features) - features.sum(dim=1, keepdim=True)) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+        die_once(config["folder"], epoch)
+        train.save_checkpoint(epoch=epoch, model=model.state_dict())
+        train.report(loss=loss.item(), epoch=epoch)
+    return {
+        "weights": [p.tolist() for p in model.parameters()],
+        "begun_at": saved["epoch"] if saved else None,
+    }
+
+
+def fail_beside_a_collective():
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    if train.world_rank() == 1:
+        raise LookupError("worker 1 has had enough")
+    hvd.allreduce(torch.ones(1), name="for_ever")
+
+
+def test_horovod_trains_in_step_and_goes_on_after_losses_and_errors(ray_cluster, tmp_path):
+    trainer = Trainer("horovod", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
+    trainer.start()
+    try:
+        for begun_at in (0, None):  # the second run has no loss, and workers that were initialized
+            results = trainer.run(learn_with_horovod, {"folder": str(tmp_path)})
+            assert (tmp_path / "died").exists()
+            assert [result["begun_at"] for result in results] == [begun_at] * 2
+            assert results[0]["weights"] == results[1]["weights"]
+            assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
+        started = time.monotonic()
+        with pytest.raises(LookupError, match="had enough"):
+            trainer.run(fail_beside_a_collective)
+        assert time.monotonic() - started < 30  # and not for ever
+        assert trainer.run(lambda: train.world_rank()) == [0, 1]
+    finally:
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "horovod"])
+def test_a_trainer_by_todays_api(framework, ray_cluster, tmp_path):
+    if framework == "tensorflow":
+        from raysgd.train.tensorflow import TensorflowTrainer as FrameworkTrainer
+    else:
+        from raysgd.train.horovod import HorovodTrainer as FrameworkTrainer
+
+    def names():
+        environment = ("TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOG_LEVEL")
+        train.report({"environment": {n: os.environ[n] for n in environment if n in os.environ}})
+
+    result = FrameworkTrainer(
+        names,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+    assert result.error is None
+    environment = result.metrics["environment"]
+    if framework == "tensorflow":
+        assert '"index": 0' in environment["TF_CONFIG"]
+        assert environment["TF_CONFIG"].count("127.0.0.1:") == 2
+    else:
+        assert environment["HOROVOD_SIZE"] == "2"
+        assert environment["HOROVOD_RANK"] == "0"
+        assert environment["HOROVOD_LOG_LEVEL"] == "warning"
