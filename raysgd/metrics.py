@@ -245,6 +245,8 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = sum(plain(value) for value in values)
         elif name == NUM_SKIPPED_STEPS:
             merged[name] = max(plain(value) for value in values)
+        elif name == BATCH_COUNT and len(set(values)) == 1:
+            merged[name] = plain(values[0])
         elif name == BATCH_COUNT or name.startswith("last_"):
             merged[name], _ = _mean(values, [1.0] * len(values))
         elif not all(isinstance(value, Computed) for value in values):

@@ -78,12 +78,17 @@ def saving_rows(result):
     )
 
 
+def report_rows(result):
+    yield "`raysgd.train.report()` beyond the slowest worker's work, ms", ms(result["report"])
+
+
 ROWS = {
     "epoch": epoch_rows,
     "start": start_rows,
     "calls": calls_rows,
     "recovery": recovery_rows,
     "saving": saving_rows,
+    "report": report_rows,
 }
 
 

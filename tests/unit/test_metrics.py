@@ -151,6 +151,11 @@ def test_results_without_num_samples_count_once_each():
     assert merge_workers([{"k": 1.0}, {"k": 3.0}]) == {"k": 2.0}
 
 
+def test_batches_that_all_workers_counted_alike_stay_a_whole_number():
+    merged = merge_workers([{"num_samples": 1, "batch_count": 3}] * 2)
+    assert repr(merged["batch_count"]) == "3"
+
+
 def test_batch_count_and_last_values_are_plain_means():
     parts = [
         {"num_samples": 1, "batch_count": 1, "last_k": 0.0},
