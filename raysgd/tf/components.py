@@ -98,14 +98,18 @@ class Components(Parts):
                 "register(optimizers=...) must be one or a list of optimizers of Keras, but got "
                 f"{optimizer!r}."
             )
-        if type(optimizer).__module__.startswith("horovod") or hasattr(
-            optimizer, "_HAS_AGGREGATE_GRAD"
-        ):
+        if type(optimizer).__module__.startswith("horovod"):
             raise TypeError(
                 "register(optimizers=...) got Horovod's DistributedOptimizer. TFTrainer exchanges "
                 "gradients itself, with backend='horovod' through Horovod; with Keras 3 Horovod's "
                 "optimizer does not synchronize in fit(), and says nothing. Pass the optimizer "
                 "that you gave it."
+            )
+        if not hasattr(optimizer, "build"):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"register(optimizers=...) got a legacy optimizer, {name}. Use "
+                f"tf_keras.optimizers.{name}."
             )
         return scaled_optimizer(self.keras, optimizer, self.settings.use_fp16)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ray import tune
 
 from raysgd import ElasticConfig, TFTrainer
 from raysgd.errors import CheckpointError
@@ -150,3 +151,21 @@ def import_tensorflow():
 def test_tensorflow_must_not_be_imported_before_the_environment_is_set(ray_cluster):
     with pytest.raises(RuntimeError, match=r"imported on this worker before TF_CONFIG"):
         make_trainer(initialization_hook=import_tensorflow)
+
+
+def test_trials_of_tune_find_the_better_learning_rate(ray_cluster, tmp_path):
+    trainable = TFTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, elastic=QUICK)
+    results = tune.Tuner(
+        trainable,
+        param_space={"lr": tune.grid_search([0.01, 1e-6])},
+        tune_config=tune.TuneConfig(metric="val_accuracy", mode="max"),
+        run_config=tune.RunConfig(
+            name="run", storage_path=str(tmp_path), stop={"training_iteration": 2}, verbose=0
+        ),
+    ).fit()
+    assert not results.errors
+    assert len(results) == 2
+    best = results.get_best_result()
+    assert best.config["lr"] == 0.01
+    assert best.metrics["val_accuracy"] > 0.8
+    assert best.metrics["training_iteration"] == 2

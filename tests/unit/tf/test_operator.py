@@ -182,16 +182,30 @@ def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
         build(Wrong)
 
 
-def test_horovods_optimizer_is_refused_with_the_reason(build):
-    pytest.importorskip("horovod")
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_horovods_optimizer_is_refused_with_the_reason(build, keras):
+    horovod = pytest.importorskip("horovod.tensorflow.keras")
+    chosen = {"keras": keras}
+    horovod.init()
+    wrapped = horovod.DistributedOptimizer(keras_of(chosen).optimizers.SGD())
+    horovod.shutdown()
 
     class Wrong(TrainingOperator):
         def setup(self, config):
-            optimizer = keras_of({}).optimizers.SGD()
-            optimizer._HAS_AGGREGATE_GRAD = True  # as Horovod's have
-            self.register(make_model(keras_of({})), optimizer, "mse")
+            self.register(make_model(keras_of(chosen)), wrapped, "mse")
 
     with pytest.raises(TypeError, match=r"does not synchronize in fit"):
+        build(Wrong)
+
+
+def test_a_legacy_optimizer_is_refused_by_name(build):
+    keras = keras_of({"keras": "tf_keras"})
+
+    class Wrong(TrainingOperator):
+        def setup(self, config):
+            self.register(make_model(keras), keras.optimizers.legacy.SGD(), "mse")
+
+    with pytest.raises(TypeError, match=r"legacy optimizer.*tf_keras\.optimizers\.SGD"):
         build(Wrong)
 
 
