@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -130,6 +131,7 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="five epochs, no more")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         logdir = Path(args.logdir or temporary)
         if not (logdir / "checkpoints").exists():
@@ -146,6 +148,7 @@ def main():
                 print(f"  {path.stat().st_size:8,} bytes  {path.relative_to(logdir)}")
         lines = [json.loads(line) for line in (logdir / "metrics.jsonl").read_text().splitlines()]
         print("lines of metrics.jsonl:", " ".join(line["kind"] for line in lines))
+    print(f"done in {time.perf_counter() - started:.1f} s")
     if history and history[0]["epoch"] != 3 and not args.logdir:
         raise SystemExit(f"went on at epoch {history[0]['epoch']}, not in the third")
     if not args.smoke_test and history and history[-1]["val_accuracy"] < 0.95:

@@ -110,8 +110,10 @@ def main():
     if args.smoke_test:
         names = names[-1:]
 
+    started = time.perf_counter()
     expected = train("float32", num_epochs, args)
     lowest = min(train(name, num_epochs, args) for name in names)
+    print(f"done in {time.perf_counter() - started:.1f} s")
     if not args.smoke_test and lowest < expected - 0.01:
         raise SystemExit(f"val_accuracy {lowest:.2%} is more than 1 point below {expected:.2%}")
 

@@ -78,7 +78,7 @@ def main():
     num_trials, num_epochs = (3, 3) if args.smoke_test else (args.num_trials, 27)
 
     started = time.perf_counter()
-    if "RAY_ADDRESS" not in os.environ:
+    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
         ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
@@ -111,7 +111,7 @@ def main():
         f"\nbest: lr {best.config['lr']:.5f}, width {best.config['width']}, "
         f"val_accuracy {best.metrics['val_accuracy']:.2%}\n"
         f"{spent} epochs instead of {num_trials * num_epochs}, "
-        f"in {time.perf_counter() - started:.1f} s"
+        f"done in {time.perf_counter() - started:.1f} s"
     )
     if not args.smoke_test and best.metrics["val_accuracy"] < 0.95:
         raise SystemExit("val_accuracy is below 95 %")

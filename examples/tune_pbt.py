@@ -79,7 +79,7 @@ def main():
     num_cpus_per_worker = num_cpus // args.num_workers if args.smoke_test else 1
 
     started = time.perf_counter()
-    if "RAY_ADDRESS" not in os.environ:
+    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
         ray.init("local", num_cpus=num_cpus, log_to_driver=False)
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,

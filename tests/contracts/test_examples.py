@@ -12,9 +12,11 @@ FOLDER = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     "name",
     [
+        "callbacks",
         "checkpoints",
         "creators",
         "custom_loop",
+        "digits",
         "functions",
         "functions_fit",
         "functions_horovod",
@@ -22,11 +24,14 @@ FOLDER = Path(__file__).parents[2] / "examples"
         "gan",
         "horovod_digits",
         "language_model",
+        "precision",
         "ray_data",
         "segmentation",
         "tensorflow_creators",
         "tensorflow_digits",
         "text_classification",
+        "tune_asha",
+        "tune_pbt",
     ],
 )
 def test_an_example_runs(name, ray_cluster, monkeypatch, capsys):

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,6 +42,8 @@ class Digits(TrainingOperator):
             optimizers=torch.optim.Adam(model.parameters(), lr=1e-2),
             criterion=torch.nn.CrossEntropyLoss(),
         )
+        from sklearn.datasets import load_digits  # seconds, for workers of other tests as well
+
         digits = load_digits()
         order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
         images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16

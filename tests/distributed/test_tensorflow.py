@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from ray import tune
 
 from raysgd import ElasticConfig, TFTrainer
 from raysgd.errors import CheckpointError
@@ -154,6 +153,8 @@ def test_tensorflow_must_not_be_imported_before_the_environment_is_set(ray_clust
 
 
 def test_trials_of_tune_find_the_better_learning_rate(ray_cluster, tmp_path):
+    from ray import tune
+
     trainable = TFTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, elastic=QUICK)
     results = tune.Tuner(
         trainable,

@@ -1,4 +1,7 @@
-"""fit(): results, best checkpoints, restoring after a driver was killed, subclasses, Tune."""
+"""fit(): results, best checkpoints, restoring after a driver was killed, subclasses, Tune.
+
+Workers import this module: what takes long to import is imported where it is needed.
+"""
 
 import os
 import signal
@@ -8,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import ray.data
-import ray.train
-from ray import tune
 
 from raysgd import train
 from raysgd.train import (
@@ -77,6 +77,8 @@ def test_a_result_has_metrics_and_the_best_checkpoints(ray_cluster, tmp_path):
 
 
 def test_rays_own_configs_and_checkpoints_are_taken(ray_cluster, tmp_path):
+    import ray.train
+
     def function():
         folder = tmp_path / f"rank{train.world_rank()}"
         folder.mkdir()
@@ -201,6 +203,8 @@ def test_the_train_data_is_split_and_the_rest_is_whole(ray_cluster, tmp_path):
         }
         train.report(rows=rows["train"], num_val=len(rows["val"]))
 
+    import ray.data
+
     seen = Seen()
     DataParallelTrainer(
         function,
@@ -222,6 +226,8 @@ def test_a_tuner_searches_over_the_functions_config(ray_cluster, tmp_path):
     trainer = TorchTrainer(
         function, train_loop_config={"factor": 2}, scaling_config=ScalingConfig(num_workers=1)
     )
+    from ray import tune
+
     results = tune.Tuner(
         trainer.as_trainable(),
         param_space={"train_loop_config": {"input": tune.grid_search([1, 3])}},
@@ -245,6 +251,8 @@ def test_a_trial_of_the_older_api_keeps_the_functions_checkpoints(ray_cluster, t
     with pytest.raises(RuntimeError, match="not started"):
         trainer.to_tune_trainable(function)
     trainer.shutdown()
+    from ray import tune
+
     results = tune.run(
         trainable, config={"x": 10}, storage_path=str(tmp_path), name="older", verbose=0
     )

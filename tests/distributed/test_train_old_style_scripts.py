@@ -1,6 +1,8 @@
 """Programs as users of Ray 1.13's `ray.train` wrote them, in which only the imports were changed.
 
 Each has its training function first, and then, as a test, what the script did with its trainer.
+
+Workers import this module: what takes long to import is imported where it is needed.
 """
 
 import json
@@ -11,8 +13,6 @@ import cloudpickle
 import pytest
 import ray
 import torch
-from ray import tune
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,6 +92,8 @@ def test_linear(make_trainer):
 
 
 def digits():
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     pixels = torch.tensor(data.data, dtype=torch.float32) / 16
     return TensorDataset(pixels, torch.tensor(data.target))
@@ -298,6 +300,8 @@ def test_a_dataset_shard(make_trainer):
 
     trainer = make_trainer(num_workers=2)
     trainer.start()
+    import ray.data
+
     results = trainer.run(train_func, dataset=ray.data.from_items(list(range(16))))
     assert sorted(results[0][0] + results[1][0]) == list(range(16))
     assert [num_batches for _, num_batches in results] == [2, 2]
@@ -317,6 +321,8 @@ def test_several_datasets(make_trainer):
     class Count(TrainingCallback):
         def handle_result(self, results, **info):
             counts.extend((r["num_train"], r["num_val"]) for r in results)
+
+    import ray.data
 
     datasets = {"train": ray.data.range(20), "val": ray.data.range(8)}
     assert trainer.run(train_func, {}, [Count()], datasets) == [None, None]
@@ -369,6 +375,8 @@ def tune_func(config):
 def test_a_search_with_tune(make_trainer, tmp_path):
     trainer = make_trainer(num_workers=1)
     trainable = trainer.to_tune_trainable(tune_func)
+    from ray import tune
+
     analysis = tune.run(
         trainable,
         config={"lr": tune.grid_search([0.1, 0.2])},
