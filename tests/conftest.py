@@ -39,17 +39,22 @@ def cluster():
     ray.shutdown()
 
 
-def _leftovers(ray):
+def alive_actors():
+    """The actors of the cluster that live, but for those that Ray Data keeps."""
     from ray._private.state import actors
-    from ray.util import placement_group_table
 
-    alive = [
+    return [
         a
         for a in actors().values()
         if a["State"] != "DEAD" and a["ActorClassName"].lstrip("_") not in RAY_DATAS_OWN
     ]
+
+
+def _leftovers():
+    from ray.util import placement_group_table
+
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-    return alive + groups
+    return alive_actors() + groups
 
 
 @pytest.fixture
@@ -57,7 +62,7 @@ def ray_cluster(cluster):
     """The shared cluster; the test fails if it leaves an actor, a placement group or a CPU."""
     children = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
     yield cluster
-    wait_until(lambda: not _leftovers(cluster))
+    wait_until(lambda: not _leftovers())
     wait_until(lambda: cluster.available_resources().get("CPU", 0) == NUM_CPUS)
     left = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
     assert left <= children

@@ -29,7 +29,7 @@ from raysgd.errors import (
 )
 from raysgd.torch import CreatorOperator
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
-from tests.conftest import wait_until
+from tests.conftest import alive_actors, wait_until
 from tests.operators import Classifier, make_data, make_model, parameters, replica_hash
 
 
@@ -38,10 +38,6 @@ def actors():
     from ray._private.state import actors
 
     return actors()
-
-
-def alive_actors():
-    return [actor for actor in actors().values() if actor["State"] != "DEAD"]
 
 
 def assert_names(error, words):
