@@ -108,7 +108,7 @@ def train(args, logdir, *more):
     if importlib.util.find_spec("tensorboard"):
         callbacks.append(TensorBoardLogger())
     if args.progress:
-        callbacks.append(ProgressBar())
+        callbacks.insert(0, ProgressBar())  # first, so that its line is done when others print
     with TorchTrainer(
         training_operator_cls=DigitClassifier,
         config={"lr": 5e-3, BATCH_SIZE: 64},
