@@ -21,8 +21,8 @@ class ProgressBar(Callback):
 
     In a terminal or a notebook it is a bar that is redrawn in place, and whose last state stays.
     Where standard error goes to a file, it is a line now and then and one at the end of a call.
-    ``TorchTrainer(use_tqdm=True)`` has one. Give it as the first callback where others print: its line
-    is done then.
+    ``TorchTrainer(use_tqdm=True)`` has one. Give it as the first callback where others print: its
+    line is done then.
 
     Args:
         every_s: seconds between two lines where there is no terminal.
