@@ -186,7 +186,7 @@ class TrainingOperator(OperatorBase):
         batch_size: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        """Hand over the data; call it once, in `setup`.
+        """Hand over the data, in `setup`; a later call replaces those that it is given.
 
         A ``tf.data.Dataset`` of batches is shared out over the workers: at each step they take its
         next batches, one each. It must give the same on every worker; shuffles without a seed do.

@@ -234,7 +234,7 @@ class TrainingOperator(OperatorTools):
         train_loader: Iterable[Any] | None = None,
         validation_loader: Iterable[Any] | None = None,
     ) -> None:
-        """Hand over the loaders; call it once, in `setup`.
+        """Hand over the loaders, in `setup`; a later call replaces those that it is given.
 
         A map-style DataLoader is shared out over the workers, with all of its settings kept:
         training in the loader's own order (shuffled anew each epoch if it shuffles), validation
