@@ -26,6 +26,7 @@ def make_class(**arguments):
 def make_trial(monkeypatch, tmp_path):
     """A factory of trials in this process; the trainer's only worker is here as well."""
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
+    started = ray.is_initialized()  # by other tests; not one of these starts it
     made = []
 
     def make(trial_config=None, config=None, **arguments):
@@ -36,7 +37,7 @@ def make_trial(monkeypatch, tmp_path):
     yield make
     for trial in made:
         trial.stop()
-    assert not ray.is_initialized()
+    assert ray.is_initialized() == started
 
 
 def bundles(trainable, **config):
