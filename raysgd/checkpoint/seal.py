@@ -71,8 +71,6 @@ def seal(file: IO[bytes], manifest: Manifest, names: Mapping[str, str]) -> None:
     parts = []
     for info in sorted(records, key=lambda info: info.header_offset):
         offset = _content_offset(file, info)
-        digest = hashlib.sha256()
-        _feed(file, offset, info.file_size, digest)
         name = info.filename.removeprefix(prefix)
         parts.append(
             Part(
@@ -80,7 +78,7 @@ def seal(file: IO[bytes], manifest: Manifest, names: Mapping[str, str]) -> None:
                 record=info.filename,
                 offset=offset,
                 size=info.file_size,
-                sha256=digest.hexdigest(),
+                sha256=_hash_of(file, offset, info.file_size),
             )
         )
     content = dataclasses.replace(manifest, parts=tuple(parts)).to_json()
@@ -100,9 +98,7 @@ def seal_whole(file: IO[bytes], manifest: Manifest, name: str) -> None:
         name: what the content is.
     """
     size = file.seek(0, 2)
-    digest = hashlib.sha256()
-    _feed(file, 0, size, digest)
-    part = Part(name=name, record=name, offset=0, size=size, sha256=digest.hexdigest())
+    part = Part(name=name, record=name, offset=0, size=size, sha256=_hash_of(file, 0, size))
     content = dataclasses.replace(manifest, parts=(part,)).to_json()
     file.seek(0, 2)
     file.write(content + bytes(_TRAILER_SIZE))
@@ -111,7 +107,7 @@ def seal_whole(file: IO[bytes], manifest: Manifest, name: str) -> None:
 
 def _write_trailer(file: IO[bytes], parts: Sequence[Part], offset: int, content: bytes) -> None:
     """Write the line at the end, in the place that was left for it."""
-    rest = _Walk(file, parts, (offset, len(content))).rest.encode()
+    rest = _rest_of(file, parts, (offset, len(content))).encode()
     sha256 = hashlib.sha256(content).hexdigest().encode()
     line = _LINE % (_MAGIC, offset, len(content), sha256, rest)
     file.seek(-_TRAILER_SIZE, 2)
@@ -134,13 +130,14 @@ def verify(file: IO[bytes]) -> Manifest | None:
         _check_archive(file)
         return None
     trailer, manifest = found
-    walk = _Walk(file, manifest.parts, (trailer.offset, trailer.size))
-    if walk.damaged:
+    parts = manifest.parts
+    damaged = [part for part in parts if _hash_of(file, part.offset, part.size) != part.sha256]
+    if damaged:
         raise DamageError(
-            "is damaged: " + ", ".join(_label(part) for part in walk.damaged) + " has another "
+            "is damaged: " + ", ".join(_label(part) for part in damaged) + " has another "
             "SHA-256 than when it was written"
         )
-    if walk.rest != trailer.rest:
+    if _rest_of(file, parts, (trailer.offset, trailer.size)) != trailer.rest:
         raise DamageError("is damaged: its headers are not as they were written")
     return manifest
 
@@ -219,25 +216,23 @@ def _check_archive(file: IO[bytes]) -> None:
         raise DamageError(f"is damaged: record {damaged} has another checksum")
 
 
-class _Walk:
-    """One way through a file, from its first byte to its trailer."""
+def _rest_of(file: IO[bytes], parts: Sequence[Part], manifest: tuple[int, int]) -> str:
+    """Return the hash of what lies between the parts, up to the trailer."""
+    end = file.seek(0, 2) - _TRAILER_SIZE
+    digest = hashlib.sha256()
+    place = 0
+    for offset, size in [*sorted((part.offset, part.size) for part in parts), manifest]:
+        _feed(file, place, offset - place, digest)
+        place = offset + size
+    _feed(file, place, end - place, digest)
+    return digest.hexdigest()
 
-    def __init__(self, file: IO[bytes], parts: Sequence[Part], manifest: tuple[int, int]) -> None:
-        end = file.seek(0, 2) - _TRAILER_SIZE
-        rest = hashlib.sha256()
-        place = 0
-        self.damaged = []
-        for part in (*sorted(parts, key=lambda part: part.offset), None):
-            offset, size = manifest if part is None else (part.offset, part.size)
-            _feed(file, place, offset - place, rest)
-            if part is not None:
-                digest = hashlib.sha256()
-                _feed(file, offset, size, digest)
-                if digest.hexdigest() != part.sha256:
-                    self.damaged.append(part)
-            place = offset + size
-        _feed(file, place, end - place, rest)
-        self.rest = rest.hexdigest()
+
+def _hash_of(file: IO[bytes], offset: int, size: int) -> str:
+    """Return the hash of a stretch of the file."""
+    digest = hashlib.sha256()
+    _feed(file, offset, size, digest)
+    return digest.hexdigest()
 
 
 def _feed(file: IO[bytes], offset: int, size: int, digest: Any) -> None:

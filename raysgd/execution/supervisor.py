@@ -44,11 +44,12 @@ from raysgd.errors import (
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.group import WorkerGroup
 from raysgd.execution.members import Member, is_loss, loss_cause
+from raysgd.execution.pickling import dumps
 from raysgd.execution.recruit import Recruit
 from raysgd.execution.recruiting import Recruiting
 from raysgd.execution.snapshot import SnapshotKeeper
 from raysgd.execution.watch import Hearing, Watch, stacks_of
-from raysgd.execution.worker import Outcome, dumps
+from raysgd.execution.worker import Outcome
 
 __all__ = ["State", "Supervisor"]
 

@@ -20,8 +20,9 @@ from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
+from raysgd.execution.pickling import Packed, dumps, pack
 
-__all__ = ["Outcome", "Worker", "dumps"]
+__all__ = ["Outcome", "Worker"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
@@ -38,15 +39,14 @@ class Outcome:
 
     kind: OutcomeKind
     payload: Any
-    """The value or the exception; pickled by us where it comes from another process, since what
+    """The value or the exception; packed by us where it comes from another process, since what
     Ray unpickles it does in a thread of its own, and user code shall not run there."""
     progress: Progress
     traceback: str = ""
-    pickled: bool = False
 
     def value(self) -> Any:
         """Return the value or the exception."""
-        return pickle.loads(self.payload) if self.pickled else self.payload
+        return self.payload.value() if isinstance(self.payload, Packed) else self.payload
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
@@ -203,10 +203,10 @@ class Worker:
     def _attempt(self, function: Callable[[], Any]) -> Outcome:
         try:
             value = function()
-            payload = _pickled(value) if self._remote else value
+            payload = _packed(value) if self._remote else value
         except (Exception, SystemExit) as error:
             return self._failure(error)
-        return Outcome("ok", payload, self._safe_progress(), pickled=self._remote)
+        return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
         text = "".join(traceback.format_exception(error))
@@ -224,7 +224,7 @@ class Worker:
         if not self._remote:
             return Outcome(kind, error, progress)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
-        return Outcome(kind, _pickled_error(error), progress, where, pickled=True)
+        return Outcome(kind, _packed_error(error), progress, where)
 
     def _safe_progress(self) -> Progress:
         """Return the progress, also where a half-built runner has none."""
@@ -248,35 +248,27 @@ def _unpickled(value: Any) -> Any:
     return pickle.loads(value) if isinstance(value, bytes) else value
 
 
-def _pickled(value: Any) -> bytes:
+def _packed(value: Any) -> Packed:
     try:
-        return dumps(value)
+        return pack(value)
     except Exception as error:
         raise TypeError(
             f"A worker cannot send a {type(value).__name__} back to the driver: {error}"
         ) from error
 
 
-def _pickled_error(error: BaseException) -> bytes:
-    """Pickle an exception; one that does not survive it is replaced by a RemoteError."""
+def _packed_error(error: BaseException) -> Packed:
+    """Pack an exception; one that does not survive it is replaced by a RemoteError."""
     # the frames stay here: what they hold may be large, and is often not picklable
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     try:
-        blob = dumps(bare)
-        if isinstance(pickle.loads(blob), BaseException):
-            return blob
+        packed = pack(bare)
+        if isinstance(packed.value(), BaseException):
+            return packed
     except Exception:
         pass
-    return dumps(RemoteError(f"{type(error).__qualname__}: {error}"))
-
-
-def dumps(value: Any) -> bytes:
-    """Pickle for another process of Ray's: references to objects and actors stay valid there."""
-    from ray import cloudpickle  # not at the top: a worker in the driver's process needs no Ray
-
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
+    return pack(RemoteError(f"{type(error).__qualname__}: {error}"))
 
 
 def _host() -> str:

@@ -226,4 +226,4 @@ class Parts(ABC):
     @property
     @abstractmethod
     def to_cpu(self) -> Callable[[Any], Any]:
-        """Returns a copy of a state on CPU, which nothing changes."""
+        """Returns a state on CPU, which nothing changes until it is on its way to the driver."""

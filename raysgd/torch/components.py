@@ -27,7 +27,7 @@ from raysgd.torch.registration import (
     checked,
     shaped_like,
 )
-from raysgd.torch.state import copied, to_cpu
+from raysgd.torch.state import copied, on_cpu, to_cpu
 from raysgd.torch.updates import Updates
 
 __all__ = ["Components", "OperatorSettings"]
@@ -288,8 +288,8 @@ class Components(Parts):
 
     @property
     def to_cpu(self) -> Callable[[Any], Any]:
-        """Returns a copy of a state on CPU."""
-        return to_cpu
+        """Returns a state on CPU; a copy, but where it is pickled for the driver anyway."""
+        return to_cpu if self.context.in_driver else on_cpu
 
     def training_state(self) -> dict[str, Any]:
         """Return models, optimizers, schedulers and scaler, as they are on this device."""

@@ -13,7 +13,7 @@ import torch
 
 from raysgd.trees import map_leaves
 
-__all__ = ["copied", "copied_to_cpu", "rng_state", "set_rng_state", "to_cpu"]
+__all__ = ["copied", "copied_to_cpu", "on_cpu", "rng_state", "set_rng_state", "to_cpu"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -46,6 +46,11 @@ def to_cpu(tree: Any) -> Any:
         return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
 
     return map_leaves(tree, copied)
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return nested dicts, lists and tuples with every tensor on CPU; those there stay."""
+    return map_leaves(tree, lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x)
 
 
 def copied(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.execution.worker import dumps
+from raysgd.execution.pickling import dumps
 
 __all__ = [
     "bound_function",

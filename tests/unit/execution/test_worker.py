@@ -11,6 +11,7 @@ from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.members import InlineMember, ThreadMember
+from raysgd.execution.pickling import Packed
 from raysgd.execution.worker import Outcome, Worker
 
 
@@ -108,7 +109,7 @@ class TwoArgumentsError(Exception):
 @pytest.mark.parametrize("value", [7, None, b"bytes", {"a": [1]}, lambda: 3], ids=str)
 def test_a_value_comes_back(worker, value):
     outcome = call(worker, lambda: value)
-    assert isinstance(outcome.payload, bytes)
+    assert isinstance(outcome.payload, Packed)
     outcome = pickle.loads(pickle.dumps(outcome))
     assert outcome.kind == "ok"
     got = outcome.value()

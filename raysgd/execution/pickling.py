@@ -1,0 +1,89 @@
+"""Pickling for other processes of Ray's; large tensors and arrays go beside, and are not copied."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Packed", "dumps", "pack"]
+
+_LARGE_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pickled value. Ray takes what is beside it over into shared memory without pickling it."""
+
+    data: bytes
+    beside: Sequence[Any] = ()
+    """Buffers of the large tensors and arrays: on the side that packed, their own memory."""
+
+    def value(self) -> Any:
+        """Return the value, whose tensors and arrays are the caller's own."""
+        return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.beside])
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value; references to Ray's objects and actors stay valid in the other process."""
+    return _pickled(value, None)
+
+
+def pack(value: Any) -> Packed:
+    """Pickle a value, but for its large tensors and arrays.
+
+    Until Ray has taken the result over, nothing may change these.
+    """
+    beside: list[pickle.PickleBuffer] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _LARGE_BYTES:
+            return True
+        beside.append(buffer)
+        return False
+
+    return Packed(_pickled(value, is_small), beside)
+
+
+def _pickled(value: Any, is_small: Any) -> bytes:
+    with io.BytesIO() as file:
+        _pickler()(file, protocol=5, buffer_callback=is_small).dump(value)
+        return file.getvalue()
+
+
+@functools.cache
+def _pickler() -> Any:
+    from ray.cloudpickle import Pickler  # not at the top: a worker in the driver needs no Ray
+
+    class WithTensors(Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            torch = sys.modules.get("torch")
+            if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
+                flat = obj.reshape(-1).view(torch.uint8).numpy()
+                return _tensor, (flat, obj.dtype, tuple(obj.shape))
+            return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+
+    return WithTensors
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    """Whether a tensor is its memory and nothing else, which torch itself pickles by files."""
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes >= _LARGE_BYTES
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not vars(tensor)
+    )
+
+
+def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.from_numpy(flat).view(dtype).reshape(shape)
