@@ -48,19 +48,20 @@ class Spares:
                 self._held[node_id] = (member, member.work("import_ahead", self._imports))
 
     def take(self, node_id: str | None) -> Member | None:
-        """Return the spare of a node, if it is ready; it is none any more."""
+        """Return the spare of a node; it is none any more.
+
+        One that has not come up yet is as good: it is further than another one would be.
+        """
         if node_id not in self._held:
             return None
-        member, ready = self._held[node_id]
-        if not ready.done() or _has_failed(ready):
-            return None
-        del self._held[node_id]
+        member, ready = self._held.pop(node_id)
         # it may have died since: whoever killed the worker may have killed all that looked like it
-        answer = member.control("progress")
-        wait([answer], timeout=_ANSWER_S)
-        if not answer.done() or _has_failed(answer):
-            member.kill()
-            return None
+        if ready.done():
+            answer = member.control("progress")
+            wait([answer], timeout=_ANSWER_S)
+            if not answer.done() or _has_failed(answer) or _has_failed(ready):
+                member.kill()
+                return None
         return member
 
     def __len__(self) -> int:

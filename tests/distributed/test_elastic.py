@@ -150,13 +150,15 @@ def test_a_loss_while_a_newcomer_joins(ray_cluster):
         check_ledger(trainer, metrics)
 
 
-def test_a_spare_process_takes_the_place_of_a_lost_worker(ray_cluster, monkeypatch):
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_spare_process_takes_the_place_of_a_lost_worker(ray_cluster, monkeypatch, is_ready):
     monkeypatch.setattr(recruiting, "_SETTLED_S", 0.0)
     with ledger_trainer(2) as trainer:
         spares = trainer._supervisor._group.spares
         wait_until(lambda: trainer.train(num_steps=1) and len(spares) == 1)
         ((spare, ready),) = spares._held.values()
-        ready.result(timeout=60)
+        if is_ready:
+            ready.result(timeout=60)
         first_step = trainer.global_step
         victim = trainer._supervisor.members[1]
         with Killer((lambda: reached(trainer) > first_step + 5, kill(victim.place.pid))):

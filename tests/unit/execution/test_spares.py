@@ -50,10 +50,13 @@ def test_there_is_one_a_node_however_often_it_is_asked_for(spares, started):
     assert len(spares) == 2
 
 
-def test_it_is_taken_when_it_is_ready_and_only_once(spares, started):
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_it_is_taken_only_once_also_while_it_still_comes_up(spares, started, is_ready):
     spares.keep_on(["a"])
-    assert spares.take("a") is None
-    started[0].ready.set_result(None)
+    if is_ready:
+        started[0].ready.set_result(None)
+    else:
+        started[0].alive = Future()  # it answers nothing yet
     assert spares.take("b") is None
     assert spares.take(None) is None
     assert spares.take("a") is started[0]
