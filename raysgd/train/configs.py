@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
 
@@ -37,6 +38,8 @@ class FailureConfig:
     max_failures: int = 0
     """How often workers may be lost in one run; -1: without end. What the function raises is not
     tried again."""
+    elastic: ElasticConfig | None = None
+    """How to wait for room after a loss; None for the defaults of :class:`raysgd.ElasticConfig`."""
 
 
 @dataclass

@@ -200,6 +200,7 @@ class DataParallelTrainer:
             num_gpus,
             others,
             getattr(failure, "max_failures", 0),
+            elastic=getattr(failure, "elastic", None),
             placement_strategy=getattr(scaling, "placement_strategy", None),
         )
 

@@ -31,7 +31,7 @@ class Result:
     path: str = ""
     """Folder of the run."""
     error: BaseException | None = None
-    """What ended it, if it failed."""
+    """None: ``fit()`` raises what ended a run. It is there for scripts that look at it."""
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 """Arguments of the trainers, functions and folders: all that needs no worker."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
+import ray.train
 
+from raysgd import ElasticConfig
 from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
 from raysgd.train.arguments import bound_function, worker_resources
 from raysgd.train.backend import BackendConfig
@@ -107,6 +110,15 @@ def test_wrong_arguments_of_fit_are_errors_before_anything_starts():
             DataParallelTrainer(lambda: 1, **arguments)
     with pytest.raises(ValueError, match="training function"):
         DataParallelTrainer(lambda a, b: 1)
+
+
+def test_how_to_wait_for_room_is_said_with_how_often_workers_may_be_lost():
+    failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_attempts=7))
+    trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=failure))
+    assert trainer.executor()._elastic.max_attempts == 7
+    ray_s = ray.train.FailureConfig(max_failures=2)
+    trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=ray_s))
+    assert trainer.executor()._elastic == dataclasses.replace(ElasticConfig(), in_place=False)
 
 
 def test_a_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
