@@ -13,7 +13,7 @@ EXTRAS = {
     "operators": ["torchmetrics", "transformers"],
     "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
     "examples": ["scikit-learn"],
-    "bench": ["accelerate", "lightning", "plotly"],
+    "bench": ["accelerate", "lightning", "matplotlib"],
     "test": [
         "build",
         "fsspec[http]",

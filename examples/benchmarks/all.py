@@ -4,9 +4,9 @@
     python examples/benchmarks/all.py --folder results --only epoch start
     python examples/benchmarks/all.py --smoke-test
 
-The folder gets a JSON file a benchmark, ``results.md``, the table of the documentation, and
-``results.html``, a drawing of the epochs and the starts. Let nothing else run meanwhile: the load
-of the machine before and after is in the table.
+The folder gets a JSON file a benchmark, ``results.md``, the table of the documentation, and its
+drawings: ``peers.svg``, the epochs and starts of all sides, and ``scale.svg``. Let nothing else run
+meanwhile: the load of the machine before and after is in the table.
 """
 
 import argparse
@@ -18,10 +18,13 @@ import sys
 import time
 from pathlib import Path
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
 
 FOLDER = Path(__file__).parent
+OURS, OTHERS = "#e4572e", "#8da0b3"
 
 
 def run(name, folder, smoke_test):
@@ -55,8 +58,16 @@ def start_rows(result):
 def calls_rows(result):
     for floats, row in result["floats"].items():
         yield f"`train(num_steps=1)` beyond its step, {int(floats):,} floats, ms", ms(row)
+
+
+def scale_rows(result):
     for workers, row in result["workers"].items():
         yield f"a call that does nothing, {workers} workers, ms", ms(row["call"])
+    for workers, row in result["workers"].items():
+        if "join" in row:
+            sizes = f"{result['floats']['small']:,} / {result['floats']['large']:,} floats"
+            small, large = (1e3 * part["join"]["median"] for part in (row, row["large"]))
+            yield f"a newcomer joins, {workers} workers, {sizes}, ms", f"{small:.0f} / {large:.0f}"
 
 
 def recovery_rows(result):
@@ -86,6 +97,7 @@ ROWS = {
     "epoch": epoch_rows,
     "start": start_rows,
     "calls": calls_rows,
+    "scale": scale_rows,
     "recovery": recovery_rows,
     "saving": saving_rows,
     "report": report_rows,
@@ -105,31 +117,60 @@ def table(results, load):
     return "\n".join(lines) + "\n"
 
 
-def drawing(results):
-    """Return a figure with a bar a side, for epochs and for starts."""
-    panels = {f"epoch of {name}": sides for name, sides in results["epoch"]["epoch"].items()}
-    if "start" in results:
-        panels["start to first step"] = results["start"]["start"]
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=list(panels))
-    for column, sides in enumerate(panels.values(), start=1):
+def draw_peers(epochs, starts, path):
+    """Draw a bar a side, for epochs and for starts."""
+    panels = {f"epoch of {name}": sides for name, sides in epochs["epoch"].items()}
+    if starts is not None:
+        panels["start to first step"] = starts["start"]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), squeeze=False)
+    for axis, (title, sides) in zip(axes[0], panels.items(), strict=True):
         ratios = [row["ratio"] for row in sides.values()]
         middle = [ratio["median"] for ratio in ratios]
-        figure.add_trace(
-            go.Bar(
-                x=list(sides),
-                y=middle,
-                marker_color=["#e4572e" if side == "raysgd" else "#8da0b3" for side in sides],
-                error_y={
-                    "array": [r["max"] - r["median"] for r in ratios],
-                    "arrayminus": [r["median"] - r["min"] for r in ratios],
-                },
-            ),
-            row=1,
-            col=column,
-        )
-        figure.add_hline(y=1, line_dash="dot", row=1, col=column)
-    figure.update_layout(showlegend=False, title="Time, as a multiple of hand-written DDP's")
-    return figure
+        around = [
+            [ratio["median"] - ratio["min"] for ratio in ratios],
+            [ratio["max"] - ratio["median"] for ratio in ratios],
+        ]
+        colors = [OURS if side == "raysgd" else OTHERS for side in sides]
+        bars = axis.barh(list(sides), middle, xerr=around, color=colors, ecolor="#55606b")
+        axis.bar_label(bars, [f" {ratio:.2f}" for ratio in middle], label_type="center")
+        axis.axvline(1, color="#55606b", linestyle=":")
+        axis.set(title=title, xlabel="hand-written DDP = 1")
+        axis.invert_yaxis()
+    _write(figure, path)
+
+
+def draw_scale(result, path):
+    """Draw what a call, a resumption and a join cost over the number of workers."""
+    rows = {int(number): row for number, row in result["workers"].items()}
+    groups = [number for number in rows if number > 1]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    calls = [1e3 * row["call"]["median"] for row in rows.values()]
+    left.plot(list(rows), calls, "o-", color=OURS, label="train(num_steps=1)")
+    budget = [2 + 0.5 * number for number in rows]
+    left.plot(list(rows), budget, ":", color="#55606b", label="2 ms + 0.5 ms a worker")
+    left.set(title="a call that does nothing", xlabel="workers", ylabel="ms")
+    for name, color in (("resume", OTHERS), ("join", OURS)):
+        for size, style in (("small", "o-"), ("large", "s--")):
+            parts = [rows[n] if size == "small" else rows[n]["large"] for n in groups]
+            floats = f"{result['floats'][size]:,} floats"
+            right.plot(
+                groups,
+                [1e3 * part[name]["median"] for part in parts],
+                style,
+                color=color,
+                label=f"{name}, {floats}",
+            )
+    right.set(title="a new generation", xlabel="workers", ylabel="ms", yscale="log")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    _write(figure, path)
+
+
+def _write(figure, path):
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def main():
@@ -144,7 +185,9 @@ def main():
     page = table(results, (before, os.getloadavg()[0]))
     (args.folder / "results.md").write_text(page)
     if "epoch" in results:
-        drawing(results).write_html(args.folder / "results.html", include_plotlyjs=True)
+        draw_peers(results["epoch"], results.get("start"), args.folder / "peers.svg")
+    if "scale" in results:
+        draw_scale(results["scale"], args.folder / "scale.svg")
     print(f"\n{page}\nin {args.folder.resolve()}")
 
 

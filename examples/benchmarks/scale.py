@@ -1,0 +1,144 @@
+"""Time what the number of workers costs the driver and the group: start, call, loss and join.
+
+    python examples/benchmarks/scale.py
+    python examples/benchmarks/scale.py --num-workers 2 4
+
+The operator has a model and does nothing with it, so that 16 workers fit on a machine with a few
+CPUs, which they share. For each number of workers, in a group of its own:
+
+- *start*: from the constructor to the first finished step. On few CPUs most of it is the import of
+  torch, once a worker.
+- *call*: ``train(num_steps=1)``, beside one call of a Ray actor that does nothing.
+- *resume*: after a SIGKILL, from when the driver begins to make a new generation of the survivors
+  until all are in it. Twice, with a small and a large model: of that nothing may travel.
+- *join*: the same for a generation with a newcomer, which the state is sent to. The difference
+  between the models is the time of the broadcast.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import ray
+import torch
+from _workloads import machine, spread
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.testing import chaos
+
+WARM_UP = 3
+SMALL, LARGE = 1_000, 25_000_000  # floats
+GIVE_UP_S = 300.0
+
+
+class Nothing(TrainingOperator):
+    """Has a model, and trains it no more than by counting a batch."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(config["floats"], 1, bias=False)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+            criterion=torch.nn.MSELoss(),
+        )
+        data = TensorDataset(torch.zeros(100_000, 1))
+        self.register_data(train_loader=DataLoader(data, batch_size=1))
+
+    def train_batch(self, batch, batch_info):
+        return {"num_samples": 1}
+
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def answer(self):
+        return None
+
+
+def time_calls(trainer, runs):
+    """Return the seconds of a call of the trainer, and of a Ray call, in turn."""
+    actor = Actor.remote()
+    ray.get(actor.answer.remote())
+    calls, plain = [], []
+    for _ in range(WARM_UP + runs):
+        began = time.perf_counter()
+        trainer.train(num_steps=1)
+        middle = time.perf_counter()
+        ray.get(actor.answer.remote())
+        calls.append(middle - began)
+        plain.append(time.perf_counter() - middle)
+    return {"call": spread(calls[WARM_UP:]), "ray": spread(plain[WARM_UP:])}
+
+
+def time_losses(trainer, runs):
+    """Kill the last worker and let another join, `runs` times; return the seconds of both."""
+    seconds = {"resumed": [], "grown": []}
+    for _ in range(runs):
+        seen = len(trainer.events)
+        chaos.kill(trainer, trainer.num_workers - 1)
+        deadline = time.monotonic() + GIVE_UP_S
+        while not any(event.kind == "grown" for event in trainer.events[seen:]):
+            trainer.train(num_steps=1)
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no newcomer joined within {GIVE_UP_S:g} s")
+        for event in trainer.events[seen:]:
+            if event.kind in seconds:
+                seconds[event.kind].append(event.seconds)
+    return {"resume": spread(seconds["resumed"]), "join": spread(seconds["grown"])}
+
+
+def time_group(num_workers, floats, calls, losses):
+    """Return the figures of one group."""
+    started = time.perf_counter()
+    with TorchTrainer(
+        training_operator_cls=Nothing,
+        config={"floats": floats},
+        num_workers=num_workers,
+        min_workers=num_workers - (num_workers > 1),
+        num_cpus_per_worker=0.01,
+        elastic=ElasticConfig(resize_cooldown_s=0.0, snapshot_every=None),
+    ) as trainer:
+        if trainer.num_workers < num_workers:
+            raise SystemExit(f"only {trainer.num_workers} of {num_workers} workers started")
+        trainer.train(num_steps=1)
+        figures = {"start_s": time.perf_counter() - started}
+        if calls:
+            figures |= time_calls(trainer, calls)
+        if num_workers > 1:
+            figures |= time_losses(trainer, losses)
+    return figures
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--calls", type=int, default=50, help="counted calls a group")
+    parser.add_argument("--losses", type=int, default=3, help="losses a group")
+    parser.add_argument("--smoke-test", action="store_true", help="two workers, a small model")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    args = parser.parse_args()
+    groups, large = ([2], 10_000) if args.smoke_test else (args.num_workers, LARGE)
+    calls, losses = (5, 1) if args.smoke_test else (args.calls, args.losses)
+    ray.init("local", num_cpus=max(2, os.cpu_count()), include_dashboard=False, log_to_driver=False)
+    result = {"machine": machine(), "floats": {"small": SMALL, "large": large}, "workers": {}}
+    print(f"\n{'workers':>8}{'start':>9}{'call':>10}{'Ray call':>10}", end="")
+    print(f"{'resume':>10}{'large':>9}{'join':>10}{'large':>9}")
+    for number in groups:
+        small = time_group(number, SMALL, calls, losses)
+        row = result["workers"][number] = {**small, "large": {}}
+        print(f"{number:8}{row['start_s']:7.1f} s", end="")
+        print("".join(f"{1e3 * row[name]['median']:7.1f} ms" for name in ("call", "ray")), end="")
+        if number > 1:
+            row["large"] = time_group(number, large, 0, losses)
+            for name in ("resume", "join"):
+                print(f"{1e3 * row[name]['median']:7.0f} ms", end="")
+                print(f"{1e3 * row['large'][name]['median']:6.0f} ms", end="")
+        print(flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
