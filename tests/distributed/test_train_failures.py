@@ -223,10 +223,10 @@ def test_fewer_workers_go_on_where_no_more_fit(make_trainer, ray_cluster, tmp_pa
             train.report(step=step)
         return sizes
 
-    trainer = make_trainer(num_workers=(1, 4), elastic=BACKOFF)
+    # workers die until the others' room is taken: Ray may serve a restart before it
+    trainer = make_trainer(num_workers=(1, 4), elastic=BACKOFF, max_retries=-1)
     iterator = trainer.run_iterator(function)
     next(iterator)
-    # it waits for room, and is served before the workers, which ask later
     waiting = placement_group([{"CPU": 2}])
     mark.touch()
     try:
