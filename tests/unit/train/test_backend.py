@@ -2,7 +2,6 @@
 
 import pytest
 
-from raysgd.train.arguments import checked_size
 from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.torch import TorchConfig
@@ -61,11 +60,6 @@ def test_wrong_settings_of_torch_are_errors(arguments):
 def test_wrong_numbers_of_workers_are_errors(size):
     with pytest.raises(ValueError, match="num_workers"):
         BackendExecutor(BackendConfig(), size)
-
-
-def test_a_number_of_workers_may_be_a_range():
-    assert checked_size(3) == (3, 3)
-    assert checked_size((1, 4)) == (1, 4)
 
 
 @pytest.mark.parametrize("max_retries", [-2, 1.0, None])
