@@ -78,8 +78,9 @@ def test_groups_of_an_optimizer_are_compared():
         return torch.optim.Adam([{"params": list(linear().parameters())[:n]} for n in groups])
 
     check_fits("optimizers", [adam(1, 2)], [adam(1, 2).state_dict()])
-    said = problem("optimizers", [adam(1, 2)], [adam(2).state_dict()])
-    assert said.endswith("Adam: groups of [2] parameters, not of [1, 2].")
+    for others in ([2], [2, 1]):
+        said = problem("optimizers", [adam(1, 2)], [adam(*others).state_dict()])
+        assert said.endswith(f"Adam: groups of {others} parameters, not of [1, 2].")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from raysgd.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.components import OperatorSettings
-from tests.operators import Classifier
+from raysgd.torch.replica import ReplicatedModel
+from tests.operators import Classifier, make_model
 
 META = torch.device("meta")
 
@@ -106,14 +107,26 @@ def test_an_operator_knows_its_precision(use_fp16, kinds, monkeypatch):
     assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == kinds
 
 
-def test_a_loop_of_ones_own_trains_as_the_default_does():
-    batch = torch.randn(4, 8), torch.tensor([0, 1, 0, 1])
-    mine, default = run_operator(Classifier), run_operator(Classifier)
-    default.train_batch(batch, {})
-    mine.train_mode(True)
-    with mine.autocast():
-        loss = mine.criterion(mine.model(batch[0]), batch[1])
-    mine.backward(loss)
-    mine.optimizer_step(mine.optimizer)
-    pairs = zip(mine.model.parameters(), default.model.parameters(), strict=True)
+def test_a_loop_of_ones_own_is_one_step_down_the_gradient():
+    features, target = torch.randn(4, 8), torch.tensor([0, 1, 0, 1])
+    operator, twin = run_operator(Classifier), make_model()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    torch.nn.functional.cross_entropy(twin(features), target).backward()
+    optimizer.step()
+    operator.train_mode(True)
+    with operator.autocast():
+        loss = operator.criterion(operator.model(features), target)
+    operator.backward(loss)
+    operator.optimizer_step(operator.optimizer)
+    pairs = zip(operator.model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_train_mode_reaches_a_model_inside_of_its_wrapper(process_group):
+    """Whose own mode user code may have changed."""
+    operator = run_operator(Classifier)
+    wrapped = ReplicatedModel(torch.nn.Linear(1, 1))
+    operator._parts.models.append(wrapped)
+    wrapped.module.eval()
+    operator.train_mode(True)
+    assert wrapped.module.training
