@@ -103,12 +103,13 @@ def test_workers_with_other_data_are_told_apart():
     mine = source((np.arange(8.0), np.arange(8)))
     assert mine.fingerprint() == source((np.arange(8.0), np.arange(8)), rank=0).fingerprint()
     others = [
-        source((np.arange(8.0), np.arange(1, 9))),
+        source((np.arange(8.0), np.array([1, *range(1, 8)]))),
+        source((np.arange(8.0), np.array([*range(7), 9]))),
         source((np.arange(8.0), np.arange(8)), batch_size=3),
         source((np.arange(9.0), np.arange(9))),
         source(np.arange(0)),
     ]
-    assert len({each.fingerprint() for each in (mine, *others)}) == 5
+    assert len({each.fingerprint() for each in (mine, *others)}) == 6
 
 
 def test_it_says_what_a_batch_looks_like():
