@@ -47,7 +47,9 @@ def endpoints() -> list[Endpoint]:
     for name in os.listdir("/dev/fd"):
         # not every descriptor is a socket, and other threads close theirs meanwhile
         with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            if sock.family not in (socket.AF_INET, socket.AF_INET6) or (
+                sock.type != socket.SOCK_STREAM
+            ):
                 continue
             listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             remote = None if listens else sock.getpeername()[:2]

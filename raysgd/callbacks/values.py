@@ -60,9 +60,11 @@ def _plain(value: Any) -> float | int | str | None:
     """Return a number or a text as Python's own; None where it is neither."""
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, numbers.Number):  # before `item`: that of a long double is one again
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        return float(value) if isinstance(value, numbers.Real) else None
     if hasattr(value, "item") and (hasattr(value, "numel") or hasattr(value, "size")):
         size = value.numel() if hasattr(value, "numel") else value.size
         return _plain(value.item()) if size == 1 else None
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else None
+    return None

@@ -18,11 +18,12 @@ def check_place(state: Mapping[str, Any]) -> None:
     """
     data = state.get("data") or {}
     counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
-    if isinstance(data, Mapping):
-        for key in ("epoch", "offset", "validation_offset"):
-            counts[f"data[{key!r}]"] = data.get(key, 0)
-    else:
-        counts["data"] = data
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"The state's data must be a dict of counts, but it is {data!r}.")
+    if data:
+        for key in ("epoch", "offset"):
+            counts[f"data[{key!r}]"] = data.get(key)
+        counts["data['validation_offset']"] = data.get("validation_offset", 0)
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")

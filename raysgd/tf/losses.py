@@ -29,8 +29,7 @@ def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
         criterion = criterion()
     each = criterion
     if isinstance(criterion, keras.losses.Loss):
-        adds = "sum" in str(getattr(criterion, "reduction", "")).lower().split("_over")[0]
-        if adds and str(criterion.reduction).lower() in ("sum", "reduction.sum"):
+        if str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum"):
             return lambda target, output: tf.reduce_sum(criterion.call(target, output))
         each = criterion.call
     if not callable(each):
@@ -93,7 +92,8 @@ def batch_metric(keras: Any, metric: Any, target: Any, output: Any) -> Mergeable
         variable.assign(tf.zeros_like(variable))
     metric.reset_state()
     metric.update_state(target, output)
-    if isinstance(metric, keras.metrics.Mean):
+    mean = keras.metrics.Mean
+    if isinstance(metric, mean) and type(metric).result is mean.result:  # no root of one
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     return KerasMetric(keras.__name__, metric)
 

@@ -19,7 +19,8 @@ def copied_tree(tree: Any) -> Any:
 
     def copied(leaf: Any) -> Any:
         if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
-            return np.array(leaf)
+            # NumPy warns of what TensorFlow's variables do when it is asked for a copy
+            return np.array(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
         try:
             return copy.deepcopy(leaf)
         except TypeError:  # a lock or the like, which could not be saved either

@@ -36,12 +36,13 @@ def minimum(value: int, device: torch.device) -> int:
 
 
 def broadcast(tensor: torch.Tensor, source: int) -> None:
-    """Overwrite `tensor` with that of rank `source`."""
+    """Overwrite `tensor`, which must be contiguous, with that of rank `source`."""
     hvd = _horovod()
+    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some types
     if hvd is None:
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(content, src=source)
     else:
-        hvd.broadcast_(tensor, root_rank=source, name="raysgd.broadcast")
+        hvd.broadcast_(content, root_rank=source, name="raysgd.broadcast")
 
 
 def broadcast_object(thing: Any, source: int) -> Any:

@@ -45,7 +45,7 @@ def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
             _named("without", missing) + ", " * bool(missing and unknown) + _named("with", unknown)
         )
     for key, value in held.items():
-        found = getattr(state[key], "shape", None)
+        found = state[key].shape if isinstance(state[key], torch.Tensor) else None
         if isinstance(value, torch.Tensor) and found != value.shape:
             shape = "no tensor" if found is None else f"of shape {tuple(found)}"
             return f"{key} is {shape}, not of shape {tuple(value.shape)}"
@@ -56,12 +56,14 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
         return "it has no 'param_groups' and 'state'"
-    sizes = [len(group.get("params", ())) for group in groups]
+    if not all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
+        return "its 'param_groups' have no lists of 'params'"
+    sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     return "" if sizes == expected else f"groups of {sizes} parameters, not of {expected}"
 
 
-def _named(how: str, keys: set[str]) -> str:
-    shown = sorted(keys)[:3]
+def _named(how: str, keys: set[Any]) -> str:
+    shown = sorted(map(str, keys))[:3]
     more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
     return f"{how} {', '.join(shown)}{more}" if keys else ""

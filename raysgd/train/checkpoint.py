@@ -67,7 +67,7 @@ class Checkpoint:
         blob: bytes | None = None,
     ) -> None:
         self._data = data
-        self._path = None if path is None else Path(path)
+        self._path = None if path is None else Path(path).expanduser()
         self._blob = blob
         self._metadata: dict[str, Any] = {}
 
@@ -91,7 +91,7 @@ class Checkpoint:
         Raises:
             ValueError: if there is no such folder.
         """
-        if not os.path.isdir(path):
+        if not Path(path).expanduser().is_dir():
             raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
         return cls(path=path)
 
@@ -140,7 +140,8 @@ class Checkpoint:
         Raises:
             CheckpointError: if its file is missing or damaged.
         """
-        target = Path(tempfile.mkdtemp(prefix="checkpoint_") if path is None else path)
+        made = tempfile.mkdtemp(prefix="checkpoint_") if path is None else path
+        target = Path(made).expanduser()
         target.mkdir(parents=True, exist_ok=True)
         data = self.to_dict()
         if _FILES not in data:

@@ -38,7 +38,7 @@ class ReportLog:
         """Add a report."""
         self.last = dict(result)
         self.num_reports += 1
-        shown = {key: value for key, value in result.items() if _has_form(value)}
+        shown = {key: value for key, value in result.items() if _has_form({key: value})}
         self._file.write(json.dumps(jsonable(shown)) + "\n")
         self._file.flush()
 

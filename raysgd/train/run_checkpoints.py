@@ -108,7 +108,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):
-        if os.path.isdir(checkpoint):
+        if os.path.isdir(os.path.expanduser(checkpoint)):
             checkpoint = Checkpoint.from_directory(checkpoint)
         else:
             return read_pickle(checkpoint)[0]

@@ -109,8 +109,12 @@ class WorkerGroup:
         self._group.add(num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End some workers; the others move up."""
-        for member in [self._members[index] for index in worker_indexes]:
+        """End some workers; the others move up.
+
+        Raises:
+            ValueError: if there is no worker of such an index.
+        """
+        for member in dict.fromkeys([self._member(index) for index in worker_indexes]):
             self._group.discard(member)
 
     def __len__(self) -> int:

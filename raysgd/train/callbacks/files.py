@@ -31,7 +31,7 @@ class FileCallback(TrainingCallback):
         self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
     ) -> None:
         """Make the folder."""
-        self._folder = Path(self._given or logdir)
+        self._folder = Path(self._given or logdir).expanduser()
         self._folder.mkdir(parents=True, exist_ok=True)
 
     @property

@@ -42,7 +42,7 @@ class JsonLoggerCallback(FileCallback):
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Add the results to the list."""
-        text = json.dumps([{k: _shown(v) for k, v in result.items()} for result in results])
+        text = json.dumps([{str(k): _shown(v) for k, v in result.items()} for result in results])
         with self.log_path.open("rb+") as file:
             # over the bracket at the end, so that a long log costs no more than a short one
             end = file.seek(-1, os.SEEK_END)

@@ -53,10 +53,6 @@ def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backen
     assert not backend.prepare(["203.0.113.7"]).single_node
 
 
-def test_the_address_towards_this_machine_is_its_own():
-    assert network.address_towards("127.0.0.1") == "127.0.0.1"
-
-
 def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
     joined(backend)
     other = create_backend("gloo", 30)
@@ -122,11 +118,6 @@ def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
     joined(backend)
     backend.teardown()
     backend.close()
-
-
-def test_an_address_that_no_interface_has_is_explained():
-    with pytest.raises(RuntimeError, match=r"203\.0\.113\.9.*GLOO_SOCKET_IFNAME"):
-        torch_backend.interface_of("203.0.113.9")
 
 
 def test_interrupting_shuts_down_only_the_sockets_of_the_group(backend):

@@ -143,11 +143,3 @@ def test_a_logger_without_a_folder_says_how_to_give_one(make_trainer):
     with pytest.raises(CallbackError, match="JsonlLogger") as caught:
         trainer.fit(1, callbacks=[JsonlLogger()])
     assert "logdir='runs/1'" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    ("logdir", "error"), [(3, TypeError), ("s3://bucket/run", ValueError), (__file__, ValueError)]
-)
-def test_what_is_no_folder_is_refused(make_trainer, logdir, error):
-    with pytest.raises(error, match="logdir"):
-        make_trainer(logdir=logdir)

@@ -10,7 +10,6 @@ import pytest
 from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
-from raysgd.execution.members import InlineMember, ThreadMember
 from raysgd.execution.pickling import Packed
 from raysgd.execution.worker import Outcome, Worker
 
@@ -364,32 +363,6 @@ def test_the_stacks_of_all_threads_can_be_asked_for(worker):
 
 
 # ---- members in the driver's process
-
-
-def test_an_inline_member_works_in_the_calling_thread():
-    member = InlineMember()
-    member.work("create", None, FakeRunner(), None, [])
-    future = member.work("call", "run", {"function": threading.get_ident})
-    assert future.done()
-    assert future.result().value() == threading.get_ident()
-    assert member.worker.runner.calls == []
-    assert member.place.in_driver
-    assert not member.remote
-    member.kill()
-    assert "127.0.0.1" in member.name
-
-
-def test_a_thread_member_works_beside_the_calling_thread():
-    member = ThreadMember()
-    member.work("create", None, FakeRunner(), None, []).result(20)
-    gate = threading.Event()
-    busy = member.work("call", "run", {"function": lambda: gate.wait(20)})
-    assert member.control("progress").result(20) == Progress()  # while it is busy
-    gate.set()
-    assert busy.result(20).value() is True
-    ident = member.work("call", "run", {"function": threading.get_ident}).result(20).value()
-    assert ident != threading.get_ident()
-    member.kill()
 
 
 def test_an_outcome_keeps_an_exception_without_traceback():

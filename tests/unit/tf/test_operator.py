@@ -207,12 +207,3 @@ def test_a_legacy_optimizer_is_refused_by_name(build):
 
     with pytest.raises(TypeError, match=r"legacy optimizer.*tf_keras\.optimizers\.SGD"):
         build(Wrong)
-
-
-def test_a_setup_that_registers_nothing_is_told_so(build):
-    class Empty(TrainingOperator):
-        def setup(self, config):
-            pass
-
-    with pytest.raises(RuntimeError, match="did not register anything"):
-        build(Empty)

@@ -1,14 +1,11 @@
 """Data shared out over workers: nothing is lost or repeated, and two workers see what one does."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.data import Dataset  # noqa: E402
-from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays  # noqa: E402
 from raysgd.tf.sources import DatasetSource  # noqa: E402
 
 
@@ -77,56 +74,3 @@ def test_steps_of_validation_go_on_where_the_last_ended():
     assert [drawn(left, 0, 0, 2), drawn(right, 0, 0, 2)] == [drawn(left)[:2], drawn(right)[:2]]
     assert (len(drawn(left, 0, 4, 1)), len(drawn(right, 0, 4, 1))) == (1, 0)
     assert left.offset_after(4, 1) == 5
-
-
-@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training):
-    arrays = (np.arange(samples), {"twice": 2 * np.arange(samples)})
-    rows = [
-        batch
-        for rank in range(workers)
-        for batch in ArraySource(
-            arrays,
-            training=training,
-            world_size=workers,
-            rank=rank,
-            batch_size=size,
-            shuffle=True,
-            seed=5,
-        ).batches(1, 0)
-    ]
-    everything = [x for batch in rows for x in batch[0].numpy().tolist()]
-    assert all((batch[1]["twice"].numpy() == 2 * batch[0].numpy()).all() for batch in rows)
-    assert set(everything) == set(range(samples))
-    assert training or len(everything) == samples
-
-
-def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="one length"):
-        ArraySource(
-            (np.ones(3), np.ones(4)),
-            training=True,
-            world_size=1,
-            rank=0,
-            batch_size=1,
-            shuffle=False,
-            seed=0,
-        )
-
-
-def test_items_are_fetched_by_the_worker_that_trains_on_them():
-    data = Dataset(
-        range(6), batch_size=2, download_func=float, transform=lambda x: (np.float32(x), int(x))
-    )
-    found = [
-        batch[1].numpy().tolist()
-        for rank in range(2)
-        for batch in ItemSource(data, world_size=2, rank=rank).batches(0, 0)
-    ]
-    assert found == [[0, 1], [4], [2, 3], [5]]
-
-
-def test_what_are_arrays():
-    assert is_arrays((np.ones(2), {"a": np.ones(2)}))
-    assert not is_arrays([np.ones(2)])
-    assert not is_arrays(stream(4, 2))

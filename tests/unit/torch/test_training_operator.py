@@ -1,16 +1,12 @@
 """The defaults of an operator, and what they say where something is missing."""
 
-import collections
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd import TrainingOperator
-from raysgd.context import WorkerContext
 from raysgd.testing import run_operator
-from raysgd.torch.components import OperatorSettings
 from tests.operators import Classifier, make_model
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -247,58 +243,7 @@ def test_schedulers_step_when_they_are_told_to(freq, lr):
 # ---- properties and helpers
 
 
-def test_an_operator_knows_its_place():
-    context = WorkerContext(world_rank=3, world_size=4, local_rank=1)
-    settings = OperatorSettings(context=context, scheduler_step_freq="batch", use_tqdm=True)
-    operator = Classifier({"a": 1}, settings)
-    assert (operator.world_rank, operator.world_size, operator.local_rank) == (3, 4, 1)
-    assert operator.config == {"a": 1}
-    assert operator.scheduler_step_freq == "batch"
-    assert operator.use_tqdm
-    assert operator.global_step == 0
-    assert not operator.use_gpu
-    assert operator.device_ids is None
-    assert operator.timers.stats() == {}
-
-
-def test_an_operator_knows_its_gpu():
-    operator = Classifier({}, OperatorSettings(device=torch.device("cuda", 2)))
-    assert operator.use_gpu
-    assert operator.device_ids == [2]
-
-
 def test_user_state_is_empty_by_default():
     operator = run_operator(Classifier)
     assert operator.state_dict() == {}
     operator.load_state_dict({})
-
-
-def test_a_batch_stays_what_it_is_on_cpu():
-    operator = run_operator(Classifier)
-    batch = {"x": torch.ones(1)}
-    assert operator.to_device(batch) is batch
-
-
-def test_tensors_anywhere_in_a_batch_go_to_the_device():
-    pair = collections.namedtuple("pair", "left right")
-    operator = Classifier({}, OperatorSettings(device=torch.device("meta")))
-    tensor = torch.ones(1)
-    moved = operator.to_device([tensor, (tensor, "text"), {"k": [tensor]}, pair(tensor, 1), None])
-    assert moved[0].is_meta
-    assert moved[1][0].is_meta
-    assert moved[1][1] == "text"
-    assert moved[2]["k"][0].is_meta
-    assert isinstance(moved[3], pair)
-    assert moved[3].left.is_meta
-    assert moved[3].right == 1
-    assert moved[4] is None
-    assert not tensor.is_meta
-
-
-def test_train_mode_reaches_every_model():
-    operator = operator_with()
-    other = torch.nn.Linear(1, 1)
-    operator._parts.models.append(other)
-    for training in (False, True):
-        operator.train_mode(training)
-        assert operator.model.training == other.training == training

@@ -2,11 +2,9 @@
 
 import pytest
 
-from raysgd.train.arguments import checked_size
 from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.torch import TorchConfig
-from raysgd.train.worker_group import group_options
 
 
 class Mine(Backend):
@@ -63,26 +61,7 @@ def test_wrong_numbers_of_workers_are_errors(size):
         BackendExecutor(BackendConfig(), size)
 
 
-def test_a_number_of_workers_may_be_a_range():
-    assert checked_size(3) == (3, 3)
-    assert checked_size((1, 4)) == (1, 4)
-
-
 @pytest.mark.parametrize("max_retries", [-2, 1.0, None])
 def test_wrong_numbers_of_retries_are_errors(max_retries):
     with pytest.raises(ValueError, match="max_retries"):
         BackendExecutor(BackendConfig(), 1, max_retries=max_retries)
-
-
-def test_workers_are_packed_unless_the_environment_says_otherwise(monkeypatch):
-    monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
-    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
-    options = group_options(2, 1, 1, 0, None)
-    assert (options.strategy, options.start_timeout_s) == ("PACK", 7)
-    monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
-    assert group_options(2, 1, 1, 0, None).strategy == "SPREAD"
-
-
-def test_a_worker_that_reserves_nothing_is_an_error():
-    with pytest.raises(ValueError, match="must reserve something"):
-        group_options(1, 1, 0, 0, None)

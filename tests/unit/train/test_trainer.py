@@ -2,17 +2,13 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 import ray.train
 
 from raysgd import ElasticConfig
 from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
-from raysgd.train.arguments import bound_function, worker_resources
 from raysgd.train.backend import BackendConfig
-from raysgd.train.datasets import Datasets
-from raysgd.train.result import read_reports
 
 
 @pytest.fixture
@@ -42,23 +38,6 @@ def test_a_function_that_takes_more_than_the_config_is_an_error(trainer, functio
         trainer.run(function)
 
 
-def test_a_function_gets_the_config_if_it_takes_one():
-    assert bound_function(lambda: 1, {"a": 2})() == 1
-    assert bound_function(lambda config: config, {"a": 2})() == {"a": 2}
-    assert bound_function(lambda config: config, None)() == {}
-
-
-def test_resources_of_a_worker():
-    given = {"CPU": 2, "custom": 3}
-    assert worker_resources(False, given) == (2, 0, {"custom": 3})
-    assert given == {"CPU": 2, "custom": 3}
-    assert worker_resources(True, None) == (1, 1, {})
-    assert worker_resources(True, {"GPU": 0.5}) == (1, 0.5, {})
-    for use_gpu, gpus in ((False, 1), (True, 0)):
-        with pytest.raises(ValueError, match="use_gpu"):
-            worker_resources(use_gpu, {"GPU": gpus})
-
-
 def test_runs_are_kept_where_ray_keeps_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     by_date = Trainer(BackendConfig()).logdir
@@ -78,26 +57,6 @@ def test_wrong_backends_are_errors(tmp_path):
 def test_a_callback_that_is_none_is_an_error(trainer):
     with pytest.raises(TypeError, match="TrainingCallback"):
         trainer.run(lambda: 1, callbacks=[print])
-
-
-class Data:
-    def split(self, n, equal, locality_hints):
-        assert equal
-        assert len(locality_hints) == n
-        return [f"{rank} of {n}" for rank in range(n)]
-
-
-def test_data_sets_are_shared_out_by_name():
-    assert Datasets(Data()).shared_out(["a", "b"]) == ["0 of 2", "1 of 2"]
-    whole = Data()
-    shares = Datasets({"train": Data(), "val": whole}, lambda name: name == "train")
-    assert shares.shared_out(["a", "b"]) == [
-        {"train": "0 of 2", "val": whole},
-        {"train": "1 of 2", "val": whole},
-    ]
-    assert not Datasets(None)
-    with pytest.raises(TypeError, match="'train': must be a Ray Dataset"):
-        Datasets({"train": [1, 2]})
 
 
 def test_wrong_arguments_of_fit_are_errors_before_anything_starts():
@@ -131,13 +90,6 @@ def test_a_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     assert restored.train_loop_config == {"a": 1}
     with pytest.raises(ValueError, match="no folder of a run"):
         DataParallelTrainer.restore(tmp_path)
-
-
-def test_a_report_that_was_cut_off_is_left_out(tmp_path):
-    path = Path(tmp_path) / "result.json"
-    assert read_reports(path) == []
-    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert read_reports(path) == [{"a": 1}, {"a": 2}]
 
 
 def test_a_config_is_merged_for_a_trial():

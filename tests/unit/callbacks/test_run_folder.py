@@ -1,0 +1,65 @@
+"""The folder of a run, and the callbacks that a trainer has of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from raysgd.callbacks import Callback, CsvLogger, JsonlLogger, ProgressBar
+from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
+from raysgd.callbacks.run_report import RunReport
+
+
+def kinds(callbacks=(), use_tqdm=False, logdir=None):
+    return [type(each) for each in trainer_callbacks("T", callbacks, use_tqdm, logdir)]
+
+
+def test_a_folder_is_absolute_and_need_not_be_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert checked_logdir(None) is None
+    for given in ("~/runs/1", "runs/1", Path("runs") / "1", tmp_path / "runs" / "1"):
+        assert checked_logdir(given) == tmp_path / "runs" / "1"
+    assert list(tmp_path.iterdir()) == []
+    assert checked_logdir(tmp_path) == tmp_path, "one that is there is gone on with"
+
+
+@pytest.mark.parametrize(
+    ("logdir", "error", "said"),
+    [
+        (3, TypeError, "logdir must be a path, but it is 3"),
+        ("s3://bucket/run", ValueError, r"a disk of the driver.*CheckpointCallback\('s3://"),
+        (__file__, ValueError, "it is there, and is no folder"),
+    ],
+)
+def test_what_is_no_folder_is_refused_with_what_may_be_done(logdir, error, said):
+    with pytest.raises(error, match=said):
+        checked_logdir(logdir)
+
+
+def test_a_trainer_without_a_word_has_only_the_users():
+    mine = Callback()
+    assert trainer_callbacks("T", [mine], False, None) == [mine]
+    assert trainer_callbacks("T", [], False, None) == []
+
+
+def test_a_folder_brings_its_log_and_its_report_after_the_users(tmp_path):
+    """So that the log has what the others add to the metrics."""
+    assert kinds([Callback()], logdir=tmp_path) == [Callback, JsonlLogger, RunReport]
+
+
+def test_a_log_of_the_users_in_that_folder_is_enough(tmp_path):
+    for mine in (JsonlLogger(), JsonlLogger(tmp_path)):
+        assert kinds([mine, CsvLogger()], logdir=tmp_path) == [JsonlLogger, CsvLogger, RunReport]
+    elsewhere = JsonlLogger(tmp_path / "elsewhere")
+    assert kinds([elsewhere], logdir=tmp_path) == [JsonlLogger, JsonlLogger, RunReport]
+
+
+def test_there_is_one_progress_bar():
+    assert kinds([Callback()], use_tqdm=True) == [ProgressBar, Callback]
+    assert kinds([Callback(), ProgressBar()], use_tqdm=True) == [Callback, ProgressBar]
+    assert kinds([ProgressBar()]) == [ProgressBar]
+
+
+def test_what_is_no_callback_is_refused_in_the_name_of_the_trainer():
+    with pytest.raises(TypeError, match=r"MyTrainer\(callbacks=...\)"):
+        trainer_callbacks("MyTrainer", [print], False, None)

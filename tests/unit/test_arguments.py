@@ -1,0 +1,96 @@
+"""What the arguments of trainers must be, and how it is said."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from raysgd import ElasticConfig, arguments
+
+NUMBERS = st.integers(-3, 5)
+
+
+@given(NUMBERS, NUMBERS)
+def test_numbers_of_workers_are_taken_if_they_are_in_order(num_workers, min_workers):
+    if 1 <= min_workers <= num_workers:
+        arguments.check_workers("T", num_workers, min_workers)
+    else:
+        with pytest.raises(ValueError, match=rf"^T\(.*num_workers={num_workers}.*: .*must be"):
+            arguments.check_workers("T", num_workers, min_workers)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_no_number_of_workers_is_named(value, place):
+    given = [2, 1]
+    given[place] = value
+    name = ("num_workers", "min_workers")[place]
+    with pytest.raises(TypeError, match=rf"T\({name}={value!r}\): must be an int"):
+        arguments.check_workers("T", *given)
+
+
+def test_a_hook_is_a_function_or_none():
+    arguments.check_hook("T", None)
+    arguments.check_hook("T", print)
+    with pytest.raises(TypeError, match=r"T\(initialization_hook=...\) must be a function.* 7"):
+        arguments.check_hook("T", 7)
+
+
+def test_a_config_is_taken_as_a_dict_of_its_own():
+    mine = {"a": 1}
+    taken = arguments.checked_config("T", mine)
+    taken["a"] = 2
+    assert mine == {"a": 1}
+    assert arguments.checked_config("T", None) == {}
+    with pytest.raises(TypeError, match=r"T\(config=...\) must be a dict, but it is \[1\]"):
+        arguments.checked_config("T", [1])
+
+
+def test_what_is_waited_for_must_be_possible():
+    assert arguments.checked_elastic("T", None, 2) == ElasticConfig()
+    mine = ElasticConfig(min_workers=2)
+    assert arguments.checked_elastic("T", mine, 2) is mine
+    with pytest.raises(ValueError, match=r"min_workers=2.*T\(num_workers=1\)"):
+        arguments.checked_elastic("T", mine, 1)
+    with pytest.raises(TypeError, match=r"takes an ElasticConfig, not \{'min_workers': 2\}"):
+        arguments.checked_elastic("T", {"min_workers": 2}, 2)
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))
+@example({"x": float("nan")})
+@example({"CPU": 1})
+def test_resources_are_amounts_above_0(resources):
+    """NaN is none, and CPUs have an argument of their own."""
+    fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
+    if fine and "CPU" not in resources:
+        assert arguments.checked_resources("T", resources, 1) == resources
+    else:
+        with pytest.raises(ValueError, match=r"T\(resources_per_worker="):
+            arguments.checked_resources("T", resources, 1)
+
+
+@pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), True, "1", None])
+def test_a_worker_reserves_cpus(num_cpus):
+    with pytest.raises(ValueError, match=r"num_cpus_per_worker=.*must be above 0"):
+        arguments.checked_resources("T", None, num_cpus)
+    assert arguments.checked_resources("T", None, 0.5) == {}
+
+
+def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():
+    allowed = (True, False, "apex")
+    for value in ("apex", "".join(["ap", "ex"]), True, False):
+        arguments.check_choice("T", "use_fp16", value, allowed)
+    for value in (1, 0, None, "half", [True]):
+        with pytest.raises(ValueError, match=r"T\(use_fp16=.*one of True, False, 'apex'"):
+            arguments.check_choice("T", "use_fp16", value, allowed)
+
+
+def test_gpus_are_used_where_they_are_asked_for_or_found():
+    def decide(*given, found=False):
+        return arguments.decide_gpu("T", *given, lambda: found)
+
+    assert decide(True, {}) is True
+    assert decide(False, {}, found=True) is False
+    assert [decide("auto", {}, found=found) for found in (True, False)] == [True, False]
+    assert arguments.decide_gpu("T", "auto", {"GPU": 1}, None)  # no cluster is asked
+    with pytest.raises(ValueError, match="remove GPU, or pass use_gpu=True"):
+        decide(False, {"GPU": 1})

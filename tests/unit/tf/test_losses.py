@@ -1,0 +1,141 @@
+"""Losses and metrics of both Kerases, as plain means over a worker's own batch."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.tf.losses import accuracy, batch_metric, loss_function, own_metrics  # noqa: E402
+from tests.tf_operators import keras_of  # noqa: E402
+
+both = pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+RNG = np.random.default_rng(0)
+CLASSES = RNG.integers(0, 3, 12)
+SCORES = RNG.normal(size=(12, 3)).astype("float32")
+BITS = RNG.integers(0, 2, (12, 1)).astype("float32")
+CHANCES = RNG.uniform(0.1, 0.9, (12, 1)).astype("float32")
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "arguments", "batch"),
+    [
+        ("MeanSquaredError", {}, (BITS, CHANCES)),
+        ("Huber", {"reduction": "sum"}, (BITS, CHANCES)),
+        ("BinaryCrossentropy", {"label_smoothing": 0.1}, (BITS, CHANCES)),
+        ("SparseCategoricalCrossentropy", {"from_logits": True}, (CLASSES, SCORES)),
+        ("SparseCategoricalCrossentropy", {"from_logits": True, "reduction": "sum"}, None),
+    ],
+)
+def test_a_loss_is_what_keras_says_for_the_batch(keras, name, arguments, batch):
+    target, output = batch or (CLASSES, SCORES)
+    criterion = getattr(keras_of({"keras": keras}).losses, name)(**arguments)
+    found = loss_function(keras_of({"keras": keras}), criterion)(target, output)
+    assert float(found) == pytest.approx(float(criterion(target, output)), rel=1e-5)
+
+
+@both
+def test_a_loss_may_be_a_name_a_class_a_function_or_have_no_reduction(keras):
+    module = keras_of({"keras": keras})
+    expected = float(np.mean((BITS - CHANCES) ** 2))
+    for criterion in (
+        "mse",
+        module.losses.MeanSquaredError,
+        module.losses.MeanSquaredError(reduction="none"),
+        lambda target, output: (target - output) ** 2,
+    ):
+        found = loss_function(module, criterion)(BITS, CHANCES)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@both
+def test_what_cannot_be_called_is_no_loss(keras):
+    with pytest.raises(TypeError, match=r"register\(criterion=...\) must be callable, .* 3"):
+        loss_function(keras_of({"keras": keras}), 3)
+
+
+@given(st.integers(1, 6), st.integers(2, 4), st.sampled_from([(), (1,)]), st.randoms())
+def test_accuracy_is_the_share_of_largest_entries_at_the_target(samples, classes, tail, random):
+    output = np.array([[random.random() for _ in range(classes)] for _ in range(samples)])
+    target = np.array([random.randrange(classes) for _ in range(samples)])
+    right = sum(int(np.argmax(row)) == label for row, label in zip(output, target, strict=True))
+    assert accuracy(target.reshape(samples, *tail), output) == pytest.approx(right / samples)
+
+
+@pytest.mark.parametrize(
+    ("target", "output"),
+    [
+        (np.zeros(3), np.zeros((3, 2))),  # real targets
+        (np.zeros((3, 2), int), np.zeros((3, 2))),  # one of several
+        (np.zeros(3, int), np.zeros(3)),  # one score a sample
+        (np.zeros(0, int), np.zeros((0, 2))),
+        (np.zeros(4, int), np.zeros((3, 2))),
+    ],
+)
+def test_accuracy_is_given_only_where_the_shapes_allow(target, output):
+    assert accuracy(target, output) is None
+
+
+@both
+@settings(max_examples=5)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
+@pytest.mark.parametrize(
+    "name", ["MeanAbsoluteError", "RootMeanSquaredError", "AUC", "Precision", "BinaryAccuracy"]
+)
+def test_a_metric_does_not_depend_on_how_samples_are_batched(keras, name, sizes):
+    module = keras_of({"keras": keras})
+    metric = getattr(module.metrics, name)()
+    total = sum(sizes)
+    target, output = np.resize(BITS, (total, 1)), np.resize(CHANCES, (total, 1))
+    ends = np.cumsum(sizes)[:-1]
+    parts = zip(np.split(target, ends), np.split(output, ends), strict=True)
+    merged = functools.reduce(
+        lambda one, other: one.merge(other), [batch_metric(module, metric, *p) for p in parts]
+    )
+    metric.reset_state()
+    metric.update_state(target, output)
+    assert merged.compute() == pytest.approx(float(metric.result()), rel=1e-4)
+
+
+@both
+def test_metrics_are_made_anew_for_this_worker(keras):
+    module = keras_of({"keras": keras})
+    mine = module.metrics.AUC(num_thresholds=7)
+
+    def share(target, output):
+        return tf.reduce_mean(output)
+
+    made = own_metrics(module, [mine, "mae", share], tf.constant(BITS), tf.constant(CHANCES))
+    assert made[0] is not mine
+    assert made[0].get_config() == mine.get_config()
+    assert [metric.name for metric in made[1:]] == ["mean_absolute_error", "share"]
+    assert batch_metric(module, made[2], BITS, CHANCES).compute() == pytest.approx(CHANCES.mean())
+
+
+@both
+@pytest.mark.parametrize(
+    ("target", "output", "kind"),
+    [
+        (BITS, CHANCES, "BinaryAccuracy"),
+        (CLASSES, SCORES, "SparseCategoricalAccuracy"),
+        (np.eye(3, dtype="float32")[CLASSES], SCORES, "CategoricalAccuracy"),
+    ],
+)
+def test_accuracy_by_name_is_that_of_the_shapes(keras, target, output, kind):
+    module = keras_of({"keras": keras})
+    (metric,) = own_metrics(module, ["acc"], tf.constant(target), tf.constant(output))
+    expected = getattr(module.metrics, kind)()
+    expected.update_state(target, output)
+    assert metric.name == "accuracy"
+    found = batch_metric(module, metric, target, output).compute()
+    assert found == pytest.approx(float(expected.result()))
+
+
+@both
+def test_what_is_no_metric_is_shown(keras):
+    with pytest.raises(TypeError, match=r"must be metrics of Keras, but got 7"):
+        own_metrics(keras_of({"keras": keras}), [7], BITS, CHANCES)

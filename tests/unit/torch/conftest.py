@@ -1,0 +1,17 @@
+"""What several tests of torch need."""
+
+import pytest
+
+from raysgd.backends import create_backend
+from raysgd.context import WorkerContext
+
+
+@pytest.fixture
+def process_group():
+    """A gloo process group of one."""
+    backend = create_backend("gloo", 30)
+    context = WorkerContext(distributed=True)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    yield
+    backend.teardown()
+    backend.close()

@@ -1,0 +1,64 @@
+"""What workers tell each other, in groups of one: by torch.distributed or by Horovod."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysgd.torch import collectives
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["torch", "horovod"])
+def group(request):
+    """A group of one, of either kind."""
+    if request.param == "torch":
+        request.getfixturevalue("process_group")
+        yield request.param
+        return
+    horovod = pytest.importorskip("horovod.torch")
+    horovod.init()
+    yield request.param
+    horovod.shutdown()
+
+
+def test_the_group_is_the_one_that_there_is(group):
+    assert dist.is_initialized() == (group == "torch")
+    assert (collectives._horovod() is None) == (group == "torch")
+    assert collectives.rank() == 0
+
+
+@pytest.mark.parametrize("value", [0, -7, 2**40])
+def test_the_smallest_of_one_is_its_own(group, value):
+    """Also beyond what 32 bits hold."""
+    found = collectives.minimum(value, CPU)
+    assert (found, type(found)) == (value, int)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.int64,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float32,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_tensors_of_all_types_travel(group, dtype):
+    """Buffers are of types that gloo, or Horovod, knows nothing of."""
+    for shape in ((), (3,), (2, 2), (0,)):
+        tensor = torch.ones(shape).to(dtype)
+        collectives.broadcast(tensor, 0)
+        assert tensor.tolist() == torch.ones(shape).tolist()
+
+
+def test_anything_that_can_be_pickled_travels(group):
+    thing = {"names": ("a", None), "tensor": torch.ones(2)}
+    found = collectives.broadcast_object(thing, 0)
+    assert found["names"] == ("a", None)
+    assert found["tensor"].tolist() == [1, 1]

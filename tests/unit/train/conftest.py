@@ -1,0 +1,40 @@
+"""What several tests of functions need."""
+
+import pytest
+
+from raysgd.context import WorkerContext
+from raysgd.train import session
+from raysgd.train.session import Session
+
+
+class Taken:
+    """Stands in for the handover: takes everything at once."""
+
+    def __init__(self):
+        self.turns = []
+        self.safe = []
+
+    def put(self, turn):
+        self.turns.append(turn)
+
+    def put_safely(self, turn):
+        self.turns.append(turn)
+        self.safe.append(turn)
+
+
+@pytest.fixture
+def run():
+    """Enter a session; it is left when the test ends."""
+    entered = []
+
+    def enter(rank=0, size=2, **arguments):
+        context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
+        taken = Taken()
+        running = Session(context, taken, **arguments)
+        session.enter(running)
+        entered.append(running)
+        return taken
+
+    yield enter
+    for running in entered:
+        session.leave(running)

@@ -1,0 +1,85 @@
+"""What trainers and executors make of their arguments."""
+
+import threading
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.train.arguments import (
+    bound_function,
+    checked_size,
+    pickled_function,
+    run_folder,
+    worker_resources,
+)
+
+SIZES = st.integers(-2, 4)
+
+
+@given(SIZES, SIZES)
+def test_a_number_of_workers_may_be_a_range(fewest, most):
+    if 1 <= fewest <= most:
+        assert checked_size((fewest, most)) == checked_size([fewest, most]) == (fewest, most)
+        assert checked_size(most) == (most, most)
+    else:
+        with pytest.raises(ValueError, match=r"at least 1, or \(min, max\)"):
+            checked_size((fewest, most))
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, (1, 2, 3), (1, 2.0), "2", None])
+def test_what_is_no_number_of_workers_is_shown(size):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the start of the message is below
+        checked_size(size)
+    assert str(caught.value).startswith(f"num_workers={size!r}: must be")
+
+
+def test_a_function_gets_the_config_if_it_takes_one():
+    assert bound_function(lambda: 1, {"a": 2})() == 1
+    assert bound_function(lambda config: config, {"a": 2})() == {"a": 2}
+    assert bound_function(lambda config: config, None)() == {}
+
+
+def test_resources_of_a_worker():
+    given = {"CPU": 2, "custom": 3}
+    assert worker_resources(False, given) == (2, 0, {"custom": 3})
+    assert given == {"CPU": 2, "custom": 3}
+    assert worker_resources(True, None) == (1, 1, {})
+    assert worker_resources(True, {"GPU": 0.5}) == (1, 0.5, {})
+
+
+def test_resources_that_contradict_use_gpu_say_how_to_agree():
+    with pytest.raises(ValueError, match=r"'GPU': 0\.5.*pass use_gpu=True, or leave GPU out"):
+        worker_resources(False, {"GPU": 0.5})
+    with pytest.raises(ValueError, match=r"'GPU': 0\}.*pass use_gpu=False, or a positive"):
+        worker_resources(True, {"GPU": 0})
+
+
+def test_a_function_of_two_arguments_is_told_what_it_may_take():
+    def train(config, extra):
+        """Not called."""
+
+    with pytest.raises(ValueError, match=r"no argument, or one, the config; .*train.* takes 2"):
+        bound_function(train, {})
+    with pytest.raises(ValueError, match="must be callable, but it is 5"):
+        bound_function(5, {})
+
+
+def test_relative_folders_are_below_those_of_ray(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder("mine", "train") == tmp_path / "ray_results" / "mine"
+    assert run_folder("~/own", "train") == tmp_path / "own"
+    assert run_folder(Path("/elsewhere"), "train") == Path("/elsewhere")
+    by_date = run_folder(None, "train")
+    assert by_date.parent == tmp_path / "ray_results"
+    assert by_date.name.startswith("train_2")
+
+
+def test_a_function_travels_with_what_it_holds():
+    held = [1, 2]
+    assert cloudpickle.loads(pickled_function(lambda: held))() == held
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be pickled.*inside of the function instead"):
+        pickled_function(lambda: lock)

@@ -1,0 +1,75 @@
+"""Data sets, shared out over workers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.train.datasets import Datasets
+
+
+class Rows:
+    """As much of a Ray Dataset as is needed: its rows, which come anew with each look."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+        self.looks = 0
+        self.hints = None
+
+    def materialize(self):
+        self.looks += 1
+        fixed = Rows(self.num_rows)
+        fixed.drawn = self.looks
+        fixed.split = lambda *given, **named: self._split(fixed, *given, **named)
+        return fixed
+
+    def split(self, n, equal, locality_hints):
+        raise AssertionError("rows that are not fixed differ after a restart")
+
+    def _split(self, fixed, n, equal, locality_hints):
+        assert equal
+        self.hints = locality_hints
+        end = self.num_rows - self.num_rows % n
+        return [(fixed.drawn, *range(rank, end, n)) for rank in range(n)]
+
+
+@given(st.integers(1, 5), st.integers(0, 20))
+def test_shares_are_equally_large_and_no_row_is_in_two(workers, num_rows):
+    actors = [f"actor {rank}" for rank in range(workers)]
+    data = Rows(num_rows)
+    shares = [share[1:] for share in Datasets(data).shared_out(actors)]
+    assert len({len(share) for share in shares}) == 1
+    assert len(set().union(*shares)) == num_rows - num_rows % workers
+    assert data.hints == actors
+
+
+def test_a_restart_gets_the_same_rows():
+    data = Rows(6)
+    datasets = Datasets(data)
+    assert datasets.shared_out(["a", "b"]) == datasets.shared_out(["c", "d"])
+    datasets.shared_out(["e"])
+    assert data.looks == 1
+
+
+def test_only_those_that_shall_be_are_shared_out():
+    train, whole = Rows(4), [1, 2, 3]
+    given = {"train": train, "val": whole, "test": None}
+    datasets = Datasets(given, lambda name: name != "val")
+    given.clear()  # the caller's own
+    assert datasets.shared_out(["a", "b"]) == [
+        {"train": (1, 0, 2), "val": whole, "test": None},
+        {"train": (1, 1, 3), "val": whole, "test": None},
+    ]
+
+
+def test_what_cannot_be_shared_out_is_named():
+    with pytest.raises(TypeError, match=r"^dataset=\[1, 2\]: must be a Ray Dataset"):
+        Datasets([1, 2])
+    with pytest.raises(TypeError, match=r"^dataset 'train': must be a Ray Dataset"):
+        Datasets({"val": Rows(1), "train": [1, 2]})
+
+
+def test_there_may_be_none():
+    assert not Datasets(None)
+    assert not Datasets({})
+    assert Datasets(Rows(0))
+    assert Datasets(None).shared_out(["a", "b"]) == [None, None]

@@ -1,0 +1,56 @@
+"""The log of reports, which a restored run goes on with."""
+
+import json
+
+import pytest
+
+from raysgd.train.report_log import ReportLog
+from raysgd.train.result import read_reports
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "result.json"
+
+
+def test_each_report_can_be_read_at_once(path):
+    with ReportLog(path) as log:
+        assert (log.last, log.num_reports) == (None, 0)
+        for n in range(3):
+            log.write({"n": n})
+            assert read_reports(path) == [{"n": k} for k in range(n + 1)]
+        assert (log.last, log.num_reports) == ({"n": 2}, 3)
+
+
+def test_a_restored_run_goes_on_after_the_last_whole_report(path):
+    with ReportLog(path) as log:
+        log.write({"n": 0})
+        log.write({"n": 1})
+    with path.open("a") as file:
+        file.write('{"n": 2, "lo')  # its writer was killed
+    with ReportLog(path) as log:
+        assert (log.last, log.num_reports) == ({"n": 1}, 2)
+        log.write({"n": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"n": 0},
+        {"n": 1},
+        {"n": 2},
+    ]
+
+
+def test_what_json_has_not_is_left_out_of_the_file_and_kept_in_memory(path):
+    ring = []
+    ring.append(ring)
+    odd = {"a": 1, "nan": float("nan"), "object": object(), "ring": ring, 5: "number as name"}
+    with ReportLog(path) as log:
+        log.write(odd)
+        assert log.last == odd
+    assert read_reports(path) == [{"a": 1, "nan": "nan"}]
+
+
+def test_what_was_reported_is_kept_as_it_was(path):
+    report = {"a": 1}
+    with ReportLog(path) as log:
+        log.write(report)
+        report["a"] = 2
+        assert log.last == {"a": 1}
