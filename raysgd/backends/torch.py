@@ -27,6 +27,9 @@ __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
 """How long connecting to workers that are all there may take, for it cannot be interrupted."""
+_ANSWER = datetime.timedelta(seconds=60)
+"""How long the driver's store may take to answer. Before torch connects it asks for the name of the
+store's address: a name server that does not answer costs seconds, and is asked twice."""
 _LOOK_S = 0.5
 """How often a worker that connects to a store looks whether that was closed."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
@@ -165,13 +168,13 @@ def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
 
     def connect() -> None:
         try:
-            connected.set_result(TCPStore(*place, is_master=False, timeout=_CONNECT))
+            connected.set_result(TCPStore(*place, is_master=False, timeout=_ANSWER))
         except BaseException as error:
             connected.set_exception(error)
 
     _check_listens(place)
     threading.Thread(target=connect, name="raysgd-store", daemon=True).start()
-    deadline = time.monotonic() + _CONNECT.total_seconds()
+    deadline = time.monotonic() + _ANSWER.total_seconds()
     while True:
         try:
             return connected.result(_LOOK_S)
@@ -180,7 +183,7 @@ def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(
                     f"The driver's store at {place[0]}:{place[1]} accepts connections and did not "
-                    f"answer for {_CONNECT.total_seconds():g} s."
+                    f"answer for {_ANSWER.total_seconds():g} s."
                 ) from None
 
 

@@ -69,6 +69,8 @@ _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
 _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
+_REJOINS = 2
+"""How often workers that are all alive may fail to make a process group before that is an error."""
 _PAUSE_S = 5.0
 """How long workers may take to reach the step at which they pause, before they are interrupted."""
 _TICK_S = 1.0
@@ -144,6 +146,7 @@ class Supervisor:
         self._ranks: dict[Member, int] = {}
         self._entering: list[Member] = []
         self._paused_at: int | None = None
+        self._failed_rejoins = 0
         self._salvaged = False
         # pickled now: what cannot be sent is found before a worker starts
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
@@ -518,6 +521,7 @@ class Supervisor:
             self._number_members()
             self.measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
+            self._failed_rejoins = 0
             self.state = State.READY
             return {}
         # a newcomer that was lost is given up; the others join the next time, unless one of them
@@ -527,7 +531,10 @@ class Supervisor:
             if (error := attempt.lost.pop(member, reason)) is not None:
                 self._recruiting.fail(recruit, error)
         if reason is not None and not newcomers:
-            raise reason
+            self._failed_rejoins += 1
+            if not isinstance(reason, CollectiveError) or self._failed_rejoins > _REJOINS:
+                raise reason
+            logger.warning("No new process group came about, and is tried again: %s", reason)
         return attempt.lost
 
     def _lose(self, lost: Mapping[Member, BaseException], max_losses: int) -> None:

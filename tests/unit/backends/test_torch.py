@@ -83,11 +83,11 @@ def test_a_store_that_is_closed_while_a_worker_connects_is_not_waited_for(backen
     started = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match="given up"):
         backend.setup(WorkerContext(distributed=True), rendezvous)
-    assert time.monotonic() - started < torch_backend._CONNECT.total_seconds() / 2
+    assert time.monotonic() - started < torch_backend._ANSWER.total_seconds() / 2
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(torch_backend, "_ANSWER", datetime.timedelta(seconds=0.2))
     monkeypatch.setattr(torch_backend, "_LOOK_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         rendezvous = torch_backend.TorchRendezvous("127.0.0.1", server.getsockname()[1], True)

@@ -507,6 +507,22 @@ def test_a_generation_that_could_not_be_joined_is_not_used(start):
     assert all(len(runner.contexts) == 2 for runner in runners(supervisor))
 
 
+def test_workers_that_do_not_find_each_other_try_again(start):
+    class LateBackend(FakeBackend):
+        def prepare(self, addresses):
+            self.broken = 1 < self.num_prepared + 1 < 4
+            return super().prepare(addresses)
+
+    backend = LateBackend()
+    supervisor = start(2, backend=backend)
+    script(supervisor, r0=raising(ValueError("bad batch")), r1=FakeRunner.wait_for_peers)
+    with pytest.raises(ValueError, match="bad batch"):
+        supervisor.call("work")
+    script(supervisor, r0=lambda r: "done", r1=lambda r: "done")
+    assert len(supervisor.call("work")) == 2
+    assert backend.num_prepared == 4
+
+
 def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start):
     """Its process lives on: a process group that stays there is in the way of the next one."""
     supervisor = start(2, in_place=False)
