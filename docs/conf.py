@@ -6,7 +6,7 @@ project_copyright = author
 release = version = installed_version("raysgd")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "benchmark_results/*.md"]
 
 html_theme = "furo"
 html_title = f"raysgd {release}"
