@@ -51,6 +51,7 @@ class TensorflowBackend(Backend):
         # on the driver: the choice of Keras that its script was started with holds on all workers
         self._environment = keras_environment()
         self._exchange: Exchange | None = None
+        self._held: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""
@@ -78,10 +79,10 @@ class TensorflowBackend(Backend):
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
         os.environ.update(self._environment)
         host = LOOPBACK if rendezvous.single_node else context.node_ip
-        with socket.create_server((host, 0)) as taken:
-            address = f"{host}:{taken.getsockname()[1]}"
-            place = (rendezvous.host, rendezvous.port)
-            workers = exchanged(place, context.world_rank, address, self._timeout_s)
+        self._held = _held_port(host)
+        address = f"{host}:{self._held.getsockname()[1]}"
+        place = (rendezvous.host, rendezvous.port)
+        workers = exchanged(place, context.world_rank, address, self._timeout_s)
         os.environ["TF_CONFIG"] = json.dumps(
             {
                 "cluster": {"worker": workers},
@@ -105,6 +106,9 @@ class TensorflowBackend(Backend):
     def teardown(self) -> None:
         """Remove ``TF_CONFIG``; the process cannot join another group."""
         os.environ.pop("TF_CONFIG", None)
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether TensorFlow raised `error` because it lost another worker."""
@@ -123,6 +127,19 @@ class TensorflowBackend(Backend):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
+
+
+def _held_port(host: str) -> socket.socket:
+    """Return a socket on a free port, on which TensorFlow's server can listen and no other gets.
+
+    TensorFlow listens when it makes the strategy, seconds after all know the address. Linux gives
+    a port that is bound to nobody who asks for any free one, and lets a second socket listen on it
+    where both allow that (SO_REUSEADDR, as gRPC's servers do) and the first does not listen.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
 
 def check_tensorflow(asked_by: str) -> None:

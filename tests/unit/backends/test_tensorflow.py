@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,6 +31,9 @@ def test_every_worker_knows_all_and_its_own_place(environment):
         backend = create_backend("tensorflow", 20)
         environment.setattr(module.os, "environ", Recorded(seen, rank))
         backend.setup(WorkerContext(world_rank=rank, world_size=2), rendezvous)
+        assert backend._held is not None
+        backend.teardown()
+        assert backend._held is None
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(setup, (1, 0)))
@@ -39,6 +43,16 @@ def test_every_worker_knows_all_and_its_own_place(environment):
     assert len(set(workers)) == 2
     assert [c["cluster"]["worker"] for c in configs] == [workers] * 2
     assert sorted(c["task"]["index"] for c in configs) == [0, 1]
+
+
+def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
+    held = module._held_port("127.0.0.1")
+    place = held.getsockname()
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(place)  # as those do who ask for no port of their own
+    with socket.create_server(("0.0.0.0", place[1])) as server:  # as gRPC does
+        assert server.getsockname()[1] == place[1]
+    held.close()
 
 
 class Recorded(dict):
