@@ -20,6 +20,22 @@ def wait_until(condition, timeout_s=20.0):
         time.sleep(0.02)
 
 
+def restart_when_created(monkeypatch, supervisor, group):
+    """Let workers start anew when a placement group has its room, and not ask at the same time.
+
+    Which of the two Ray would serve is open, and Ray may lose the room of a request that is taken
+    back while it is being served.
+    """
+    start = supervisor._start
+
+    def start_later(timeout_s):
+        monkeypatch.setattr(supervisor, "_start", start)  # once: the test gives the room back
+        assert group.wait(timeout_seconds=60)
+        start(timeout_s)
+
+    monkeypatch.setattr(supervisor, "_start", start_later)
+
+
 @pytest.fixture(autouse=True)
 def sigint():
     """Ray Tune leaves a handler behind that swallows the next Ctrl-C."""

@@ -6,7 +6,7 @@ import pytest
 from raysgd import ElasticConfig, TFTrainer
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
-from tests.conftest import wait_until
+from tests.conftest import restart_when_created, wait_until
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
@@ -103,18 +103,17 @@ def fail_at_the_60th(operator):
     operator.config["fail_at"] = (1, operator.global_step + 3)
 
 
-def test_only_one_fits_after_a_loss_and_two_again_later(ray_cluster):
+def test_only_one_fits_after_a_loss_and_two_again_later(ray_cluster, monkeypatch):
     from ray.util.placement_group import placement_group, remove_placement_group
 
     with make_trainer({"data": "tf"}, num_cpus_per_worker=2) as trainer:
         trainer.train()
-        taken = placement_group([{"CPU": 2}])  # gets the room that a restart lets go, soon or late
-        epoch = 1
+        taken = placement_group([{"CPU": 2}])  # gets the room that a restart lets go
         try:
-            while trainer.num_workers == 2:
-                chaos.kill(trainer, 1)
-                epoch += 1
-                assert trainer.train()["epoch"] == epoch
+            restart_when_created(monkeypatch, trainer._supervisor, taken)
+            chaos.kill(trainer, 1)
+            assert trainer.train()["epoch"] == 2
+            assert trainer.num_workers == 1
         finally:
             remove_placement_group(taken)
 

@@ -13,7 +13,7 @@ from raysgd import ElasticConfig, train
 from raysgd.errors import RemoteTraceback
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
-from tests.conftest import wait_until
+from tests.conftest import restart_when_created, wait_until
 
 SOON_S = 2.0
 """How soon an error has to be there."""
@@ -205,7 +205,7 @@ def test_losses_beyond_max_retries_are_an_error_with_every_cause(make_trainer, t
     assert trainer.latest_checkpoint["step"] >= 3
 
 
-def test_fewer_workers_go_on_where_no_more_fit(make_trainer, ray_cluster, tmp_path):
+def test_fewer_workers_go_on_where_no_more_fit(make_trainer, ray_cluster, tmp_path, monkeypatch):
     """The place of the worker that dies is taken before it can come back."""
     from ray.util import placement_group, remove_placement_group
 
@@ -223,11 +223,11 @@ def test_fewer_workers_go_on_where_no_more_fit(make_trainer, ray_cluster, tmp_pa
             train.report(step=step)
         return sizes
 
-    # workers die until the others' room is taken: Ray may serve a restart before it
-    trainer = make_trainer(num_workers=(1, 4), elastic=BACKOFF, max_retries=-1)
+    trainer = make_trainer(num_workers=(1, 4), elastic=BACKOFF)
     iterator = trainer.run_iterator(function)
     next(iterator)
     waiting = placement_group([{"CPU": 2}])
+    restart_when_created(monkeypatch, trainer._executor._supervisor, waiting)
     mark.touch()
     try:
         for _ in iterator:
