@@ -5,11 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import socket
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +16,7 @@ from raysgd.backends.base import Backend
 from raysgd.backends.gloo import GlooGroup
 from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
 from raysgd.backends.sockets import endpoints, listeners
+from raysgd.backends.store import StoreAddress, StoreClient, StoreServer
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
@@ -27,22 +24,20 @@ __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
 """How long connecting to workers that are all there may take, for it cannot be interrupted."""
-_ANSWER = datetime.timedelta(seconds=60)
-"""How long the driver's store may take to answer. Before torch connects it asks for the name of the
-store's address: a name server that does not answer costs seconds, and is asked twice."""
-_LOOK_S = 0.5
-"""How often a worker that connects to a store looks whether that was closed."""
+_NCCL_CONNECT = datetime.timedelta(seconds=60)
+"""The same for torch's own store: before it connects it asks for the name of the store's address,
+and a name server that does not answer costs seconds."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
 
 @dataclass(frozen=True)
 class TorchRendezvous:
-    """Where the store of one generation listens."""
+    """Where the stores of one generation listen; the one of torch's own is for NCCL alone."""
 
-    host: str
-    port: int
+    store: StoreAddress
     single_node: bool
+    tcp_store_port: int | None = None
 
 
 class TorchBackend(Backend):
@@ -57,7 +52,9 @@ class TorchBackend(Backend):
         self._timeout = datetime.timedelta(
             seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
         )
-        self._store: TCPStore | None = None
+        self._server: StoreServer | None = None
+        self._tcp_store: TCPStore | None = None
+        self._client: StoreClient | None = None
         self._listening: set[tuple[str, int]] = set()
         self._made = False
         self._group: GlooGroup | None = None
@@ -66,10 +63,14 @@ class TorchBackend(Backend):
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         """Start the store of a new generation on a free port of the driver."""
         single_node, host = is_single_node(addresses), driver_address(addresses)
-        self._store = TCPStore(
+        self.close()
+        self._server = StoreServer(host)
+        if self._name != "nccl":
+            return TorchRendezvous(self._server.address, single_node)
+        self._tcp_store = TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
-        return TorchRendezvous(host, self._store.port, single_node)
+        return TorchRendezvous(self._server.address, single_node, self._tcp_store.port)
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Create the default process group, and note which sockets are its own."""
@@ -87,8 +88,7 @@ class TorchBackend(Backend):
             self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
-            store = _store_of(rendezvous)
-            store.set_timeout(self._timeout)
+            store = self._client = StoreClient(rendezvous.store, self._timeout)
             # All are here before any connects: who waits here is woken when the driver closes the
             # store, and who waits for a connection by nothing but a time limit.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
@@ -96,11 +96,11 @@ class TorchBackend(Backend):
             store.wait(everyone, self._timeout)
         before = listeners()
         self._made = True
-        place = (store, context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        place = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            self._group = GlooGroup.init(*place)
+            self._group = GlooGroup.init(store, *place)
         else:
-            _init_nccl(*place)
+            _init_nccl(_store_of_nccl(rendezvous), *place)
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
@@ -120,6 +120,8 @@ class TorchBackend(Backend):
         for endpoint in endpoints():
             if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
                 endpoint.shut_down()
+        if (client := self._client) is not None:
+            client.interrupt()
         if (group := self._group) is not None:
             group.interrupt()
         if self._name == "nccl" and dist.is_initialized():
@@ -143,6 +145,7 @@ class TorchBackend(Backend):
         if self._made and dist.is_initialized():
             dist.destroy_process_group()
         self._made = False
+        self._client = None
 
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether gloo, NCCL or the store raised `error`."""
@@ -151,50 +154,19 @@ class TorchBackend(Backend):
         )
 
     def close(self) -> None:
-        """Close the store."""
-        self._store = None
+        """Close the store, which ends the waits of all workers for each other."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._tcp_store = None
 
 
-def _store_of(rendezvous: TorchRendezvous) -> TCPStore:
-    """Connect to the store of a generation, unless that is given up meanwhile.
-
-    Raises:
-        DistNetworkError: if the driver has closed the store, or it does not answer.
-    """
-    # torch tries a store that is closed again and again, and waits for the first answer for ever.
-    # It listened before anyone was told of it: once it listens no more, nobody will answer.
-    place = (rendezvous.host, rendezvous.port)
-    connected: Future[TCPStore] = Future()
-
-    def connect() -> None:
-        try:
-            connected.set_result(TCPStore(*place, is_master=False, timeout=_ANSWER))
-        except BaseException as error:
-            connected.set_exception(error)
-
-    _check_listens(place)
-    threading.Thread(target=connect, name="raysgd-store", daemon=True).start()
-    deadline = time.monotonic() + _ANSWER.total_seconds()
-    while True:
-        try:
-            return connected.result(_LOOK_S)
-        except TimeoutError:
-            _check_listens(place)
-            if time.monotonic() > deadline:
-                raise dist.DistNetworkError(
-                    f"The driver's store at {place[0]}:{place[1]} accepts connections and did not "
-                    f"answer for {_ANSWER.total_seconds():g} s."
-                ) from None
-
-
-def _check_listens(place: tuple[str, int]) -> None:
-    try:
-        socket.create_connection(place, _CONNECT.total_seconds()).close()
-    except OSError as error:
-        raise dist.DistNetworkError(
-            f"The driver's store at {place[0]}:{place[1]} cannot be reached ({error}): this "
-            "generation of workers was given up, or a firewall is in between."
-        ) from error
+def _store_of_nccl(rendezvous: TorchRendezvous | None) -> Any:
+    """Return a store that threads of NCCL's in C++ can use, which a client of ours is not for."""
+    if rendezvous is None or rendezvous.tcp_store_port is None:
+        return HashStore()
+    port = rendezvous.tcp_store_port
+    return TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
 
 
 def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:

@@ -234,10 +234,9 @@ class OperatorRunner(ABC):
             self.set_rng_state(generators[parts.context.world_rank])
 
     def _shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
+        """Return what is the same on every rank, beside models and optimizers."""
         parts = self._parts
         return {
-            "training": parts.training_state(),
             "operator": self.operator.state_dict(),
             "place": parts.place(),
             "global_step": parts.global_step,

@@ -16,7 +16,7 @@ from raysgd.data import Dataset
 from raysgd.errors import CheckpointError
 from raysgd.hosting.parts import Parts, Settings
 from raysgd.hosting.source import Source
-from raysgd.torch import replica
+from raysgd.torch import collectives, replica
 from raysgd.torch.fitting import check_fits
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import dataset_loader, wrap_loader
@@ -231,15 +231,16 @@ class Components(Parts):
 
     def roll_back(self) -> None:
         """Take back what a step that was not committed left behind."""
-        for (module, name), committed in zip(
-            self._buffer_slots, self._committed_buffers, strict=True
-        ):
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.shape == committed.shape:
-                buffer.detach().copy_(committed)
-            else:
-                module._buffers[name] = committed.clone()
+        self._set_buffers(self._committed_buffers)
         self.updates.roll_back()
+
+    def _set_buffers(self, values: Iterable[torch.Tensor]) -> None:
+        for (module, name), value in zip(self._buffer_slots, values, strict=True):
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.detach().copy_(value)
+            else:
+                module._buffers[name] = value.clone()
 
     def _buffers(self) -> list[torch.Tensor]:
         """Return the buffers; by name, since a forward pass may put another tensor in a place."""
@@ -273,6 +274,30 @@ class Components(Parts):
         for model, arguments in zip(self.models, self._wrapping, strict=True):
             if isinstance(model, DistributedDataParallel) and arguments is not None:
                 replica.rebuild(model, arguments)
+
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.
+
+        Parameters and optimizers travel only if one that follows has others, such as a newcomer:
+        survivors of a loss are equal, most often, but for the buffers that a forward pass changes.
+        """
+        device = self.settings.device
+        state = self.training_state()
+        state["models"] = [
+            replica.without_buffers(model, held)
+            for model, held in zip(self.models, state["models"], strict=True)
+        ]
+        own = replica.fingerprint(state)
+        expected = collectives.broadcast_object(own, leader)
+        lacks = follows and own != expected
+        if not replica.agree_on_minimum(int(not lacks), device):
+            state = replica.broadcast_state(self.training_state, leader, device)
+            if lacks:
+                self.load_training_state(state)
+        buffers = replica.broadcast_state(self._buffers, leader, device)
+        if follows:
+            self._set_buffers(buffers)
+            self.commit_buffers()
 
     @property
     def replicated(self) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,11 +22,13 @@ __all__ = [
     "agree_on_minimum",
     "broadcast_state",
     "broadcast_tensors",
+    "fingerprint",
     "no_forward_sync",
     "only_running_statistics",
     "rebuild",
     "replicated",
     "unwrap",
+    "without_buffers",
     "wrapping_arguments",
 ]
 
@@ -60,6 +65,12 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside of DistributedDataParallel, or `model` itself."""
     module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return module
+
+
+def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state dict of `model` has beside buffers."""
+    buffers = {name for name, _ in unwrap(model).named_buffers()}
+    return {name: value for name, value in state.items() if name not in buffers}
 
 
 def replicated(model: torch.nn.Module) -> bool:
@@ -144,6 +155,33 @@ def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.de
     result = _make_tensors(structure, received, device)
     broadcast_tensors(received, source)
     return result
+
+
+def fingerprint(state: Any) -> bytes:
+    """Return what two ranks can compare instead of nested dicts, lists and tuples with tensors.
+
+    Of each tensor it has the sum and the exclusive or of its bits, in words of 64: where two ranks
+    came apart these differ, and they cost no more than to read the tensor, on its device.
+    """
+
+    def summary(leaf: Any) -> Any:
+        return _bits(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    with io.BytesIO() as file:
+        pickler = pickle.Pickler(file)
+        pickler.fast = True  # else equal texts that are one object differ from two
+        pickler.dump(map_leaves(state, summary))
+        return hashlib.sha256(file.getvalue()).digest()
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    if content.storage_offset() % 8:
+        content = content.clone()  # words begin at multiples of their size
+    num_whole = content.numel() // 8 * 8
+    words, rest = content[:num_whole].view(torch.int64), content[num_whole:].tolist()
+    bits = (int(words.sum()), int(torch.hash_tensor(words).view(torch.int64))) if num_whole else ()
+    return (str(tensor.dtype), tuple(tensor.shape), *bits, *rest)
 
 
 class _Slot:

@@ -102,10 +102,12 @@ class TorchRunner(OperatorRunner):
             state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
             if context.world_rank != leader:
                 self._check_data(state["data"])
-                # what is not replicated stays as each worker has it, and a newcomer has nothing
-                if parts.replicated or parts.global_step == 0:
-                    parts.load_training_state(state["training"])
-                    self.operator.load_state_dict(state["operator"])
+            # what is not replicated stays as each worker has it, and a newcomer has nothing
+            follows = context.world_rank != leader and (parts.replicated or parts.global_step == 0)
+            parts.share_training_state(leader, follows)
+            if follows:
+                self.operator.load_state_dict(state["operator"])
+            if context.world_rank != leader:
                 parts.move_to(state["place"], state["global_step"])
                 self._running.join_call(state["call"])
         self._running.keep_iteration(moved=parts.place() != place)

@@ -318,6 +318,49 @@ class Rich(Classifier):
         self.seen = state["seen"]
 
 
+class CountsLoads(Rich):
+    def setup(self, config):
+        super().setup(config)
+        self.loads = 0
+        self.optimizer.register_load_state_dict_post_hook(self.count_load)
+
+    def count_load(self, optimizer):
+        self.loads += 1
+
+
+def come_apart(operator):
+    if operator.world_rank == 1:
+        with torch.no_grad():
+            operator.model.module[2].bias[1] += 2**-20
+
+
+def fail(operator):
+    raise ValueError("on purpose")
+
+
+def test_survivors_get_the_leaders_state_only_where_they_have_another(ray_cluster):
+    with TorchTrainer(
+        training_operator_cls=CountsLoads,
+        num_workers=3,
+        scheduler_step_freq="batch",
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
+
+        def loads():
+            trainer.train(num_steps=2)
+            # statistics of batch normalization are each rank's own until the end of a call
+            assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+            return trainer.apply_all_operators(lambda operator: operator.loads)
+
+        assert loads() == [0, 0, 0]
+        os.kill(trainer.apply_all_workers(os.getpid)[2], signal.SIGKILL)
+        assert loads() == [0, 0]
+        trainer.apply_all_operators(come_apart)
+        with pytest.raises(ValueError, match="on purpose"):  # the next call makes a new generation
+            trainer.apply_all_operators(fail)
+        assert loads() == [0, 1]
+
+
 def test_a_run_with_a_loss_that_is_refilled_ends_with_the_bits_of_one_without(
     ray_cluster, tmp_path
 ):

@@ -100,7 +100,9 @@ class TrainProcessGroup(ProcessGroup):
                 NODE_RANK=str(context.node_rank),
             )
             if rendezvous is not None:
-                os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+                os.environ.update(
+                    MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port)
+                )
 
 
 def _leave_process_group() -> None:

@@ -4,7 +4,7 @@ import datetime
 import os
 import pickle
 import socket
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from raysgd.backends import create_backend, network
 from raysgd.backends import torch as torch_backend
+from raysgd.backends.store import StoreClient
 from raysgd.context import WorkerContext
 
 
@@ -40,9 +41,19 @@ def test_a_group_can_be_made_left_and_made_again(backend):
 
 def test_each_generation_has_a_store_of_its_own(backend):
     rendezvous = [backend.prepare(["127.0.0.1"]) for _ in range(3)]
-    assert len({r.port for r in rendezvous}) > 1
-    assert all(r.host == "127.0.0.1" and r.single_node for r in rendezvous)
+    assert len({r.store for r in rendezvous}) == 3
+    assert all(r.store.host == "127.0.0.1" and r.single_node for r in rendezvous)
     assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
+    with pytest.raises(dist.DistNetworkError):  # the earlier one is gone
+        StoreClient(rendezvous[0].store, datetime.timedelta(seconds=30))
+
+
+def test_nccl_has_a_store_of_torchs_beside():
+    backend = create_backend("nccl", 30)
+    rendezvous = backend.prepare(["127.0.0.1"])
+    place = (rendezvous.store.host, rendezvous.tcp_store_port)
+    dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=30)).set("a", "1")
+    backend.close()
 
 
 def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backend, monkeypatch):
@@ -69,30 +80,18 @@ def test_a_generation_that_was_given_up_is_not_waited_for(backend):
     assert backend.is_communication_error(caught.value)
 
 
-def test_a_store_that_is_closed_while_a_worker_connects_is_not_waited_for(backend, monkeypatch):
-    """It listens when it is looked for, and is gone before torch connects."""
-    rendezvous = backend.prepare(["127.0.0.1"])
-    reach = socket.create_connection
-
-    def close_then(*arguments):
-        connection = reach(*arguments)
-        backend.close()
-        return connection
-
-    monkeypatch.setattr(torch_backend.socket, "create_connection", close_then)
-    started = time.monotonic()
-    with pytest.raises(dist.DistNetworkError, match="given up"):
-        backend.setup(WorkerContext(distributed=True), rendezvous)
-    assert time.monotonic() - started < torch_backend._ANSWER.total_seconds() / 2
-
-
-def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(torch_backend, "_ANSWER", datetime.timedelta(seconds=0.2))
-    monkeypatch.setattr(torch_backend, "_LOOK_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rendezvous = torch_backend.TorchRendezvous("127.0.0.1", server.getsockname()[1], True)
-        with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.2 s"):
-            torch_backend._store_of(rendezvous)
+@pytest.mark.parametrize("wake", ["close", "interrupt"])
+def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
+    """The driver closes the store when one is lost on its way, and may interrupt the others."""
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    observer = StoreClient(rendezvous.store, datetime.timedelta(seconds=30))
+    with ThreadPoolExecutor(1) as pool:
+        joins = pool.submit(backend.setup, WorkerContext(world_size=2), rendezvous)
+        observer.wait(["here/0"])
+        getattr(backend, wake)()
+        with pytest.raises(dist.DistNetworkError, match="given up") as caught:
+            joins.result(10)
+    assert backend.is_communication_error(caught.value)
 
 
 def test_teardown_is_harmless_when_nothing_was_set_up(backend):

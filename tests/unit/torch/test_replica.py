@@ -6,11 +6,14 @@ in a group of one.
 
 import collections
 import copy
+import math
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch import collectives, replica
@@ -101,6 +104,64 @@ def test_large_states_travel_in_messages_of_bounded_size(link):
     tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
     replica.broadcast_tensors(tensors, source=0)
     assert [message.nbytes for message in link["messages"]] == [2**26, 2**26, 2**25]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int16, torch.uint8]
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 9),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_the_fingerprint_tells_states_apart_that_differ_in_one_bit(
+    shape, dtype, offset, where, bit
+):
+    size = math.prod(shape)
+    held = torch.arange(offset + size).to(dtype)
+    tensor = held[offset:].view(shape)
+    state = {"a": [tensor, ("text", 0.1, None)], 3: collections.OrderedDict(b=tensor.clone())}
+    expected = replica.fingerprint(state)
+    other = copy.deepcopy({"a": [tensor.clone(), ("te" + "xt", 0.1, None)], 3: state[3]})
+    assert replica.fingerprint(other) == expected
+    if size:
+        content = other["a"][0].reshape(-1).view(torch.uint8)
+        content[int(where * content.numel())] ^= 1 << bit
+        assert replica.fingerprint(other) != expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.zeros(4), "lr": 0.2},
+        {"w": torch.zeros(2, 2), "lr": 0.1},
+        {"w": torch.zeros(4, dtype=torch.int32), "lr": 0.1},
+        {"v": torch.zeros(4), "lr": 0.1},
+        {"w": [0.0] * 4, "lr": 0.1},
+    ],
+)
+def test_the_fingerprint_covers_names_shapes_types_and_numbers(other):
+    state = {"w": torch.zeros(4), "lr": 0.1}
+    assert replica.fingerprint(state) == replica.fingerprint(copy.deepcopy(state))
+    assert replica.fingerprint(state) != replica.fingerprint(other)
+
+
+def test_the_fingerprint_follows_the_values_and_not_how_they_lie_in_memory():
+    tensor = torch.randn(6, 5)
+    columns = tensor.t().contiguous().t()
+    assert columns.stride() != tensor.stride()
+    assert replica.fingerprint([tensor]) == replica.fingerprint([columns])
+    assert replica.fingerprint([torch.tensor(True)]) != replica.fingerprint([torch.tensor(False)])
+
+
+def test_what_a_state_has_beside_buffers(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    names = {name for name, _ in model.named_parameters()}
+    wrapped = replica.ReplicatedModel(model)
+    for held in (model, wrapped):
+        assert set(replica.without_buffers(held, model.state_dict())) == names
 
 
 def test_nothing_to_send_is_no_message(link):
