@@ -24,31 +24,46 @@ def start(
 def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:
     """Wait for the functions that `start` started on these workers; return what they returned.
 
+    The first failure is raised at once, while the function goes on elsewhere; what is called next
+    waits for it there.
+
     Raises:
         WorkerLostError: if a worker died.
         BaseException: what a function raised, with the worker's traceback as its cause.
     """
     import ray
+
+    ranks = dict(zip(references, range(len(members)), strict=True))
+    found: dict[int, Any] = {}
+    pending = list(references)
+    while pending:
+        # whichever comes first: a rank that is busy, or blocked, hides no error of another
+        ready, pending = ray.wait(pending)
+        for reference in ready:
+            rank = ranks[reference]
+            found[rank] = _result(members[rank], rank, reference)
+    return [found[rank] for rank in range(len(members))]
+
+
+def _result(member: Member, rank: int, reference: Any) -> Any:
+    import ray
     import ray.exceptions
 
-    found = []
-    for rank, (member, reference) in enumerate(zip(members, references, strict=True)):
-        try:
-            found.append(ray.get(reference))
-        except ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            if not isinstance(cause, BaseException):
-                raise
-            where = f"Raised on worker {rank} on {member.name}:\n{error}"
-            raise cause.with_traceback(None) from RemoteTraceback(where)
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            said = loss_cause(error, getattr(member, "place", None))
-            raise WorkerLostError(
-                f"Lost worker {rank} on {member.name}: {said}",
-                rank=rank,
-                node_id=member.node_id,
-                cause=said,
-            ) from error
-    return found
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if not isinstance(cause, BaseException):
+            raise
+        where = f"Raised on worker {rank} on {member.name}:\n{error}"
+        raise cause.with_traceback(None) from RemoteTraceback(where)
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        said = loss_cause(error, getattr(member, "place", None))
+        raise WorkerLostError(
+            f"Lost worker {rank} on {member.name}: {said}",
+            rank=rank,
+            node_id=member.node_id,
+            cause=said,
+        ) from error

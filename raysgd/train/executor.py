@@ -440,7 +440,7 @@ class BackendExecutor:
             "\n".join(
                 [
                     f"The training function lost workers {self._num_losses} times, and "
-                    f"max_retries={self._max_retries}. {what}",
+                    f"max_retries={self._max_retries} (max_failures in fit()). {what}",
                     *causes,
                 ]
             ),

@@ -19,6 +19,7 @@ from raysgd.train.backend import (
     WorkerGroup,
 )
 from raysgd.train.torch import TorchConfig
+from tests.conftest import wait_until
 
 
 class Noted(Backend):
@@ -210,6 +211,26 @@ def test_data_is_encoded_on_the_worker_and_decoded_on_the_driver(executors, tmp_
     assert [result["a"] for result in executor.fetch_next_result()] == [1, 1]
     assert executor.finish_training() == [{"b": 2}, {"b": 2}]
     assert executor.latest_checkpoint == {"b": 2}
+
+
+def test_an_error_is_raised_while_other_workers_are_busy(ray_cluster, tmp_path):
+    group, done = WorkerGroup(num_workers=2), tmp_path / "done"
+
+    def work(pid):
+        if os.getpid() == pid:
+            raise ValueError("on purpose")
+        wait_until(done.exists)
+        return "done"
+
+    try:
+        last = group.execute(os.getpid)[1]
+        with pytest.raises(ValueError, match="on purpose"):
+            group.execute(work, last)
+        assert not done.exists()
+        done.touch()
+        assert group.execute(work, 0) == ["done"] * 2  # after what was busy
+    finally:
+        group.shutdown(patience_s=1)
 
 
 def test_workers_come_and_go_in_a_group_of_ones_own(ray_cluster):
