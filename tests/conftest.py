@@ -28,10 +28,10 @@ def restart_when_created(monkeypatch, supervisor, group):
     """
     start = supervisor._start
 
-    def start_later(timeout_s):
+    def start_later(*arguments):
         monkeypatch.setattr(supervisor, "_start", start)  # once: the test gives the room back
         assert group.wait(timeout_seconds=60)
-        start(timeout_s)
+        start(*arguments)
 
     monkeypatch.setattr(supervisor, "_start", start_later)
 

@@ -63,11 +63,12 @@ class WorkerGroup:
         self._actor_cls: Any = None
         self._slots: dict[Member, Any] = {}
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, queue: Any = None) -> None:
         """Start the workers and wait until each has said where it runs.
 
         Args:
             timeout_s: how long to wait for room for ``min_workers``.
+            queue: where a request for that waits for the next try, see ``placement.reserve``.
 
         Raises:
             InsufficientResourcesError: if there is no room for ``min_workers``.
@@ -87,6 +88,7 @@ class WorkerGroup:
             min_workers=max(1, options.min_workers - num_local),
             timeout_s=timeout_s,
             strategy=options.strategy,
+            queue=queue,
         )
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
@@ -106,6 +108,12 @@ class WorkerGroup:
         self.members = self.in_order(self.members)
         if options.use_local:
             self.members.insert(0, _local_member())
+
+    def queue(self) -> Any:
+        """Return a place for requests for room to wait in from one start to the next."""
+        from raysgd.execution import placement
+
+        return placement.Queue()
 
     def add(self, num_workers: int) -> None:
         """Start further workers behind those there are, and wait until they are up.

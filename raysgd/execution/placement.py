@@ -25,7 +25,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
 
-__all__ = ["Reservation", "Slot", "connect", "free_resources", "gpus_in_cluster", "reserve"]
+__all__ = [
+    "Queue",
+    "Reservation",
+    "Slot",
+    "connect",
+    "free_resources",
+    "gpus_in_cluster",
+    "reserve",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +180,41 @@ def _is_free(group: PlacementGroup) -> bool:
     return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
 
 
+class Queue:
+    """Keeps a request for room that came to nothing in its place, for the next try.
+
+    Autoscalers add nodes for a request that stays. And one that is taken back in the moment in
+    which Ray serves it can cost its resources for good (seen with Ray 2.60): its group is gone, and
+    what it held is never free again.
+    """
+
+    def __init__(self) -> None:
+        self._group: PlacementGroup | None = None
+
+    def take(self, bundle: Mapping[str, float], size: int, strategy: str) -> PlacementGroup:
+        """Return a request for room of this kind, the one that waits here if it is for that."""
+        group, self._group = self._group, None
+        if group is not None and group.bundle_specs == [dict(bundle)] * size:
+            return group
+        if group is not None:
+            remove_placement_group(group)
+        return _request(bundle, size, strategy)
+
+    def leave(self, group: PlacementGroup) -> None:
+        """Let a request wait here."""
+        self._group = group
+
+    def __bool__(self) -> bool:
+        """Whether a request waits here."""
+        return self._group is not None
+
+    def clear(self) -> None:
+        """Take the request back that waits here."""
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            remove_placement_group(group)
+
+
 def reserve(
     bundle: Mapping[str, float],
     *,
@@ -179,6 +222,7 @@ def reserve(
     min_workers: int,
     timeout_s: float,
     strategy: str = "SPREAD",
+    queue: Queue | None = None,
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
@@ -191,6 +235,8 @@ def reserve(
         min_workers: the fewest.
         timeout_s: how long to wait for room for these.
         strategy: how Ray shall place them, such as "SPREAD" or "PACK".
+        queue: where a request for `min_workers` that came to nothing waits for the next try, and
+            is found by it. Without one it is taken back.
 
     Raises:
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
@@ -205,9 +251,9 @@ def reserve(
         capacity=workers_that_fit(ray.cluster_resources(), bundle),
         free=workers_that_fit(ray.available_resources(), bundle),
     )
-    for size in sizes:
-        settle_s = min(_SETTLE_S, timeout_s)
-        if (group := _granted(bundle, size, settle_s, strategy)) is not None:
+    for size in () if queue else sizes:
+        group = _request(bundle, size, strategy)
+        if _granted(group, min(_SETTLE_S, timeout_s)):
             if size < num_workers:
                 logger.warning(
                     "Starting with %d of %d workers: the cluster has no room for more now (%s).",
@@ -216,10 +262,14 @@ def reserve(
                     _described(bundle),
                 )
             return Reservation(group, range(size), owned=True)
-    # a request that stays is what an autoscaler adds nodes for
-    group = _granted(bundle, min_workers, deadline - time.monotonic(), strategy, log=True)
-    if group is not None:
+        remove_placement_group(group)
+    own_queue = Queue() if queue is None else queue
+    group = own_queue.take(bundle, min_workers, strategy)
+    if _granted(group, deadline - time.monotonic(), log=True):
         return Reservation(group, range(min_workers), owned=True)
+    own_queue.leave(group)
+    if queue is None:
+        own_queue.clear()
     raise InsufficientResourcesError(
         f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
         "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S; with "
@@ -286,28 +336,28 @@ def _request(bundle: Mapping[str, float], size: int, strategy: str = "SPREAD") -
     return group
 
 
-def _granted(
-    bundle: Mapping[str, float], size: int, timeout_s: float, strategy: str, log: bool = False
-) -> PlacementGroup | None:
-    """Request room and return it if it comes in time; else the request is taken back."""
-    group = _request(bundle, size, strategy)
+def _granted(group: PlacementGroup, timeout_s: float, log: bool = False) -> bool:
+    """Wait until there is the room that was requested, and return whether it came in time.
+
+    The request is taken back if Ctrl-C or the like ends the wait.
+    """
     started = mentioned = time.monotonic()
     try:
         # its own wait() knows whole seconds alone
         while not _is_created(group):
             now = time.monotonic()
             if now - started >= timeout_s:
-                remove_placement_group(group)
-                return None
+                return False
             if log and (mentioned == started or now - mentioned >= _LOG_EVERY_S):
                 mentioned = now
                 left = timeout_s - (now - started)
-                logger.warning("Waiting up to %.0f s for %s", left, _demand(bundle, size))
+                demand = _demand(group.bundle_specs[0], group.bundle_count)
+                logger.warning("Waiting up to %.0f s for %s", left, demand)
             time.sleep(_POLL_S)
     except BaseException:
         remove_placement_group(group)
         raise
-    return group
+    return True
 
 
 def _is_created(group: PlacementGroup) -> bool:

@@ -178,8 +178,8 @@ class Supervisor:
             self.shutdown(force=True)
             raise
 
-    def _start(self, timeout_s: float) -> None:
-        self._group.start(timeout_s)
+    def _start(self, timeout_s: float, queue: Any = None) -> None:
+        self._group.start(timeout_s, queue)
         self._number_members()
         self._first_step("create", [self._created] * len(self.members), "start")
         contexts = self._contexts(self.members)
@@ -648,27 +648,31 @@ class Supervisor:
         self._group.shutdown(force=True)
         self._stragglers.clear()
         self.measured_from.clear()
-        for number in range(config.max_attempts):
-            wait_s = backoff_s(number, config, random.random())
-            deadline = time.monotonic() + wait_s
-            try:
-                self._start(max(wait_s, 1.0))
-                self._load_snapshot()
-                break
-            except BaseException as error:
-                self.state = State.BROKEN
-                self._group.shutdown(force=True)
-                expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
-                if not (isinstance(error, expected) or is_loss(error)):
-                    raise
-                self._mention_wait(_first_line(error), number, wait_s)
-                last = error
-            while time.monotonic() < deadline:
-                time.sleep(_BUSY_TICK_S)
-        else:
-            raise self._failed(
-                f"no {min_workers} workers to be had: {self._group.room()}", cause=last
-            )
+        queue = self._group.queue()
+        try:
+            for number in range(config.max_attempts):
+                wait_s = backoff_s(number, config, random.random())
+                deadline = time.monotonic() + wait_s
+                try:
+                    self._start(max(wait_s, 1.0), queue)
+                    self._load_snapshot()
+                    break
+                except BaseException as error:
+                    self.state = State.BROKEN
+                    self._group.shutdown(force=True)
+                    expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
+                    if not (isinstance(error, expected) or is_loss(error)):
+                        raise
+                    self._mention_wait(_first_line(error), number, wait_s)
+                    last = error
+                while time.monotonic() < deadline:
+                    time.sleep(_BUSY_TICK_S)
+            else:
+                raise self._failed(
+                    f"no {min_workers} workers to be had: {self._group.room()}", cause=last
+                )
+        finally:
+            queue.clear()
         grown = num_before is not None and len(self.members) > num_before
         newcomers = self.members[num_before:] if grown else self.members
         seconds = time.monotonic() - started

@@ -26,6 +26,44 @@ def two_cpus_taken(ray_cluster):
     remove_placement_group(taken)
 
 
+def waiting_requests():
+    table = placement_group_table()
+    return [key for key, group in table.items() if group["state"] == "PENDING"]
+
+
+def test_a_request_for_room_keeps_its_place_from_one_try_to_the_next(ray_cluster):
+    taken = placement_group([{"CPU": 4}])
+    assert taken.wait(10)
+    queue, found = placement.Queue(), []
+    asked = {"num_workers": 2, "min_workers": 1, "queue": queue}
+    for _ in range(2):
+        with pytest.raises(InsufficientResourcesError):
+            placement.reserve({"CPU": 1}, timeout_s=0.2, **asked)
+        found += waiting_requests()
+    assert len(found) == 2
+    assert len(set(found)) == 1
+    remove_placement_group(taken)
+    reservation = placement.reserve({"CPU": 1}, timeout_s=30, **asked)
+    assert [slot.strategy.placement_group.id.hex() for slot in reservation.slots] == found[:1]
+    assert not queue
+    reservation.release()
+
+
+def test_a_request_that_is_given_up_is_taken_back(ray_cluster):
+    taken = placement_group([{"CPU": 4}])
+    assert taken.wait(10)
+    queue = placement.Queue()
+    for queue_or_none in (queue, None):
+        with pytest.raises(InsufficientResourcesError):
+            placement.reserve(
+                {"CPU": 1}, num_workers=1, min_workers=1, timeout_s=0.2, queue=queue_or_none
+            )
+        assert len(waiting_requests()) == bool(queue)
+        queue.clear()
+        assert not waiting_requests()
+    remove_placement_group(taken)
+
+
 def test_training_starts_with_what_fits(two_cpus_taken):
     with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
         assert (trainer.num_workers, trainer.max_workers) == (2, 4)

@@ -293,9 +293,9 @@ class SimGroup(WorkerGroup):
         self._world = world
         self.num_starts = 0
 
-    def start(self, timeout_s):
+    def start(self, timeout_s, queue=None):
         self.num_starts += 1
-        super().start(timeout_s)
+        super().start(timeout_s, queue)
 
     def shutdown(self, force=False):
         world = self._world
@@ -495,7 +495,7 @@ class World:
         if self.supervisor is not None:
             assert len(members) <= self.supervisor.max_workers, "more members than num_workers"
 
-    def reserve(self, bundle, *, num_workers, min_workers, timeout_s, strategy):
+    def reserve(self, bundle, *, num_workers, min_workers, timeout_s, strategy, queue=None):
         """Stand in for `placement.reserve`."""
         end = self.now + timeout_s
         while self.room < min_workers and self.now < end:

@@ -570,9 +570,9 @@ def test_a_start_that_fails_at_once_is_tried_again_later_and_later(world):
     starts = []
     start = supervisor._group.start
 
-    def start_and_die(timeout_s):
+    def start_and_die(*arguments):
         starts.append(world.now)
-        start(timeout_s)
+        start(*arguments)
         if len(starts) < 5:
             supervisor.members[0].die("no memory")
 

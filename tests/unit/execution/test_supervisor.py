@@ -170,7 +170,7 @@ class FakeGroup(WorkerGroup):
         self.shutdowns = []
         self.starts = []
 
-    def start(self, timeout_s):
+    def start(self, timeout_s, queue=None):
         self.starts.append(timeout_s)
         self.members = [FakeMember(index) for index in range(self.options.num_workers)]
         self.all = list(self.members)
@@ -541,8 +541,8 @@ def test_a_worker_that_is_lost_at_the_start_is_named():
     supervisor = Supervisor(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
     begin = group.start
 
-    def start_and_die(timeout_s):
-        begin(timeout_s)
+    def start_and_die(*arguments):
+        begin(*arguments)
         group.members[1].die("no memory")
 
     group.start = start_and_die
