@@ -36,7 +36,7 @@ _PACKAGES = {
     "tensorboard": "TensorBoard logs",
     "mlflow": "MLflow logs",
     "wandb": "Weights & Biases logs",
-    "plotly": "report.html",
+    "plotly": 'report.html: pip install "raysgd[callbacks]"',
 }
 _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),

@@ -64,8 +64,8 @@ def make_report(folder: str | Path) -> Path:
 
 def _page(name: str, log: RunLog) -> str:
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
+    script = _plotly_script()  # first: it says what to install
     charts = [*_metric_charts(log), _speed_chart(log), _worker_chart(log)]
-    script = _plotly_script()
     body = "".join(
         f"<section><h2>{html.escape(title)}</h2>{drawing}{note}</section>"
         for title, drawing, note in charts

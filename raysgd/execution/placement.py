@@ -7,7 +7,9 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,7 +146,15 @@ class Reservation:
 
     def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
         self._owned = [group] if owned else []
+        self._thread = threading.get_ident()
         self.slots = [Slot(group, index) for index in indexes]
+        _reservations.add(self)
+
+    def held_here(self) -> list[Mapping[str, float]]:
+        """Return what it holds if this thread made it, bundle by bundle."""
+        if self._thread != threading.get_ident():
+            return []
+        return [bundle for g in self._owned if _is_created(g) for bundle in g.bundle_specs]
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
         """Request room for one more worker; None where the room is the caller's."""
@@ -163,6 +173,7 @@ class Reservation:
 
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
+        _reservations.discard(self)
         if not ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
@@ -171,6 +182,10 @@ class Reservation:
             deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline and not all(map(_is_free, self._owned)):
                 time.sleep(0.02)
+
+
+_reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
+"""Those of this process that have not been released."""
 
 
 def _is_free(group: PlacementGroup) -> bool:
@@ -245,6 +260,7 @@ def reserve(
     if current is not None:
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
+    _check_possible(bundle, min_workers)
     sizes = start_sizes(
         num_workers,
         min_workers,
@@ -270,12 +286,51 @@ def reserve(
     own_queue.leave(group)
     if queue is None:
         own_queue.clear()
-    raise InsufficientResourcesError(
-        f"No room within {timeout_s:g} s for {_demand(bundle, min_workers)} Use fewer workers "
-        "or less for each, add nodes, or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S; with "
-        "raysgd.train TRAIN_PLACEMENT_GROUP_TIMEOUT_S).",
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers)
+
+
+def _check_possible(bundle: Mapping[str, float], min_workers: int) -> None:
+    """Raise where waiting for room is in vain: nothing that may end in the meantime holds it.
+
+    A cluster that this process started has the nodes that it has. What trainers of this thread
+    hold stays theirs while it waits here.
+    """
+    node = getattr(ray._private.worker, "_global_node", None)
+    if node is None or not node.is_head():
+        return
+    total, held = ray.cluster_resources(), _held_here()
+    left = {name: amount - held.get(name, 0) for name, amount in total.items()}
+    if workers_that_fit(left, bundle) < min_workers:
+        raise _no_room("", bundle, min_workers)
+
+
+def _held_here() -> dict[str, float]:
+    """Return what trainers that this thread made, and has not shut down, hold."""
+    return _sum(bundle for kept in list(_reservations) for bundle in kept.held_here())
+
+
+def _no_room(
+    when: str, bundle: Mapping[str, float], min_workers: int
+) -> InsufficientResourcesError:
+    total, held, advice = ray.cluster_resources(), _held_here(), ""
+    if held and workers_that_fit(total, bundle) >= min_workers:
+        advice = (
+            f"Trainers that were made before and are not shut down hold {_described(held)}: call "
+            "their shutdown(), or make them in a with block. Or "
+        )
+    advice += (
+        "use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "
+        "resources_per_worker), add nodes"
+    )
+    if when:
+        advice += (
+            ", or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S; with raysgd.train "
+            "TRAIN_PLACEMENT_GROUP_TIMEOUT_S)"
+        )
+    return InsufficientResourcesError(
+        f"No room {when}for {_demand(bundle, min_workers)} {advice[0].upper()}{advice[1:]}.",
         requested=bundle,
-        total=ray.cluster_resources(),
+        total=total,
         available=ray.available_resources(),
     )
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -47,6 +48,29 @@ def test_a_request_for_room_keeps_its_place_from_one_try_to_the_next(ray_cluster
     assert [slot.strategy.placement_group.id.hex() for slot in reservation.slots] == found[:1]
     assert not queue
     reservation.release()
+
+
+def test_a_trainer_that_was_not_shut_down_is_named_at_once(ray_cluster):
+    """As in a notebook, whose cell is run again."""
+    kept = {"training_operator_cls": Classifier, "num_workers": 1, "num_cpus_per_worker": 3}
+    with TorchTrainer(**kept):
+        with pytest.raises(InsufficientResourcesError, match=r"^No room for") as caught:
+            TorchTrainer(**kept)
+        assert "not shut down hold 3 CPU: call their shutdown()" in str(caught.value)
+        # what the cluster never has is not their fault
+        with pytest.raises(InsufficientResourcesError, match="No room for 1 worker") as caught:
+            TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
+        assert "not shut down" not in str(caught.value)
+
+
+def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
+    asked = {"bundle": {"CPU": 4}, "num_workers": 1, "min_workers": 1, "timeout_s": 20}
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(placement.reserve, **asked).result()
+        with pytest.raises(InsufficientResourcesError, match=r"within 0\.2 s.*wait longer"):
+            placement.reserve(**{**asked, "timeout_s": 0.2})
+        theirs.release()
+    placement.reserve(**asked).release()
 
 
 def test_a_request_that_is_given_up_is_taken_back(ray_cluster):
