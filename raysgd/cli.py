@@ -38,6 +38,8 @@ _PACKAGES = {
     "wandb": "Weights & Biases logs",
     "plotly": 'report.html: pip install "raysgd[callbacks]"',
 }
+_PEERS = ("lightning", "accelerate", "matplotlib")
+"""What the benchmarks of epochs need beside."""
 _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
@@ -104,6 +106,14 @@ def bench(
     if name not in there_are:
         typer.echo(f"raysgd bench {name}: must be one of {', '.join(there_are)}.", err=True)
         raise typer.Exit(2)
+    missing = [peer for peer in _PEERS if importlib.util.find_spec(peer) is None]
+    if name in ("all", "epoch") and missing:
+        typer.echo(
+            f"raysgd bench {name} needs {', '.join(missing)}: make bench installs them in an "
+            "environment of their own.",
+            err=True,
+        )
+        raise typer.Exit(1)
     command = [sys.executable, str(folder / f"{name}.py"), *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -36,7 +37,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
         if "weights_only" in str(error) and "GLOBAL" in str(error):
             raise CheckpointError(
                 f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
-                f"loading never runs code from a file. {_ALLOW}\n{first_line(error)}"
+                f"loading never runs code from a file. {_ALLOW}\n{_refused(error)}"
             ) from error
         # torch's own words advise to load without protection
         said = "" if "weights_only" in str(error) else f": {first_line(error)}"
@@ -59,8 +60,14 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
         whose = f"{owner}'" if owner.endswith("s") else f"{owner}'s"
         raise CheckpointError(
             f"Cannot save to {target.shown}: what the {whose} state_dict() returned could not be "
-            f"loaded again. {_ALLOW}\n{first_line(error)}"
+            f"loaded again. {_ALLOW}\n{_refused(error)}"
         ) from error
+
+
+def _refused(error: BaseException) -> str:
+    """Return what torch says of the type that it refuses, without its advice."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return first_line(error) if found is None else f"It is {found[1]}."
 
 
 def record_names(state: Mapping[str, Any]) -> dict[str, str]:

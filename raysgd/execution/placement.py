@@ -312,23 +312,24 @@ def _held_here() -> dict[str, float]:
 def _no_room(
     when: str, bundle: Mapping[str, float], min_workers: int
 ) -> InsufficientResourcesError:
-    total, held, advice = ray.cluster_resources(), _held_here(), ""
+    total, held = ray.cluster_resources(), _held_here()
+    said = [f"No room {when}for {_demand(bundle, min_workers)}"]
     if held and workers_that_fit(total, bundle) >= min_workers:
-        advice = (
+        said.append(
             f"Trainers that were made before and are not shut down hold {_described(held)}: call "
-            "their shutdown(), or make them in a with block. Or "
+            "their shutdown(), or make them in a with block."
         )
-    advice += (
-        "use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "
-        "resources_per_worker), add nodes"
+    said.append(
+        "Use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "
+        "resources_per_worker), or add nodes."
     )
     if when:
-        advice += (
-            ", or wait longer (SGD_PLACEMENT_GROUP_TIMEOUT_S; with raysgd.train "
-            "TRAIN_PLACEMENT_GROUP_TIMEOUT_S)"
+        said.append(
+            "Or wait longer: SGD_PLACEMENT_GROUP_TIMEOUT_S; with raysgd.train "
+            "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
         )
     return InsufficientResourcesError(
-        f"No room {when}for {_demand(bundle, min_workers)} {advice[0].upper()}{advice[1:]}.",
+        " ".join(said),
         requested=bundle,
         total=total,
         available=ray.available_resources(),

@@ -475,8 +475,10 @@ class Supervisor:
         mentioned = False
         try:
             while stragglers.pending and (left := deadline - time.monotonic()) > 0:
-                stragglers.settle(min(_MENTION_STRAGGLER_S, left))
-                if stragglers.pending and not mentioned:
+                quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
+                stragglers.settle(left if mentioned else min(quiet_s, left))
+                waited_s = time.monotonic() - deadline + patience_s
+                if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
                     mentioned = True
                     logger.warning(
                         "Waiting up to %.0f s for workers that are still busy with the call that "

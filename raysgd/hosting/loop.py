@@ -207,7 +207,14 @@ class Loop:
                 # the last call stopped exactly at the end of its epoch, and could not know or
                 # failed there; this one has not done anything yet
                 self._more_epochs += 1
-        elif limit is not None:
+        elif limit is None:
+            warnings.warn(
+                f"{type(self.operator).__name__}.train_epoch took no batch from the iterator that "
+                "it is given: no step was counted, and the epoch counts as done.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
             raise RuntimeError(
                 f"{type(self.operator).__name__}.train_epoch took no batch from its iterator, so "
                 "num_steps cannot be counted. Iterate over the iterator that it is given."
@@ -358,6 +365,12 @@ def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any
 
 
 def _empty(name: str, source: Source) -> RuntimeError:
+    if isinstance(source.loader, Iterator):
+        return RuntimeError(
+            f"The {name} loader gives no more batch: {source.describe()}. An iterator, such as a "
+            "generator, can be read once: register something that iter() starts again, like a "
+            "DataLoader, a list or an object whose __iter__ is the generator."
+        )
     return RuntimeError(
         f"The {name} loader gives no batch: {source.describe()}. Use more data, a smaller batch "
         "size or drop_last=False."

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.hosting.parts import Parts
 from raysgd.metrics import NUM_SAMPLES, is_number
 
-__all__ = ["OperatorBase", "checked_metrics"]
+__all__ = ["OperatorBase", "checked_metrics", "create_operator", "warn_of_misspelling"]
+
+logger = logging.getLogger(__name__)
 
 _HINTS = {
     "model": "a single model",
@@ -134,3 +139,43 @@ def checked_metrics(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[s
             f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
         )
     return metrics, num_samples
+
+
+def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
+    """Make an operator, whose ``setup`` is still to be called.
+
+    Raises:
+        TypeError: if the class has an ``__init__`` that does not fit.
+    """
+    advice = (
+        "Leave __init__ out, and create what the operator needs in setup(self, config), which "
+        "runs on the worker."
+    )
+    try:
+        inspect.signature(operator_cls).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{operator_cls.__name__}.__init__ does not take what raysgd makes operators with "
+            f"({error}). {advice}"
+        ) from error
+    operator = operator_cls(*arguments)
+    if "_config" not in vars(operator):
+        raise TypeError(
+            f"{operator_cls.__name__}.__init__ does not call super().__init__(). {advice}"
+        )
+    return operator
+
+
+def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
+    """Warn of methods with nearly the name of one that `base` would call."""
+    known = [name for name in dir(base) if not name.startswith("_")]
+    for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
+        if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
+            continue
+        if close := difflib.get_close_matches(name, known, 1, cutoff=0.85):
+            logger.warning(
+                "%s.%s is called by nobody but yourself. Is %s meant, which raysgd calls?",
+                operator_cls.__name__,
+                name,
+                close[0],
+            )

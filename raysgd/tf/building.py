@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.context import WorkerContext
+from raysgd.hosting.operator_base import create_operator
 from raysgd.tf.communication import Alone, Communication, HorovodGroup, StrategyGroup
 from raysgd.tf.components import Components, TFSettings
 from raysgd.tf.precision import policy_name, set_policy
@@ -56,7 +57,7 @@ def build_operator(
     # data sets that shuffle without a seed of their own do it alike on all workers
     tf.random.set_seed(seed % 2**31)
     parts = Components(settings, communication, seed)
-    operator = operator_cls(config, parts)
+    operator: TrainingOperator = create_operator(operator_cls, config, parts)
     with communication.strategy.scope():
         operator.setup(operator.config)
         if not parts.registered:

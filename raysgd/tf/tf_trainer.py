@@ -30,6 +30,7 @@ from raysgd.data import Dataset
 from raysgd.elastic.config import ElasticConfig
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.supervisor import Supervisor
+from raysgd.hosting.operator_base import warn_of_misspelling
 from raysgd.operator_trainer import OperatorTrainer
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
 from raysgd.tf.runner import TFRunner, TFRunnerOptions
@@ -324,6 +325,7 @@ def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[
             f"{operator_cls.__name__} does not override setup(self, config), in which the model "
             "and the data are registered."
         )
+    warn_of_misspelling(operator_cls, TrainingOperator)
     return operator_cls
 
 

@@ -26,6 +26,7 @@ from raysgd.torch.registration import (
     check_static_graphs,
     checked,
     shaped_like,
+    warn_of_strangers,
 )
 from raysgd.torch.state import copied, on_cpu, to_cpu
 from raysgd.torch.updates import Updates
@@ -81,13 +82,19 @@ class Components(Parts):
             raise RuntimeError(
                 "register() was called twice; pass lists to register several models."
             )
+        if isinstance(criterion, type):
+            raise TypeError(
+                f"register(criterion=...) must be an object, not a class: {criterion.__name__}()."
+            )
         if criterion is not None and not callable(criterion):
             raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
         for name, given in (("ddp_args", ddp_args), ("apex_args", apex_args)):
             if given is not None and not isinstance(given, dict):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
-        self.models = [self._placed(m) for m in checked("models", models, torch.nn.Module)]
+        modules = checked("models", models, torch.nn.Module)
         self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
+        warn_of_strangers(self.optimizers, [*modules, criterion])
+        self.models = [self._placed(model) for model in modules]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
             if self.settings.scheduler_step_freq is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["check_plateau", "check_static_graphs", "checked", "shaped_like"]
+__all__ = ["check_plateau", "check_static_graphs", "checked", "shaped_like", "warn_of_strangers"]
 
 
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
@@ -57,6 +58,20 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
     if not members:
         raise ValueError(f"register({name}=...) is empty; at least one is needed.")
     return members
+
+
+def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
+    """Warn of an optimizer that has no parameter of any registered model, or of the criterion."""
+    registered = {id(p) for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in registered for parameter in held):
+            warnings.warn(
+                f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
+                "registered models. Make it with the parameters() of the model that you register.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def shaped_like(given: Any, members: list[Any]) -> Any:

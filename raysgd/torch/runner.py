@@ -11,6 +11,7 @@ import torch
 
 from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
+from raysgd.hosting.operator_base import create_operator
 from raysgd.hosting.runner import OperatorRunner
 from raysgd.torch import replica
 from raysgd.torch.components import Components, OperatorSettings
@@ -145,7 +146,7 @@ def build_operator(
     Raises:
         RuntimeError: if its setup registered nothing.
     """
-    operator = operator_cls(config, settings)
+    operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
     operator._parts.adopt_wrappers(vars(operator).values())
     if not operator._parts.registered:

@@ -29,6 +29,7 @@ from raysgd.config import check_batch_size, env_seconds
 from raysgd.elastic.config import ElasticConfig
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.supervisor import Supervisor
+from raysgd.hosting.operator_base import warn_of_misspelling
 from raysgd.operator_trainer import OperatorTrainer
 from raysgd.torch.creator_operator import CreatorOperator
 from raysgd.torch.precision import PRECISIONS
@@ -284,6 +285,7 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
             f"{operator_cls.__name__} has no creators yet: pass what "
             f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...) returns."
         )
+    warn_of_misspelling(operator_cls, TrainingOperator)
     return operator_cls
 
 

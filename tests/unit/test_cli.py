@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import raysgd
+from raysgd import cli
 from raysgd.cli import app
 from tests.unit.test_runlog import call, run, write
 
@@ -60,6 +61,17 @@ def test_a_benchmark_that_is_not_there_is_named(name, code):
     assert result.exit_code == code
     assert "must be one of" in result.stderr
     assert "recovery" in result.stderr
+
+
+def test_peers_that_are_not_installed_are_named_before_the_benchmark_begins(monkeypatch):
+    there = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "lightning" else there(name)
+    )
+    result = invoke("bench", "epoch")
+    assert result.exit_code == 1
+    assert "needs lightning" in result.stderr
+    assert "make bench" in result.stderr
 
 
 def test_a_benchmark_gets_its_arguments():

@@ -3,6 +3,7 @@
 import collections
 import datetime
 import io
+import re
 import zipfile
 
 import numpy as np
@@ -107,6 +108,9 @@ def test_what_would_run_code_is_refused_with_the_way_to_allow_it(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"/folder/state\.pt: it holds .*not allowed") as told:
         tensors.read(HERE, written({"a": Code()}))
     assert "add_safe_globals" in str(told.value)
+    # what stands in such a pickle is the function that it would call
+    assert re.search(r"\nIt is \S+\.$", str(told.value))
+    assert "\x1b" not in str(told.value)
     assert not (tmp_path / "ran").exists()
 
 

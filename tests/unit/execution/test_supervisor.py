@@ -15,7 +15,7 @@ from raysgd.execution import supervisor as supervisor_module
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import Member
 from raysgd.execution.supervisor import State, Supervisor
-from raysgd.execution.worker import Worker
+from raysgd.execution.worker import Outcome, Worker
 
 PATIENCE_S = 20
 """How long a test waits for what must happen, and never in a run that passes."""
@@ -550,6 +550,23 @@ def test_a_worker_that_is_lost_at_the_start_is_named():
         supervisor.start()
     assert caught.value.rank == 1
     assert supervisor.state is State.CLOSED
+
+
+def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):
+    """One is there at once, the other a moment later."""
+    group = FakeGroup(2)
+    supervisor = Supervisor(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
+    supervisor.start()
+    first, second = Future(), Future()
+    done = Outcome("ok", None, Progress())
+    supervisor._stragglers = dict(zip(supervisor.members, (first, second), strict=True))
+    first.set_result(done)
+    timer = threading.Timer(0.2, second.set_result, [done])
+    timer.start()
+    assert supervisor._await_stragglers() == {}
+    assert not any("still busy" in record.getMessage() for record in caplog.records)
+    timer.join()
+    supervisor.shutdown()
 
 
 def test_a_second_call_at_the_same_time_is_refused(start):

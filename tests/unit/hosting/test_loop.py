@@ -126,6 +126,13 @@ def test_an_empty_train_loader_is_an_error_that_says_so(start, config, num_steps
         trainer.train(num_steps=num_steps)
 
 
+def test_an_iterator_that_is_read_to_its_end_is_told_from_an_empty_loader(start):
+    trainer, _ = start(Streaming, {"wrap": iter})
+    assert trainer.train()["epoch"] == 1
+    with pytest.raises(RuntimeError, match=r"no more batch.*generator, can be read once"):
+        trainer.train()
+
+
 def test_an_empty_loader_of_unknown_length_is_an_error(start):
     trainer, operator = start(Streaming, {"wrap": lambda batches: Unsized([])})
     for num_steps in (None, 3):
@@ -239,8 +246,9 @@ def test_a_loop_of_whole_epochs_may_ask_for_no_batch(start):
             return {"idle": 1.0}
 
     trainer, _ = start(Idle)
-    assert trainer.train()["epoch"] == 1
-    assert trainer.train()["epoch"] == 2
+    for epoch in (1, 2):
+        with pytest.warns(RuntimeWarning, match=r"Idle\.train_epoch took no batch"):
+            assert trainer.train()["epoch"] == epoch
 
 
 # ---- validate

@@ -27,7 +27,8 @@ def components(**settings):
 def register(parts, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None):
     models = linear() if models is None else models
     if optimizers is None:
-        optimizers = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        first = models[0] if isinstance(models, list | tuple) and models else models
+        optimizers = sgd(first if isinstance(first, torch.nn.Module) else linear())
     return parts.register(models, optimizers, criterion, schedulers, ddp_args)
 
 
@@ -66,10 +67,11 @@ def test_an_iterable_model_is_one_model():
 
 
 def test_criterion_and_schedulers_come_back_only_where_they_were_given():
-    optimizer = sgd(linear())
+    model = linear()
+    optimizer = sgd(model)
     scheduler = step_lr(optimizer)
     parts = components(scheduler_step_freq="batch")
-    assert register(parts, optimizers=optimizer, schedulers=scheduler)[2:] == (scheduler,)
+    assert register(parts, model, optimizer, schedulers=scheduler)[2:] == (scheduler,)
     assert len(register(components())) == 2
 
 
@@ -92,6 +94,19 @@ def test_a_model_is_not_wrapped_without_a_process_group():
 
 
 # ---- what register refuses
+
+
+def test_an_optimizer_of_something_else_is_warned_of():
+    with pytest.warns(RuntimeWarning, match="SGD updates no parameter of the registered models"):
+        register(components(), linear(), sgd(linear()))
+    # one for the criterion alone is fine
+    criterion, model = linear(), linear()
+    register(components(), model, [sgd(model), sgd(criterion)], criterion)
+
+
+def test_a_class_is_no_criterion():
+    with pytest.raises(TypeError, match=r"not a class: CrossEntropyLoss\(\)"):
+        register(components(), criterion=torch.nn.CrossEntropyLoss)
 
 
 @pytest.mark.parametrize(
