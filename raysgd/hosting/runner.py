@@ -90,7 +90,7 @@ class OperatorRunner(ABC):
         meters = parts.meters if steps is not None else None
         return Progress(
             epoch=parts.epoch,
-            in_epoch=parts.offset > 0,
+            in_epoch=parts.offset > 0 or (steps is not None and steps.num_batches > 0),
             global_step=parts.global_step,
             num_batches=self._loop.num_batches,
             total_batches=None if steps is None else steps.total_batches,

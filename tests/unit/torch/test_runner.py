@@ -161,6 +161,7 @@ def test_progress_tells_how_far_the_call_is():
     assert [p.num_batches for p in seen] == [0, 1, 2, 3]
     assert [p.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.global_step for p in seen] == [0, 1, 2, 3]
+    assert [p.in_epoch for p in seen] == [False, True, True, True]
     assert {p.total_batches for p in seen} == {4}
     assert seen[0].loss is None
     assert isinstance(seen[-1].loss, float)
