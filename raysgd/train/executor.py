@@ -228,24 +228,26 @@ class BackendExecutor:
                 "finish_training() first."
             )
         decodes = self._backend_cls.decode_data is not Backend.decode_data
-        self._checkpoints = RunCheckpoints(
+        checkpoints = RunCheckpoints(
             None if run_dir is None else Path(run_dir) / "checkpoints",
             checkpoint_strategy,
             latest_checkpoint_id or 0,
             self._backend_cls.decode_data if decodes else None,
         )
-        self._checkpoints.blob = packed_checkpoint(checkpoint)
-        self._plan = Plan(
+        checkpoints.blob = packed_checkpoint(checkpoint)
+        plan = Plan(
             uuid.uuid4().hex,
             pickled_function(train_func),
-            self._checkpoints.blob,
+            checkpoints.blob,
             iteration,
             dict(metadata or {}),
             dict(experiment or {}),
         )
+        datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
+        # from here on there is a run: whatever fails must end it
+        self._checkpoints, self._datasets, self._plan = checkpoints, datasets, plan
         self._values, self._paused, self._num_losses = None, False, 0
         self._first_event = len(supervisor.events)
-        self._datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         supervisor.snapshots.set({"plan": self._plan})
         self._guarded(self._mend)
         self._first_event = len(supervisor.events)
@@ -280,7 +282,8 @@ class BackendExecutor:
             if any(turn.has_checkpoint for turn in turns):
                 self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
             if turns[0].kind == "report" and not self._paused:
-                return [self._decoded(turn.metrics) for turn in turns]
+                decoded: list[dict[str, Any]] = self._guarded(lambda: self._decoded(turns))  # noqa: B023
+                return decoded
         return None
 
     def pause_reporting(self) -> None:
@@ -309,6 +312,11 @@ class BackendExecutor:
         self._checkpoints.disk.finish()
         assert values is not None
         return values
+
+    def abort(self) -> None:
+        """End the run, if there is one; the workers can train another function."""
+        if self._plan is not None:
+            self._fail()
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return what it returned.
@@ -449,8 +457,8 @@ class BackendExecutor:
             error.cause,
         )
 
-    def _decoded(self, metrics: Any) -> dict[str, Any]:
-        return self._backend_cls.decode_data(dict(metrics))
+    def _decoded(self, turns: list[Turn]) -> list[dict[str, Any]]:
+        return [self._backend_cls.decode_data(dict(turn.metrics or {})) for turn in turns]
 
     def _supervised(self, method: str) -> Supervisor:
         if self._supervisor is None:
