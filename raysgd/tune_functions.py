@@ -62,6 +62,7 @@ class FunctionTrainable(Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers; the function starts with the first step, when it is loaded."""
         self._own = self.trial_trainer(config)
+        self._own.setup()
         self._executor = self._own.executor()
         self._executor.start()
         self._checkpoints: Any = None

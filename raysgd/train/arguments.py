@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +17,13 @@ from raysgd.execution.pickling import dumps
 __all__ = [
     "bound_function",
     "checked_size",
+    "made_folder",
     "pickled_function",
     "run_folder",
     "worker_resources",
 ]
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
 """Where runs are kept that are given no folder, or a relative one."""
@@ -91,6 +96,20 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
     return Path(RESULTS).expanduser() / path
+
+
+def made_folder(wanted: Path) -> Path:
+    """Make a folder for a run alone: the wanted one, or one with a number behind its name."""
+    numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))
+    for folder in itertools.chain([wanted], numbered):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # by whoever came first: another process may be as fast
+            continue
+        break
+    if folder != wanted:
+        logger.warning("%s is there already; this run is kept in %s.", wanted, folder)
+    return folder
 
 
 def pickled_function(function: Callable[[], Any]) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import os
 import pickle
@@ -16,7 +15,7 @@ import cloudpickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
-from raysgd.train.arguments import bound_function, run_folder, worker_resources
+from raysgd.train.arguments import bound_function, made_folder, run_folder, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import Checkpoint
@@ -93,7 +92,7 @@ class DataParallelTrainer:
         self._executor()  # finds wrong numbers before anything is started
 
     def setup(self) -> None:
-        """Do nothing; `fit` calls it first, for subclasses that prepare something."""
+        """Do nothing; `fit` and trials call it first, for subclasses that prepare something."""
 
     # ---- running
 
@@ -236,8 +235,7 @@ class DataParallelTrainer:
             folder = folder.with_name(name)
         if storage is not None:
             folder = Path(storage).expanduser().absolute() / folder.name
-        folder = _unused(folder)
-        folder.mkdir(parents=True)
+        folder = made_folder(folder)
         write_pickle(self._packed(), folder / _TRAINER, Manifest())
         return folder
 
@@ -321,13 +319,3 @@ class DataParallelTrainer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
-
-
-def _unused(folder: Path) -> Path:
-    """Return a folder that no run is in: the given one, or one with a number behind its name."""
-    if not folder.exists():
-        return folder
-    numbered = (folder.with_name(f"{folder.name}_{n:03d}") for n in itertools.count(2))
-    found = next(path for path in numbered if not path.exists())
-    logger.warning("%s is there already; this run is kept in %s.", folder, found)
-    return found

@@ -17,6 +17,7 @@ from raysgd.elastic.events import Event
 from raysgd.train.arguments import (
     bound_function,
     checked_size,
+    made_folder,
     run_folder,
     worker_resources,
 )
@@ -96,7 +97,10 @@ class Trainer:
         self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
         """Folder of the runs."""
-        self.logdir.mkdir(parents=True, exist_ok=True)
+        if logdir is None:
+            self.logdir = made_folder(self.logdir)  # two trainers may be made in one second
+        else:
+            self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("Runs are kept in %s.", self.logdir)
 
     # ---- life

@@ -8,7 +8,9 @@ import ray.train
 
 from raysgd import ElasticConfig
 from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
+from raysgd.train import trainer as trainer_module
 from raysgd.train.backend import BackendConfig
+from raysgd.tune_functions import trainer_trainable
 
 
 @pytest.fixture
@@ -45,6 +47,16 @@ def test_runs_are_kept_where_ray_keeps_them(tmp_path, monkeypatch):
     assert by_date.name.startswith("train_2")
     assert Trainer(BackendConfig(), logdir="mine").logdir == tmp_path / "ray_results" / "mine"
     assert Trainer(BackendConfig(), logdir=tmp_path / "own").logdir == tmp_path / "own"
+
+
+def test_trainers_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(trainer_module, "run_folder", lambda *given: tmp_path / "train_now")
+    assert [Trainer(BackendConfig()).logdir.name for _ in range(3)] == [
+        "train_now",
+        "train_now_002",
+        "train_now_003",
+    ]
 
 
 def test_wrong_backends_are_errors(tmp_path):
@@ -90,6 +102,25 @@ def test_a_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     assert restored.train_loop_config == {"a": 1}
     with pytest.raises(ValueError, match="no folder of a run"):
         DataParallelTrainer.restore(tmp_path)
+
+
+def test_a_trial_calls_setup_before_it_starts_workers():
+    calls = []
+
+    class Prepared(DataParallelTrainer):
+        def setup(self):
+            calls.append(("setup", self.train_loop_config))
+
+        def executor(self):
+            calls.append("executor")
+            return self
+
+        def start(self):
+            calls.append("start")
+
+    trial = object.__new__(trainer_trainable(Prepared(lambda config: 1)))
+    trial.setup({"train_loop_config": {"a": 1}})
+    assert calls == [("setup", {"a": 1}), "executor", "start"]
 
 
 def test_a_config_is_merged_for_a_trial():
