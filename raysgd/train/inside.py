@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current
+from raysgd.train.session import Session, current, place
 
 __all__ = [
     "TrainContext",
@@ -117,22 +117,21 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def _place() -> WorkerContext:
-    session = current()
-    return WorkerContext() if session is None else session.context
+    return place() or WorkerContext()
 
 
 def world_rank() -> int:
-    """Return this worker's rank among all, from 0; 0 outside of a run."""
+    """Return this worker's rank among all, from 0; 0 outside of a worker."""
     return _place().world_rank
 
 
 def local_rank() -> int:
-    """Return this worker's rank among those on its node, from 0; 0 outside of a run."""
+    """Return this worker's rank among those on its node, from 0; 0 outside of a worker."""
     return _place().local_rank
 
 
 def world_size() -> int:
-    """Return the number of workers; 1 outside of a run. It changes only with a restart."""
+    """Return the number of workers; 1 outside of a worker. It changes only with a restart."""
     return _place().world_size
 
 
@@ -162,7 +161,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place, as `get_context` returns it; the defaults hold outside of a run."""
+    """This worker's place, as `get_context` returns it; the defaults hold outside of a worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     local_world_size: int = 1
@@ -215,13 +214,8 @@ class TrainContext:
 
 
 def get_context() -> TrainContext:
-    """Return this worker's place; outside of a run that of a single worker."""
-    session = current()
+    """Return this worker's place; outside of a worker that of a single one."""
+    session, worker = current(), _place()
     if session is None:
-        return TrainContext()
-    return TrainContext(
-        session.context,
-        session.context.local_world_size,
-        session.metadata,
-        session.experiment,
-    )
+        return TrainContext(worker, worker.local_world_size)
+    return TrainContext(worker, worker.local_world_size, session.metadata, session.experiment)

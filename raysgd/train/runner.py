@@ -66,16 +66,17 @@ class FunctionRunner:
 
     def setup(self, context: WorkerContext) -> None:
         """Take the place in the group."""
-        self._context = context
+        self._take(context)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Take the place in a new generation; what ran in the one before has been stopped."""
-        self._context = context
+        self._take(context)
         self._plan = self._handover = self._thread = None
 
     def teardown(self) -> None:
-        """Stop the function."""
+        """Stop the function, and leave the place."""
         self.request_stop(True)
+        session.take_place(None)
 
     # ---- read and set from another thread
 
@@ -132,6 +133,10 @@ class FunctionRunner:
         self.request_stop(True)
         if self._thread is not None:
             self._thread.join()
+
+    def _take(self, context: WorkerContext) -> None:
+        self._context = context
+        session.take_place(context)
 
     def _start(self) -> None:
         if self._thread is not None:

@@ -23,7 +23,9 @@ __all__ = [
     "enter",
     "held_shards",
     "leave",
+    "place",
     "receive_shards",
+    "take_place",
 ]
 
 TIMESTAMP = "_timestamp"
@@ -155,6 +157,8 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
 
 _SESSION: Session | None = None
 _SHARDS: Any = None
+_PLACE: WorkerContext | None = None
+"""For what runs in a worker and is no run, such as the classes of `to_worker_group`."""
 
 
 def enter(session: Session) -> None:
@@ -173,6 +177,17 @@ def leave(session: Session) -> None:
 def current() -> Session | None:
     """Return the session of this process."""
     return _SESSION
+
+
+def take_place(context: WorkerContext | None) -> None:
+    """Note this worker's place in the group; None where it has left it."""
+    global _PLACE
+    _PLACE = context
+
+
+def place() -> WorkerContext | None:
+    """Return this worker's place, also between runs; None where the process is no worker."""
+    return _PLACE if _SESSION is None else _SESSION.context
 
 
 def receive_shards(shards: Any) -> None:

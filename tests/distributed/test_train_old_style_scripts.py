@@ -181,6 +181,25 @@ def test_a_stateful_class_on_every_worker(make_trainer):
     workers.shutdown(patience_s=1)
 
 
+class Prepared:
+    def __init__(self):
+        self.model = train.torch.prepare_model(nn.Linear(1, 1))
+        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
+
+    def what(self):
+        place = train.world_rank(), train.local_rank(), train.world_size()
+        return place, type(self.model).__name__, len(self.loader.sampler)
+
+
+def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(make_trainer):
+    workers = make_trainer(TorchConfig(backend="gloo")).to_worker_group(Prepared)
+    found = ray.get([worker.what.remote() for worker in workers])
+    assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
+    assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
+    assert [size for _, _, size in found] == [len(line()) // 2] * 2
+    workers.shutdown(patience_s=1)
+
+
 # ---- 4: an iterator over the results
 
 

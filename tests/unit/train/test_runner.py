@@ -25,6 +25,7 @@ def make():
     yield make
     for runner in made:
         runner.end_run()
+        runner.teardown()
     session.receive_shards(None)
 
 
@@ -98,6 +99,20 @@ def test_what_a_function_raises_is_raised_as_itself(make):
     runner.begin(plan)
     with pytest.raises(ValueError, match="bad batch"):
         runner.next()
+
+
+def test_a_worker_knows_its_place_between_runs_as_well():
+    """Classes of `to_worker_group` ask for it, and they are no run."""
+    runner = FunctionRunner(False)
+    try:
+        runner.setup(WorkerContext(world_rank=1, world_size=2, local_rank=1, local_world_size=2))
+        assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
+        assert train.get_context().get_local_world_size() == 2
+        runner.rejoin(WorkerContext(world_rank=0, world_size=1), 0)
+        assert (train.world_rank(), train.world_size()) == (0, 1)
+    finally:
+        runner.teardown()
+    assert session.place() is None
 
 
 def test_a_new_generation_forgets_the_function(make):

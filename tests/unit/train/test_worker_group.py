@@ -160,7 +160,7 @@ class Executor:
 
 @pytest.fixture
 def hosted(workers, monkeypatch):
-    monkeypatch.setattr(worker_group, "_HOSTED", None)
+    monkeypatch.setattr(worker_group, "_HOSTED", {})
     return HostedGroup(Executor(workers), Counter, (5,), {"by": 2})
 
 
@@ -173,6 +173,12 @@ def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
         _ = hosted[0]._private
     with pytest.raises(AttributeError, match="missing"):
         hosted[0].missing.remote()
+
+
+def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):
+    second = HostedGroup(hosted._executor, Counter, (100,), {})
+    assert second[0].add.remote() == 101
+    assert hosted[0].add.remote() == 7
 
 
 @pytest.mark.parametrize(("patience_s", "graceful"), [(5, True), (0, False)])
