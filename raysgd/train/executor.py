@@ -144,24 +144,35 @@ class BackendExecutor:
         self._backend.on_start(self.worker_group, self._backend_config)
         self._share_data()
 
-    def shutdown(self, graceful_termination: bool = True) -> None:
+    def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """End the workers; `start` starts others.
 
         Args:
             graceful_termination: whether to let backend and workers clean up.
+            patience_s: how long they may be busy before that, in seconds: with a method of a class
+                of `to_worker_group`, say. Those that still are then are killed.
         """
-        supervisor = self._supervisor
+        supervisor, gently = self._supervisor, False
         if supervisor is None:
             return
-        idle = self._plan is None and supervisor.state is State.READY
         try:
-            if graceful_termination and idle:
+            # what a backend calls on the workers has no bound, and would wait for their work
+            gently = graceful_termination and self._is_idle(supervisor, patience_s)
+            if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
             logger.warning("The backend could not be shut down.", exc_info=True)
         finally:
-            supervisor.shutdown(force=not (graceful_termination and idle))
+            supervisor.shutdown(force=not gently)
             self._forget()
+
+    def _is_idle(self, supervisor: Supervisor, patience_s: float) -> bool:
+        if self._plan is not None or supervisor.state is not State.READY:
+            return False
+        if tasks.are_idle(supervisor.members, patience_s):
+            return True
+        logger.warning("Workers are still busy after %g s, and are killed.", patience_s)
+        return False
 
     def _forget(self) -> None:
         self._supervisor = self._group = self._plan = None

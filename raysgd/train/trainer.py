@@ -120,7 +120,10 @@ class Trainer:
         self._executor.start(initialization_hook)
 
     def shutdown(self) -> None:
-        """End the workers and give the resources back; `start` works again then."""
+        """End the workers and give the resources back; `start` works again then.
+
+        Workers that are busy, with a method of a class of `to_worker_group`, have 5 s to end that.
+        """
         self._executor.shutdown()
 
     # ---- runs

@@ -99,7 +99,7 @@ class WorkerGroup:
         Args:
             patience_s: how long a worker may take to end its work, in seconds; 0 kills at once.
         """
-        self._group.shutdown(force=patience_s <= 0)
+        self._group.shutdown(force=patience_s <= 0, patience_s=patience_s)
 
     def add_workers(self, num_workers: int) -> None:
         """Start further workers; they get the highest ranks.
@@ -261,7 +261,7 @@ class HostedGroup:
             patience_s: how long they may take to end their work, in seconds; 0 kills at once.
         """
         self._proxies = []
-        self._executor.shutdown(graceful_termination=patience_s > 0)
+        self._executor.shutdown(patience_s > 0, patience_s)
 
 
 class HostedWorker:

@@ -152,10 +152,10 @@ class Counter:
 
 class Executor:
     def __init__(self, workers):
-        self.worker_group, self.graceful = workers, None
+        self.worker_group, self.ended = workers, None
 
-    def shutdown(self, graceful_termination):
-        self.graceful = graceful_termination
+    def shutdown(self, graceful_termination, patience_s):
+        self.ended = graceful_termination, patience_s
 
 
 @pytest.fixture
@@ -185,5 +185,5 @@ def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):
 def test_a_hosted_group_ends_its_workers(hosted, patience_s, graceful):
     executor = hosted._executor
     hosted.shutdown(patience_s)
-    assert executor.graceful is graceful
+    assert executor.ended == (graceful, patience_s)
     assert len(hosted) == 0
