@@ -120,7 +120,7 @@ class DataParallelTrainer:
         executor.start()
         try:
             with observed.run(folder, self.train_loop_config):
-                checkpoints = self.start_on(executor, folder, iteration=log.num_reports)
+                checkpoints = self.start_on(executor, folder)
                 while (results := executor.fetch_next_result()) is not None:
                     log.write(results[0])
                     observed.handle(results)
@@ -157,7 +157,7 @@ class DataParallelTrainer:
         Args:
             executor: with the workers.
             folder: of the run; checkpoints that are there already are gone on from.
-            iteration: reports that were made before.
+            iteration: reports that were made before; a checkpoint in the folder knows its own.
             experiment: names for `raysgd.train.get_context`.
             checkpoint: what to start from instead.
         """
@@ -167,7 +167,7 @@ class DataParallelTrainer:
         if folder is not None:
             earlier = RunCheckpoints(folder / "checkpoints", strategy)
             if (found := earlier.disk.restore()) is not None:
-                number = found[0].number
+                number, iteration = found[0].number, found[0].iteration
                 start = Checkpoint(blob=found[1])
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         checkpoints = executor.start_training(

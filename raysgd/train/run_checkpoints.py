@@ -62,7 +62,7 @@ class RunCheckpoints:
             self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
-        self.disk.save(self.number + 1, blob, turn.numbers, world_size)
+        self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
         self.number += 1
         self.blob, self._latest = blob, None
 
