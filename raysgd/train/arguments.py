@@ -74,8 +74,14 @@ def worker_resources(
     """Return CPUs, GPUs and other resources of a worker.
 
     Raises:
+        TypeError: if `resources` is no dict.
         ValueError: if GPUs are asked for without `use_gpu`, or none with it.
     """
+    if not isinstance(resources, Mapping | None):
+        raise TypeError(
+            f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
+            "{'CPU': 2}."
+        )
     others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
     if not use_gpu and num_gpus > 0:

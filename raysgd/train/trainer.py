@@ -158,7 +158,7 @@ class Trainer:
             BaseException: what the function raised, with the worker's traceback as its cause.
         """
         function = bound_function(train_func, config)
-        observed = Observed(callbacks or ())
+        observed = Observed(callbacks)
         self._check_started("run")
         self._end_abandoned_run()
         run_dir = self._new_run_dir()
