@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current, place
+from raysgd.train.session import Session, current, is_left_behind, place
 
 __all__ = [
     "TrainContext",
@@ -30,7 +31,17 @@ _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
-    """Return the session; without one warn, once for each function."""
+    """Return the session; without one warn, once for each function.
+
+    Raises:
+        RuntimeError: in a thread that an earlier run has left behind.
+    """
+    if is_left_behind():
+        raise RuntimeError(
+            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
+            "that a training function has started and left behind when it ended. Join its threads "
+            "before the function returns."
+        )
     if current() is None and name not in _WARNED:
         _WARNED.add(name)
         logger.warning(

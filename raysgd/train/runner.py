@@ -167,11 +167,10 @@ class FunctionRunner:
 def _run(packed: bytes, running: Session, handover: Handover) -> None:
     """Run the function, in its thread."""
     session.enter(running)
+    end, failure = None, None
     try:
-        value = pickle.loads(packed)()
+        end = running.end(pickle.loads(packed)())
     except BaseException as error:
-        handover.end(None, error)
-    else:
-        handover.end(running.end(value))
-    finally:
-        session.leave(running)
+        failure = error
+    session.leave(running)  # before the driver hears of the end, and begins another run
+    handover.end(end, failure)
