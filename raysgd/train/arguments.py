@@ -53,11 +53,23 @@ def bound_function(
     """Return a training function with its config, as one of no arguments.
 
     Raises:
-        ValueError: if it takes more than one argument.
+        ValueError: if it takes more than one argument, or that one by its name alone.
     """
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
-    num_arguments = len(inspect.signature(train_func).parameters)
+    try:
+        parameters = list(inspect.signature(train_func).parameters.values())
+    except ValueError:  # of some that are written in C
+        raise ValueError(
+            f"Cannot tell which arguments {train_func!r} takes. Call it in a function of your own: "
+            "def train_func(config): ..."
+        ) from None
+    num_arguments = len(parameters)
+    if any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:1]):
+        raise ValueError(
+            f"A training function is given the config by position, and {train_func!r} takes "
+            f"{str(parameters[0])!r} by name alone: write def train_func(config)."
+        )
     if num_arguments > 1:
         raise ValueError(
             f"A training function takes no argument, or one, the config; {train_func!r} takes "
