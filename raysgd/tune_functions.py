@@ -20,7 +20,7 @@ from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.train.arguments import worker_resources
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, checked_scaling
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.run_checkpoints import packed_checkpoint
 
@@ -40,8 +40,7 @@ class FunctionTrainable(Trainable):
         """Return the trainer with a trial's config."""
         trainer = cls.trainer.with_config(config.get("train_loop_config", {}))
         if (scaling := config.get("scaling_config")) is not None:
-            given = ScalingConfig(**scaling) if isinstance(scaling, dict) else scaling
-            trainer.scaling_config = given
+            trainer.scaling_config = checked_scaling(scaling)
         return trainer
 
     # ---- what Tune calls
@@ -62,6 +61,7 @@ class FunctionTrainable(Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers; the function starts with the first step, when it is loaded."""
         self._own = self.trial_trainer(config)
+        self._own.setup()
         self._executor = self._own.executor()
         self._executor.start()
         self._checkpoints: Any = None
@@ -162,7 +162,9 @@ def function_trainable(
             use_gpu=arguments["use_gpu"],
             resources_per_worker=arguments["resources_per_worker"] or None,
         ),
-        run_config=RunConfig(failure_config=FailureConfig(arguments["max_retries"])),
+        run_config=RunConfig(
+            failure_config=FailureConfig(arguments["max_retries"], arguments["elastic"])
+        ),
         datasets=named if dataset is not None else None,
         dataset_config=dict.fromkeys(named, True),
     )

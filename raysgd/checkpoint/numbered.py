@@ -29,6 +29,8 @@ class NumberedCheckpoint(NamedTuple):
     path: Path
     numbers: Mapping[str, float]
     """What was measured with it."""
+    iteration: int
+    """Reports that were made before it, the one that it came with included."""
 
 
 class NumberedCheckpoints:
@@ -54,7 +56,12 @@ class NumberedCheckpoints:
         self._held: list[NumberedCheckpoint] = []
 
     def save(
-        self, number: int, blob: bytes, numbers: Mapping[str, float], world_size: int
+        self,
+        number: int,
+        blob: bytes,
+        numbers: Mapping[str, float],
+        world_size: int,
+        iteration: int = 0,
     ) -> NumberedCheckpoint | None:
         """Write a checkpoint; returns it unless none are written.
 
@@ -66,9 +73,9 @@ class NumberedCheckpoints:
         place = locate(self.folder)
         place.make_folder()
         path = self.folder / f"checkpoint_{number:06d}"
-        manifest = Manifest(world_size=world_size, global_step=number, metrics=numbers)
+        manifest = Manifest(world_size=world_size, global_step=iteration, metrics=numbers)
         write_pickle(blob, path, manifest)
-        saved = NumberedCheckpoint(number, path, dict(numbers))
+        saved = NumberedCheckpoint(number, path, dict(numbers), iteration)
         self._held = [held for held in self._held if held.number != number] + [saved]
         self._tidy(saved)
         return saved
@@ -118,7 +125,8 @@ class NumberedCheckpoints:
                 logger.warning("Passed over %s: %s", path, error)
                 problems.append(str(error))
                 continue
-            held = NumberedCheckpoint(number, path, manifest.metrics if manifest else {})
+            said = manifest or Manifest()
+            held = NumberedCheckpoint(number, path, said.metrics, said.global_step)
             self._held.append(held)
             if newest is None:
                 newest = held, blob

@@ -216,8 +216,13 @@ class WorkerGroup:
 
         return ray.put(data)
 
-    def shutdown(self, force: bool = False) -> None:
-        """End every worker, gently unless `force`, and give their room back."""
+    def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
+        """End every worker, and give their room back.
+
+        Args:
+            force: whether to kill the processes at once.
+            patience_s: how long they may take otherwise, in seconds; they are killed then.
+        """
         everyone = list(dict.fromkeys([*self.members, *self._slots]))
         try:
             pending = []
@@ -227,7 +232,7 @@ class WorkerGroup:
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
                     pending.append(member.work("teardown"))
-            wait(pending, timeout=_TEARDOWN_S)
+            wait(pending, timeout=patience_s)
         finally:  # also when Ctrl-C ends the wait
             self.members = []
             self._slots.clear()

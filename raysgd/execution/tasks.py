@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from raysgd.execution.members import Member, is_loss, loss_cause
 
-__all__ = ["results", "start"]
+__all__ = ["are_idle", "results", "start"]
 
 
 def start(
@@ -19,6 +19,23 @@ def start(
 ) -> list[Any]:
     """Start a function on workers; returns one reference of Ray's a worker, for ``ray.get``."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
+
+
+def are_idle(members: Sequence[Member], patience_s: float) -> bool:
+    """Wait until workers have done what they were given, for so long; say whether they have.
+
+    One that died has nothing to do.
+    """
+    import ray
+
+    pending = start([member for member in members if member.alive], _nothing)
+    if pending:
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
+    return not pending
+
+
+def _nothing() -> None:
+    pass
 
 
 def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:

@@ -252,9 +252,9 @@ def _packed(value: Any) -> Packed:
     try:
         return pack(value)
     except Exception as error:
-        raise TypeError(
-            f"A worker cannot send a {type(value).__name__} back to the driver: {error}"
-        ) from error
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
+        raise TypeError(f"A worker cannot send {say()} back to the driver: {error}") from error
 
 
 def _packed_error(error: BaseException) -> Packed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +17,13 @@ from raysgd.execution.pickling import dumps
 __all__ = [
     "bound_function",
     "checked_size",
+    "made_folder",
     "pickled_function",
     "run_folder",
     "worker_resources",
 ]
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
 """Where runs are kept that are given no folder, or a relative one."""
@@ -48,11 +53,23 @@ def bound_function(
     """Return a training function with its config, as one of no arguments.
 
     Raises:
-        ValueError: if it takes more than one argument.
+        ValueError: if it takes more than one argument, or that one by its name alone.
     """
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
-    num_arguments = len(inspect.signature(train_func).parameters)
+    try:
+        parameters = list(inspect.signature(train_func).parameters.values())
+    except ValueError:  # of some that are written in C
+        raise ValueError(
+            f"Cannot tell which arguments {train_func!r} takes. Call it in a function of your own: "
+            "def train_func(config): ..."
+        ) from None
+    num_arguments = len(parameters)
+    if any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:1]):
+        raise ValueError(
+            f"A training function is given the config by position, and {train_func!r} takes "
+            f"{str(parameters[0])!r} by name alone: write def train_func(config)."
+        )
     if num_arguments > 1:
         raise ValueError(
             f"A training function takes no argument, or one, the config; {train_func!r} takes "
@@ -69,8 +86,14 @@ def worker_resources(
     """Return CPUs, GPUs and other resources of a worker.
 
     Raises:
+        TypeError: if `resources` is no dict.
         ValueError: if GPUs are asked for without `use_gpu`, or none with it.
     """
+    if not isinstance(resources, Mapping | None):
+        raise TypeError(
+            f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
+            "{'CPU': 2}."
+        )
     others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
     if not use_gpu and num_gpus > 0:
@@ -91,6 +114,20 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
     return Path(RESULTS).expanduser() / path
+
+
+def made_folder(wanted: Path) -> Path:
+    """Make a folder for a run alone: the wanted one, or one with a number behind its name."""
+    numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))
+    for folder in itertools.chain([wanted], numbered):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # by whoever came first: another process may be as fast
+            continue
+        break
+    if folder != wanted:
+        logger.warning("%s is there already; this run is kept in %s.", wanted, folder)
+    return folder
 
 
 def pickled_function(function: Callable[[], Any]) -> bytes:

@@ -79,9 +79,15 @@ class Checkpoint:
 
         Raises:
             TypeError: if `data` is no dict.
+            ValueError: if it has the name that is taken for what is said about a checkpoint.
         """
         if not isinstance(data, Mapping):
             raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
+        if _METADATA in data:
+            raise ValueError(
+                f"Checkpoint.from_dict(): the name {_METADATA!r} is taken. Choose another, or call "
+                "set_metadata() with what is said about the checkpoint."
+            )
         return cls(data=dict(data))
 
     @classmethod
@@ -144,7 +150,7 @@ class Checkpoint:
         target = Path(made).expanduser()
         target.mkdir(parents=True, exist_ok=True)
         data = self.to_dict()
-        if _FILES not in data:
+        if data.keys() != {_FILES}:
             data = {_FILES: {_DICT: cloudpickle.dumps(data)}}
         for name, content in data[_FILES].items():
             file = target / name

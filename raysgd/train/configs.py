@@ -8,13 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
 
-__all__ = ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "FailureConfig",
+    "RunConfig",
+    "ScalingConfig",
+    "checked_run",
+    "checked_scaling",
+]
 
 
 @dataclass
@@ -77,6 +85,64 @@ class RunConfig:
     checkpoint_config: Any = field(default_factory=CheckpointConfig)
     callbacks: Sequence[TrainingCallback] | None = None
     """They see what the workers report."""
+
+
+def checked_scaling(given: Any) -> Any:
+    """Return a scaling config, ours or Ray's, for what a trainer was given.
+
+    Raises:
+        TypeError: if it is none, and no dict of the same.
+    """
+    if given is None:
+        return ScalingConfig()
+    if isinstance(given, Mapping):
+        return ScalingConfig(**given)
+    _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
+    return given
+
+
+def checked_run(given: Any) -> Any:
+    """Return a run config, ours or Ray's, for what a trainer was given.
+
+    Raises:
+        TypeError: if it, or a config in it, is none.
+        ValueError: if a value is not allowed.
+    """
+    if given is None:
+        return RunConfig()
+    _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")
+    failure = given.failure_config
+    if failure is not None:
+        _check_kind("failure_config", failure, "max_failures", "a FailureConfig")
+        most = failure.max_failures
+        if isinstance(most, bool) or not isinstance(most, int) or most < -1:
+            raise ValueError(
+                f"FailureConfig(max_failures={most!r}): must be an int of at least 0, or -1 for "
+                "no end."
+            )
+    checkpoint = getattr(given, "checkpoint_config", None)
+    if checkpoint is not None:
+        _check_kind("checkpoint_config", checkpoint, "num_to_keep", "a CheckpointConfig")
+    name, storage = getattr(given, "name", None), getattr(given, "storage_path", None)
+    if name is not None and (
+        not isinstance(name, str) or name in ("", "..") or Path(name).name != name
+    ):
+        raise ValueError(
+            f"RunConfig(name={name!r}): must be the name of one folder. Give the folder that it "
+            "is in as storage_path."
+        )
+    if storage is not None and "://" in os.fspath(storage):
+        raise ValueError(
+            f"RunConfig(storage_path={storage!r}): must be a folder that the driver can write to, "
+            "and not a URL. Mount what is elsewhere, or copy Result.path there after fit()."
+        )
+    return given
+
+
+def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
+    """Know a config by an attribute, since Ray's classes are no relatives of ours."""
+    if not hasattr(given, attribute):
+        raise TypeError(f"{name}={given!r}: must be {allowed}.")
 
 
 def strategy_of(config: Any) -> CheckpointStrategy:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-import itertools
 import logging
 import os
 import pickle
@@ -16,11 +16,11 @@ import cloudpickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
-from raysgd.train.arguments import bound_function, run_folder, worker_resources
+from raysgd.train.arguments import bound_function, made_folder, run_folder, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.configs import RunConfig, ScalingConfig, strategy_of
+from raysgd.train.configs import checked_run, checked_scaling, strategy_of
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.report_log import ReportLog
@@ -79,21 +79,27 @@ class DataParallelTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = dict(train_loop_config or {})
         self.backend_config = backend_config or BackendConfig()
-        if not isinstance(self.backend_config, BackendConfig):
-            raise TypeError(f"backend_config={backend_config!r}: must be a BackendConfig.")
-        given = scaling_config or ScalingConfig()
-        self.scaling_config = ScalingConfig(**given) if isinstance(given, dict) else given
-        self.run_config = run_config or RunConfig()
+        self.scaling_config = scaling_config
+        self.run_config = run_config
         self.datasets = dict(datasets or {})
         self.dataset_config = dataset_config
         self.metadata = dict(metadata or {})
         self.resume_from_checkpoint = resume_from_checkpoint
         self._folder: Path | None = None
-        bound_function(train_loop_per_worker, self.train_loop_config)
-        self._executor()  # finds wrong numbers before anything is started
+        self._check()
+
+    def _check(self) -> None:
+        """Find what is wrong with the arguments before anything is started."""
+        if not isinstance(self.backend_config, BackendConfig):
+            raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
+        self.scaling_config = checked_scaling(self.scaling_config)
+        self.run_config = checked_run(self.run_config)
+        bound_function(self.train_loop_per_worker, self.train_loop_config)
+        self._observed()
+        self._executor()
 
     def setup(self) -> None:
-        """Do nothing; `fit` calls it first, for subclasses that prepare something."""
+        """Do nothing; `fit` and trials call it first, for subclasses that prepare something."""
 
     # ---- running
 
@@ -117,11 +123,11 @@ class DataParallelTrainer:
 
     def _run(self, folder: Path, log: ReportLog) -> Result:
         executor = self._executor()
-        observed = Observed(getattr(self.run_config, "callbacks", None) or ())
+        observed = self._observed()
         executor.start()
         try:
             with observed.run(folder, self.train_loop_config):
-                checkpoints = self.start_on(executor, folder, iteration=log.num_reports)
+                checkpoints = self.start_on(executor, folder)
                 while (results := executor.fetch_next_result()) is not None:
                     log.write(results[0])
                     observed.handle(results)
@@ -158,7 +164,7 @@ class DataParallelTrainer:
         Args:
             executor: with the workers.
             folder: of the run; checkpoints that are there already are gone on from.
-            iteration: reports that were made before.
+            iteration: reports that were made before; a checkpoint in the folder knows its own.
             experiment: names for `raysgd.train.get_context`.
             checkpoint: what to start from instead.
         """
@@ -168,7 +174,7 @@ class DataParallelTrainer:
         if folder is not None:
             earlier = RunCheckpoints(folder / "checkpoints", strategy)
             if (found := earlier.disk.restore()) is not None:
-                number = found[0].number
+                number, iteration = found[0].number, found[0].iteration
                 start = Checkpoint(blob=found[1])
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         checkpoints = executor.start_training(
@@ -185,6 +191,9 @@ class DataParallelTrainer:
         if earlier is not None:
             checkpoints.disk.adopt(earlier.disk)
         return checkpoints
+
+    def _observed(self) -> Observed:
+        return Observed(getattr(self.run_config, "callbacks", None))
 
     def _executor(self) -> BackendExecutor:
         scaling = self.scaling_config
@@ -236,18 +245,37 @@ class DataParallelTrainer:
             folder = folder.with_name(name)
         if storage is not None:
             folder = Path(storage).expanduser().absolute() / folder.name
-        folder = _unused(folder)
-        folder.mkdir(parents=True)
-        write_pickle(self._packed(), folder / _TRAINER, Manifest())
+        packed = self._packed()  # where that fails there shall be no empty folder
+        folder = made_folder(folder)
+        write_pickle(packed, folder / _TRAINER, Manifest())
         return folder
 
     def _packed(self) -> bytes:
-        """Return the trainer, without its data sets where these cannot be kept."""
+        """Return the trainer, without its data sets and callbacks where these cannot be kept.
+
+        Raises:
+            TypeError: if the rest cannot be pickled.
+        """
         state = dict(self.__dict__)
         try:
             blob: bytes = cloudpickle.dumps((type(self), state))
         except Exception:
-            state["datasets"] = {}
+            if _cannot_be_pickled(self.datasets):
+                state["datasets"] = {}
+            if said := _cannot_be_pickled(getattr(self.run_config, "callbacks", None)):
+                logger.warning(
+                    "restore() will have no callbacks, since these cannot be pickled: %s. Give "
+                    "them again: restore(path, run_config=RunConfig(callbacks=...)).",
+                    said,
+                )
+                state["run_config"] = copy.copy(self.run_config)
+                state["run_config"].callbacks = None
+            if said := _cannot_be_pickled((type(self), state)):
+                raise TypeError(
+                    f"{type(self).__name__}.fit() keeps the trainer in the folder of the run, for "
+                    f"restore(), and it cannot be pickled: {said}. Create such objects inside of "
+                    "the training function instead."
+                ) from None
             blob = cloudpickle.dumps((type(self), state))
         return blob
 
@@ -274,10 +302,11 @@ class DataParallelTrainer:
             train_loop_per_worker: another function.
             train_loop_config: another config.
             datasets: data sets; to be given where they lived in another cluster.
-            changed: other attributes, such as ``scaling_config``.
+            changed: other arguments of the trainer, such as ``scaling_config``.
 
         Raises:
-            ValueError: if it is no folder of a run.
+            ValueError: if it is no folder of a run, or an argument has a value that is not allowed.
+            TypeError: if one has the wrong type, or there is none of that name.
             CheckpointError: if what the folder holds is damaged.
         """
         folder = Path(path).expanduser().absolute()
@@ -296,6 +325,12 @@ class DataParallelTrainer:
             ) from error
         trainer: Self = object.__new__(kind)
         trainer.__dict__.update(state)
+        allowed = [name for name in state if not name.startswith("_")]
+        if unknown := [name for name in changed if name not in allowed]:
+            raise TypeError(
+                f"{cls.__name__}.restore(..., {unknown[0]}=...): there is no such argument; it "
+                f"takes {', '.join(allowed)}."
+            )
         given = {
             "train_loop_per_worker": train_loop_per_worker,
             "train_loop_config": train_loop_config,
@@ -304,6 +339,7 @@ class DataParallelTrainer:
         }
         trainer.__dict__.update({name: v for name, v in given.items() if v is not None})
         trainer._folder = folder
+        trainer._check()
         return trainer
 
     def as_trainable(self) -> type[Any]:
@@ -323,11 +359,10 @@ class DataParallelTrainer:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
 
 
-def _unused(folder: Path) -> Path:
-    """Return a folder that no run is in: the given one, or one with a number behind its name."""
-    if not folder.exists():
-        return folder
-    numbered = (folder.with_name(f"{folder.name}_{n:03d}") for n in itertools.count(2))
-    found = next(path for path in numbered if not path.exists())
-    logger.warning("%s is there already; this run is kept in %s.", folder, found)
-    return found
+def _cannot_be_pickled(value: Any) -> str:
+    """Return why not; nothing where it can."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return str(error) or repr(error)
+    return ""

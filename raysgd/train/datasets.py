@@ -25,7 +25,8 @@ class Datasets:
         self._kept: dict[str, Any] = {}
         named = self._given if isinstance(self._given, dict) else {"": self._given}
         for name, dataset in named.items():
-            if dataset is not None and is_split(name) and not hasattr(dataset, "split"):
+            is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
+            if dataset is not None and is_split(name) and not is_dataset:
                 shown = f"dataset={dataset!r}" if not name else f"dataset {name!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
 

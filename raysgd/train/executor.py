@@ -144,24 +144,35 @@ class BackendExecutor:
         self._backend.on_start(self.worker_group, self._backend_config)
         self._share_data()
 
-    def shutdown(self, graceful_termination: bool = True) -> None:
+    def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """End the workers; `start` starts others.
 
         Args:
             graceful_termination: whether to let backend and workers clean up.
+            patience_s: how long they may be busy before that, in seconds: with a method of a class
+                of `to_worker_group`, say. Those that still are then are killed.
         """
-        supervisor = self._supervisor
+        supervisor, gently = self._supervisor, False
         if supervisor is None:
             return
-        idle = self._plan is None and supervisor.state is State.READY
         try:
-            if graceful_termination and idle:
+            # what a backend calls on the workers has no bound, and would wait for their work
+            gently = graceful_termination and self._is_idle(supervisor, patience_s)
+            if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
             logger.warning("The backend could not be shut down.", exc_info=True)
         finally:
-            supervisor.shutdown(force=not (graceful_termination and idle))
+            supervisor.shutdown(force=not gently)
             self._forget()
+
+    def _is_idle(self, supervisor: Supervisor, patience_s: float) -> bool:
+        if self._plan is not None or supervisor.state is not State.READY:
+            return False
+        if tasks.are_idle(supervisor.members, patience_s):
+            return True
+        logger.warning("Workers are still busy after %g s, and are killed.", patience_s)
+        return False
 
     def _forget(self) -> None:
         self._supervisor = self._group = self._plan = None
@@ -228,24 +239,26 @@ class BackendExecutor:
                 "finish_training() first."
             )
         decodes = self._backend_cls.decode_data is not Backend.decode_data
-        self._checkpoints = RunCheckpoints(
+        checkpoints = RunCheckpoints(
             None if run_dir is None else Path(run_dir) / "checkpoints",
             checkpoint_strategy,
             latest_checkpoint_id or 0,
             self._backend_cls.decode_data if decodes else None,
         )
-        self._checkpoints.blob = packed_checkpoint(checkpoint)
-        self._plan = Plan(
+        checkpoints.blob = packed_checkpoint(checkpoint)
+        plan = Plan(
             uuid.uuid4().hex,
             pickled_function(train_func),
-            self._checkpoints.blob,
+            checkpoints.blob,
             iteration,
             dict(metadata or {}),
             dict(experiment or {}),
         )
+        datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
+        # from here on there is a run: whatever fails must end it
+        self._checkpoints, self._datasets, self._plan = checkpoints, datasets, plan
         self._values, self._paused, self._num_losses = None, False, 0
         self._first_event = len(supervisor.events)
-        self._datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         supervisor.snapshots.set({"plan": self._plan})
         self._guarded(self._mend)
         self._first_event = len(supervisor.events)
@@ -280,7 +293,8 @@ class BackendExecutor:
             if any(turn.has_checkpoint for turn in turns):
                 self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
             if turns[0].kind == "report" and not self._paused:
-                return [self._decoded(turn.metrics) for turn in turns]
+                decoded: list[dict[str, Any]] = self._guarded(lambda: self._decoded(turns))  # noqa: B023
+                return decoded
         return None
 
     def pause_reporting(self) -> None:
@@ -309,6 +323,11 @@ class BackendExecutor:
         self._checkpoints.disk.finish()
         assert values is not None
         return values
+
+    def abort(self) -> None:
+        """End the run, if there is one; the workers can train another function."""
+        if self._plan is not None:
+            self._fail()
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return what it returned.
@@ -449,8 +468,8 @@ class BackendExecutor:
             error.cause,
         )
 
-    def _decoded(self, metrics: Any) -> dict[str, Any]:
-        return self._backend_cls.decode_data(dict(metrics))
+    def _decoded(self, turns: list[Turn]) -> list[dict[str, Any]]:
+        return [self._backend_cls.decode_data(dict(turn.metrics or {})) for turn in turns]
 
     def _supervised(self, method: str) -> Supervisor:
         if self._supervisor is None:

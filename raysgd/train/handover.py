@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.execution.pickling import dumps
+
 __all__ = ["Handover", "RunStoppedError", "Turn"]
 
 TurnKind = Literal["report", "checkpoint", "end"]
@@ -43,6 +45,15 @@ class Turn:
     """Reports that were made up to here, this one included."""
     value: Any = None
     """What the function returned, at its end."""
+
+    def unpicklable_part(self) -> str:
+        """Say which part of it cannot be pickled, where one cannot."""
+        for name, value in (self.metrics or {}).items():
+            try:
+                dumps(value)
+            except Exception:
+                return f"the metric {name!r}"
+        return "what the training function returned"
 
 
 class Handover:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current
+from raysgd.train.session import Session, current, is_left_behind, place
 
 __all__ = [
     "TrainContext",
@@ -30,7 +31,17 @@ _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
-    """Return the session; without one warn, once for each function."""
+    """Return the session; without one warn, once for each function.
+
+    Raises:
+        RuntimeError: in a thread that an earlier run has left behind.
+    """
+    if is_left_behind():
+        raise RuntimeError(
+            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
+            "that a training function has started and left behind when it ended. Join its threads "
+            "before the function returns."
+        )
     if current() is None and name not in _WARNED:
         _WARNED.add(name)
         logger.warning(
@@ -117,22 +128,21 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def _place() -> WorkerContext:
-    session = current()
-    return WorkerContext() if session is None else session.context
+    return place() or WorkerContext()
 
 
 def world_rank() -> int:
-    """Return this worker's rank among all, from 0; 0 outside of a run."""
+    """Return this worker's rank among all, from 0; 0 outside of a worker."""
     return _place().world_rank
 
 
 def local_rank() -> int:
-    """Return this worker's rank among those on its node, from 0; 0 outside of a run."""
+    """Return this worker's rank among those on its node, from 0; 0 outside of a worker."""
     return _place().local_rank
 
 
 def world_size() -> int:
-    """Return the number of workers; 1 outside of a run. It changes only with a restart."""
+    """Return the number of workers; 1 outside of a worker. It changes only with a restart."""
     return _place().world_size
 
 
@@ -162,7 +172,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place, as `get_context` returns it; the defaults hold outside of a run."""
+    """This worker's place, as `get_context` returns it; the defaults hold outside of a worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     local_world_size: int = 1
@@ -215,13 +225,8 @@ class TrainContext:
 
 
 def get_context() -> TrainContext:
-    """Return this worker's place; outside of a run that of a single worker."""
-    session = current()
+    """Return this worker's place; outside of a worker that of a single one."""
+    session, worker = current(), _place()
     if session is None:
-        return TrainContext()
-    return TrainContext(
-        session.context,
-        session.context.local_world_size,
-        session.metadata,
-        session.experiment,
-    )
+        return TrainContext(worker, worker.local_world_size)
+    return TrainContext(worker, worker.local_world_size, session.metadata, session.experiment)

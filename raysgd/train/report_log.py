@@ -19,12 +19,10 @@ class ReportLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last: dict[str, Any] | None = None
-        self.num_reports = 0
 
     def __enter__(self) -> ReportLog:
         earlier = read_reports(self._path)
         self.last = earlier[-1] if earlier else None
-        self.num_reports = len(earlier)
         self._file = self._path.open("w", encoding="utf-8")
         for entry in earlier:  # written anew: the last line may have been cut off
             self._file.write(json.dumps(entry) + "\n")
@@ -37,7 +35,6 @@ class ReportLog:
     def write(self, result: Mapping[str, Any]) -> None:
         """Add a report."""
         self.last = dict(result)
-        self.num_reports += 1
         shown = {key: value for key, value in result.items() if _has_form({key: value})}
         self._file.write(json.dumps(jsonable(shown)) + "\n")
         self._file.flush()

@@ -26,6 +26,9 @@ class RunCheckpoints:
         strategy: which ones stay on disk.
         number: number of the newest so far.
         decode: of the user's backend; None where it does nothing.
+
+    Raises:
+        TypeError: if `strategy` is no CheckpointStrategy.
     """
 
     def __init__(
@@ -35,7 +38,12 @@ class RunCheckpoints:
         number: int = 0,
         decode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        strategy = strategy or CheckpointStrategy()
+        strategy = CheckpointStrategy() if strategy is None else strategy
+        if not isinstance(strategy, CheckpointStrategy):
+            raise TypeError(
+                f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy, such as "
+                "CheckpointStrategy(num_to_keep=2)."
+            )
         self._attribute = strategy.checkpoint_score_attribute
         keep = 0 if folder is None else strategy.num_to_keep
         self.disk = NumberedCheckpoints(
@@ -62,7 +70,7 @@ class RunCheckpoints:
             self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
-        self.disk.save(self.number + 1, blob, turn.numbers, world_size)
+        self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
         self.number += 1
         self.blob, self._latest = blob, None
 

@@ -66,16 +66,17 @@ class FunctionRunner:
 
     def setup(self, context: WorkerContext) -> None:
         """Take the place in the group."""
-        self._context = context
+        self._take(context)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Take the place in a new generation; what ran in the one before has been stopped."""
-        self._context = context
+        self._take(context)
         self._plan = self._handover = self._thread = None
 
     def teardown(self) -> None:
-        """Stop the function."""
+        """Stop the function, and leave the place."""
         self.request_stop(True)
+        session.take_place(None)
 
     # ---- read and set from another thread
 
@@ -133,6 +134,10 @@ class FunctionRunner:
         if self._thread is not None:
             self._thread.join()
 
+    def _take(self, context: WorkerContext) -> None:
+        self._context = context
+        session.take_place(context)
+
     def _start(self) -> None:
         if self._thread is not None:
             return
@@ -162,11 +167,10 @@ class FunctionRunner:
 def _run(packed: bytes, running: Session, handover: Handover) -> None:
     """Run the function, in its thread."""
     session.enter(running)
+    end, failure = None, None
     try:
-        value = pickle.loads(packed)()
+        end = running.end(pickle.loads(packed)())
     except BaseException as error:
-        handover.end(None, error)
-    else:
-        handover.end(running.end(value))
-    finally:
-        session.leave(running)
+        failure = error
+    session.leave(running)  # before the driver hears of the end, and begins another run
+    handover.end(end, failure)

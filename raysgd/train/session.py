@@ -6,7 +6,9 @@ A worker process has one session at a time, for all of its threads.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,8 +24,11 @@ __all__ = [
     "current",
     "enter",
     "held_shards",
+    "is_left_behind",
     "leave",
+    "place",
     "receive_shards",
+    "take_place",
 ]
 
 TIMESTAMP = "_timestamp"
@@ -69,6 +74,18 @@ class Session:
         """Reports that were made so far, those before a restart included."""
         self._encode = encode
         self._reported_at = time.monotonic()
+        self._threads_before = weakref.WeakSet(threading.enumerate())
+
+    def threads(self) -> list[threading.Thread]:
+        """Return the threads that were started since, the caller's aside, and still run."""
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self._threads_before
+            and thread is not threading.current_thread()
+            # those that Python did not start belong to no run: Ray's, by which the driver calls
+            and not isinstance(thread, threading._DummyThread)
+        ]
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
         """Hand metrics, and a checkpoint where there is one, to the driver."""
@@ -154,7 +171,10 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
 # ---- the session of this process
 
 _SESSION: Session | None = None
+_LEFT_BEHIND: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _SHARDS: Any = None
+_PLACE: WorkerContext | None = None
+"""For what runs in a worker and is no run, such as the classes of `to_worker_group`."""
 
 
 def enter(session: Session) -> None:
@@ -166,13 +186,30 @@ def enter(session: Session) -> None:
 def leave(session: Session) -> None:
     """Let go of `session`, unless another has taken its place."""
     global _SESSION
+    _LEFT_BEHIND.update(session.threads())
     if _SESSION is session:
         _SESSION = None
+
+
+def is_left_behind() -> bool:
+    """Whether the calling thread was started in a session that is over."""
+    return threading.current_thread() in _LEFT_BEHIND
 
 
 def current() -> Session | None:
     """Return the session of this process."""
     return _SESSION
+
+
+def take_place(context: WorkerContext | None) -> None:
+    """Note this worker's place in the group; None where it has left it."""
+    global _PLACE
+    _PLACE = context
+
+
+def place() -> WorkerContext | None:
+    """Return this worker's place, also between runs; None where the process is no worker."""
+    return _PLACE if _SESSION is None else _SESSION.context
 
 
 def receive_shards(shards: Any) -> None:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from raysgd.elastic.events import Event
 from raysgd.train.arguments import (
     bound_function,
     checked_size,
+    made_folder,
     run_folder,
     worker_resources,
 )
@@ -92,9 +94,13 @@ class Trainer:
             elastic=elastic,
         )
         self._num_runs = 0
+        self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
         """Folder of the runs."""
-        self.logdir.mkdir(parents=True, exist_ok=True)
+        if logdir is None:
+            self.logdir = made_folder(self.logdir)  # two trainers may be made in one second
+        else:
+            self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("Runs are kept in %s.", self.logdir)
 
     # ---- life
@@ -114,7 +120,10 @@ class Trainer:
         self._executor.start(initialization_hook)
 
     def shutdown(self) -> None:
-        """End the workers and give the resources back; `start` works again then."""
+        """End the workers and give the resources back; `start` works again then.
+
+        Workers that are busy, with a method of a class of `to_worker_group`, have 5 s to end that.
+        """
         self._executor.shutdown()
 
     # ---- runs
@@ -149,16 +158,21 @@ class Trainer:
             BaseException: what the function raised, with the worker's traceback as its cause.
         """
         function = bound_function(train_func, config)
-        observed = Observed(callbacks or ())
+        observed = Observed(callbacks)
         self._check_started("run")
+        self._end_abandoned_run()
         run_dir = self._new_run_dir()
         with observed.run(run_dir, config or {}):
             self._executor.start_training(
                 function, run_dir, dataset, checkpoint, checkpoint_strategy
             )
-            while (results := self._executor.fetch_next_result()) is not None:
-                observed.handle(results)
-            return self._executor.finish_training()
+            try:
+                while (results := self._executor.fetch_next_result()) is not None:
+                    observed.handle(results)
+                return self._executor.finish_training()
+            except BaseException:  # of a callback as well, or Ctrl-C in one
+                self._executor.abort()
+                raise
 
     def run_iterator(
         self,
@@ -170,13 +184,17 @@ class Trainer:
     ) -> TrainingIterator:
         """Start a training function, and return an iterator over what the workers report.
 
-        Arguments and errors are those of `run`; the errors come as one goes through it.
+        Arguments and errors are those of `run`; the errors come as one goes through it. The next
+        run ends this one where nobody goes through the iterator any more.
         """
         function = bound_function(train_func, config)
         self._check_started("run_iterator")
+        self._end_abandoned_run()
         run_dir = self._new_run_dir()
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
-        return TrainingIterator(self._executor)
+        iterator = TrainingIterator(self._executor)
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> HostedGroup:
         """Make an object of a class on every worker, with the backend set up.
@@ -273,6 +291,17 @@ class Trainer:
                 f"Trainer.{method}() was called on a trainer that is not started, or shut down: "
                 "call start() first."
             )
+
+    def _end_abandoned_run(self) -> None:
+        """End the run of an iterator that was left half-way; nobody else would."""
+        if self._iterator is None:
+            return
+        iterator = self._iterator()
+        if iterator is None:
+            self._executor.abort()
+        elif not iterator.abandon():
+            return
+        self._iterator = None
 
     def _new_run_dir(self) -> Path:
         self._num_runs += 1

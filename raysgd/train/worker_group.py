@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class WorkerGroup:
         Args:
             patience_s: how long a worker may take to end its work, in seconds; 0 kills at once.
         """
-        self._group.shutdown(force=patience_s <= 0)
+        self._group.shutdown(force=patience_s <= 0, patience_s=patience_s)
 
     def add_workers(self, num_workers: int) -> None:
         """Start further workers; they get the highest ranks.
@@ -216,8 +217,8 @@ def group_options(
 
 # ---- a class of the user on every worker
 
-_HOSTED: Any = None
-"""In a worker: the object that `HostedGroup` made there."""
+_HOSTED: dict[str, Any] = {}
+"""In a worker: the objects that each `HostedGroup` made there, by the group's id."""
 
 
 class HostedGroup:
@@ -238,8 +239,9 @@ class HostedGroup:
     ) -> None:
         self._executor = executor
         group: WorkerGroup = executor.worker_group
-        group.execute(_host, train_cls, args, dict(kwargs))
-        self._proxies = [HostedWorker(worker.actor) for worker in group.workers]
+        hosted_id = uuid.uuid4().hex
+        group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
+        self._proxies = [HostedWorker(worker.actor, hosted_id) for worker in group.workers]
 
     def __len__(self) -> int:
         """Number of workers."""
@@ -259,39 +261,42 @@ class HostedGroup:
             patience_s: how long they may take to end their work, in seconds; 0 kills at once.
         """
         self._proxies = []
-        self._executor.shutdown(graceful_termination=patience_s > 0)
+        self._executor.shutdown(patience_s > 0, patience_s)
 
 
 class HostedWorker:
     """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, hosted_id: str) -> None:
         self._actor = actor
+        self._hosted_id = hosted_id
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return HostedMethod(self._actor, name)
+        return HostedMethod(self._actor, self._hosted_id, name)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, actor: Any, name: str) -> None:
+    def __init__(self, actor: Any, hosted_id: str, name: str) -> None:
         self._actor = actor
+        self._hosted_id = hosted_id
         self._name = name
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``."""
         bound = self._actor.execute.options(concurrency_group="work")
-        return bound.remote(_call_hosted, self._name, *args, **kwargs)
+        return bound.remote(_call_hosted, self._hosted_id, self._name, *args, **kwargs)
 
 
-def _host(train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    global _HOSTED
-    _HOSTED = train_cls(*args, **kwargs)
+def _host(
+    hosted_id: str, train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    _HOSTED[hosted_id] = train_cls(*args, **kwargs)
 
 
-def _call_hosted(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return getattr(_HOSTED, name)(*args, **kwargs)
+def _call_hosted(hosted_id: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_HOSTED[hosted_id], name)(*args, **kwargs)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 from raysgd import ElasticConfig, train
 from raysgd.errors import RemoteTraceback
-from raysgd.train import Trainer
-from raysgd.train.backend import BackendConfig
+from raysgd.train import Trainer, TrainingCallback
+from raysgd.train.backend import Backend, BackendConfig, TrainBackendError
 from tests.conftest import restart_when_created, wait_until
 
 SOON_S = 2.0
@@ -146,6 +147,74 @@ def test_a_function_that_never_comes_back_is_killed_before_the_next_run(make_tra
         trainer.run(function)
     assert time.monotonic() - began < SOON_S
     assert trainer.run(train.world_size) == [2, 2]
+
+
+def reports_for_long():
+    for n in range(1000):
+        train.report(n=n)
+
+
+class Raising(TrainingCallback):
+    def __init__(self, error):
+        self._error = error
+
+    def handle_result(self, results, **info):
+        raise self._error
+
+
+class Undecodable(Backend):
+    @staticmethod
+    def decode_data(data_dict):
+        raise ValueError("not decoded")
+
+
+class UndecodableConfig(BackendConfig):
+    backend_cls = Undecodable
+
+
+def test_a_run_that_breaks_off_on_the_driver_leaves_a_trainer_that_can_be_used(make_trainer):
+    trainer = make_trainer()
+    for error in (ValueError("callback"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            trainer.run(reports_for_long, callbacks=[Raising(error)])
+        assert trainer.run(train.world_size) == [2, 2]
+    with pytest.raises(TypeError, match="must be a Ray Dataset"):
+        trainer.run(reports_for_long, dataset=[1, 2, 3])
+    next(trainer.run_iterator(reports_for_long))  # and dropped
+    assert trainer.run(train.world_size) == [2, 2]
+    kept = trainer.run_iterator(reports_for_long)
+    next(kept)
+    assert trainer.run(train.world_size) == [2, 2]
+    with pytest.raises(RuntimeError, match="another was started"):
+        next(kept)
+    assert not [e for e in trainer.events if e.kind == "lost"]
+    undecoded = make_trainer(UndecodableConfig())
+    with pytest.raises(ValueError, match="not decoded"):
+        undecoded.run(reports_for_long)
+    assert undecoded.run(train.world_size) == [2, 2]
+
+
+def test_a_run_that_another_thread_goes_through_is_not_ended_by_the_next(make_trainer):
+    trainer = make_trainer()
+    iterator = trainer.run_iterator(reports_for_long)
+    begun, over, seen = threading.Event(), threading.Event(), []
+
+    def go_through():
+        seen.append(next(iterator))
+        begun.set()
+        over.wait()
+        seen.append(next(iterator))
+
+    thread = threading.Thread(target=go_through)
+    thread.start()
+    begun.wait()
+    try:
+        with pytest.raises(TrainBackendError, match="is being trained"):
+            trainer.run(train.world_size)
+    finally:
+        over.set()
+        thread.join()
+    assert [reports[0]["n"] for reports in seen] == [0, 1]
 
 
 class Killed:

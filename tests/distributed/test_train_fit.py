@@ -163,6 +163,27 @@ def test_a_run_is_restored_after_its_driver_was_killed(ray_cluster, tmp_path):
     assert epochs[-1] == 4
 
 
+def test_reports_that_a_restored_run_makes_again_have_the_iterations_they_had(
+    ray_cluster, tmp_path
+):
+    def function():
+        start = train.get_checkpoint().to_dict()["n"] + 1 if train.get_checkpoint() else 0
+        for n in range(start, 4):
+            made = Checkpoint.from_dict({"n": n}) if n == 1 else None
+            train.report({"n": n}, checkpoint=made)
+        if start == 0:
+            raise ValueError("on purpose")
+
+    trainer = DataParallelTrainer(
+        function, run_config=RunConfig(name="restored", storage_path=tmp_path)
+    )
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.fit()
+    history = DataParallelTrainer.restore(tmp_path / "restored").fit().history
+    assert [report["n"] for report in history] == [0, 1, 2, 3, 2, 3]
+    assert [report["_training_iteration"] for report in history] == [1, 2, 3, 4, 3, 4]
+
+
 def test_a_subclass_with_a_backend_of_its_own(ray_cluster, tmp_path):
     class MyBackend(Backend):
         def on_start(self, worker_group, backend_config):

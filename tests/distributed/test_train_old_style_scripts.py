@@ -8,6 +8,7 @@ Workers import this module: what takes long to import is imported where it is ne
 import json
 import os
 import signal
+import threading
 
 import cloudpickle
 import pytest
@@ -27,6 +28,7 @@ from raysgd.train.callbacks import (
 )
 from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
 from raysgd.train.torch import TorchConfig, TorchWorkerProfiler  # also makes train.torch
+from tests.conftest import wait_until
 
 
 @pytest.fixture
@@ -179,6 +181,40 @@ def test_a_stateful_class_on_every_worker(make_trainer):
     assert [epochs for epochs, _ in second] == [2, 2]
     assert second[0][1] < first[0][1]
     workers.shutdown(patience_s=1)
+
+
+class Prepared:
+    def __init__(self):
+        self.model = train.torch.prepare_model(nn.Linear(1, 1))
+        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
+
+    def what(self):
+        place = train.world_rank(), train.local_rank(), train.world_size()
+        return place, type(self.model).__name__, len(self.loader.sampler)
+
+
+def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(make_trainer):
+    workers = make_trainer(TorchConfig(backend="gloo")).to_worker_group(Prepared)
+    found = ray.get([worker.what.remote() for worker in workers])
+    assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
+    assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
+    assert [size for _, _, size in found] == [len(line()) // 2] * 2
+    workers.shutdown(patience_s=1)
+
+
+class Busy:
+    def wait_for_ever(self, begun):
+        begun.touch()
+        threading.Event().wait()
+
+
+def test_workers_that_stay_busy_are_killed_when_patience_is_at_its_end(make_trainer, tmp_path):
+    workers = make_trainer(TorchConfig(backend="gloo")).to_worker_group(Busy)
+    call = workers[1].wait_for_ever.remote(tmp_path / "begun")
+    wait_until((tmp_path / "begun").exists)
+    workers.shutdown(patience_s=0.1)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(call)
 
 
 # ---- 4: an iterator over the results

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.callbacks.values import jsonable
 from raysgd.train.callbacks.files import FileCallback
+from raysgd.train.callbacks.profiler import without_traces
 
 __all__ = ["JsonLoggerCallback"]
 
@@ -42,7 +43,8 @@ class JsonLoggerCallback(FileCallback):
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Add the results to the list."""
-        text = json.dumps([{str(k): _shown(v) for k, v in result.items()} for result in results])
+        shown = [without_traces(result) for result in results]
+        text = json.dumps([{str(k): _shown(v) for k, v in result.items()} for result in shown])
         with self.log_path.open("rb+") as file:
             # over the bracket at the end, so that a long log costs no more than a short one
             end = file.seek(-1, os.SEEK_END)

@@ -22,8 +22,10 @@ class Observed:
         TypeError: if one is no TrainingCallback.
     """
 
-    def __init__(self, callbacks: Sequence[TrainingCallback]) -> None:
-        self._callbacks = list(callbacks)
+    def __init__(self, callbacks: Sequence[TrainingCallback] | None) -> None:
+        if callbacks is not None and not isinstance(callbacks, Sequence):
+            raise TypeError(f"callbacks={callbacks!r}: must be a list of TrainingCallbacks.")
+        self._callbacks = list(callbacks or ())
         for callback in self._callbacks:
             if not isinstance(callback, TrainingCallback):
                 raise TypeError(f"callbacks=[{callback!r}]: each must be a TrainingCallback.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd.train.callbacks.files import FileCallback
 
-__all__ = ["PROFILE_TRACES", "TorchTensorboardProfilerCallback"]
+__all__ = ["PROFILE_TRACES", "TorchTensorboardProfilerCallback", "without_traces"]
 
 PROFILE_TRACES = "_train_torch_profiler"
 """Under which name a worker reports its traces: pairs of a file name and the content."""
@@ -39,3 +40,8 @@ class TorchTensorboardProfilerCallback(FileCallback):
         for result in results:
             for name, content in result.get(PROFILE_TRACES, ()):
                 (self.logdir / os.path.basename(name)).write_text(content, encoding="utf-8")
+
+
+def without_traces(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was reported but for the profiler's traces, which are long files."""
+    return {key: value for key, value in result.items() if key != PROFILE_TRACES}

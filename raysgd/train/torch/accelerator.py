@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
-from raysgd.train.inside import world_size
+from raysgd.train.inside import world_rank, world_size
 from raysgd.train.torch.loading import prepared_loader
 
 __all__ = [
@@ -84,12 +84,12 @@ def accelerate(amp: bool = False) -> None:
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU where it has one, else the CPU."""
-    running = session.current()
+    place = session.place()
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if running is None:
+    if place is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = running.context.gpu_index
+    index = place.gpu_index
     if index is None:
         return torch.device("cpu")
     # without GPUs shared among the workers of a node each sees its own alone
@@ -144,13 +144,11 @@ def prepare_data_loader(
         auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
             before is trained on; needs a GPU.
     """
-    running = session.current()
-    rank = 0 if running is None else running.context.world_rank
     _accelerator()  # so that a later accelerate() is an error
     return prepared_loader(
         data_loader,
         world_size=world_size() if add_dist_sampler else 1,
-        rank=rank,
+        rank=world_rank(),
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=_kept().get(_SEED, 0),

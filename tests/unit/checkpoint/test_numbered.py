@@ -8,7 +8,9 @@ from raysgd.checkpoint.numbered import NumberedCheckpoints
 def filled(folder, *losses, **arguments):
     store = NumberedCheckpoints(folder, attribute="loss", order="min", **arguments)
     for number, loss in enumerate(losses, 1):
-        store.save(number, b"blob %d." % number, {"loss": loss}, world_size=1)
+        store.save(
+            number, b"blob %d." % number, {"loss": loss}, world_size=1, iteration=10 * number
+        )
     return store
 
 
@@ -23,7 +25,7 @@ def test_what_an_earlier_process_left_is_found_again(tmp_path):
     filled(tmp_path, 3.0, 1.0, 2.0)
     store = NumberedCheckpoints(tmp_path, attribute="loss", order="min")
     newest, blob = store.restore()
-    assert (newest.number, blob) == (3, b"blob 3.")
+    assert (newest.number, newest.iteration, blob) == (3, 30, b"blob 3.")
     assert store.best.number == 2
 
 

@@ -184,6 +184,14 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert group.vacant_slots() == [slot]
 
 
+def test_workers_have_as_long_as_is_said_to_end_their_work(start, monkeypatch):
+    waited = []
+    group = start(num_workers=1, room=1)
+    monkeypatch.setattr(group_module, "wait", lambda pending, timeout: waited.append(timeout))
+    group.shutdown(patience_s=0.5)
+    assert waited == [0.5]
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_the_end_of_a_group_is_that_of_newcomers_and_room_too(start, force):
     group = start(num_workers=3, room=2)

@@ -83,3 +83,25 @@ def test_a_function_travels_with_what_it_holds():
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be pickled.*inside of the function instead"):
         pickled_function(lambda: lock)
+
+
+def by_name(*, config):
+    """Cannot be given the config by position."""
+
+
+def by_any_name(**names):
+    """Neither can this."""
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(by_name, "takes 'config' by name alone"), (by_any_name, "takes '\\*\\*names' by name alone")],
+)
+def test_a_function_that_takes_the_config_by_name_alone_is_an_error(function, said):
+    with pytest.raises(ValueError, match=said):
+        bound_function(function, {})
+
+
+def test_a_function_without_a_signature_is_to_be_wrapped():
+    with pytest.raises(ValueError, match="Cannot tell which arguments <class 'dict'> takes"):
+        bound_function(dict, {})

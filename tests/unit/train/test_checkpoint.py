@@ -56,3 +56,14 @@ def test_a_folder_may_be_named_from_home(tmp_path, monkeypatch):
     assert Checkpoint.from_dict({"a": 1}).to_directory("~/a") == str(tmp_path / "a")
     assert Checkpoint.from_directory("~/a").to_dict() == {"a": 1}
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_values_beside_files_are_not_lost_in_a_folder(tmp_path):
+    data = {"_files": {"a": b"1"}, "epoch": 1}
+    folder = Checkpoint.from_dict(data).to_directory(tmp_path)
+    assert Checkpoint.from_directory(folder).to_dict() == data
+
+
+def test_a_name_that_is_taken_is_an_error():
+    with pytest.raises(ValueError, match=r"'_metadata' is taken.*set_metadata"):
+        Checkpoint.from_dict({"_metadata": {}, "a": 1})

@@ -73,3 +73,8 @@ def test_there_may_be_none():
     assert not Datasets({})
     assert Datasets(Rows(0))
     assert Datasets(None).shared_out(["a", "b"]) == [None, None]
+
+
+def test_a_text_is_no_data_set_though_it_can_be_split():
+    with pytest.raises(TypeError, match="dataset='abc': must be a Ray Dataset"):
+        Datasets("abc")

@@ -111,3 +111,9 @@ def test_a_function_that_computes_is_not_held():
     assert not handover.held
     handover.put(turn(0))
     assert not handover.held
+
+
+def test_what_cannot_be_sent_is_said_in_words_of_the_function():
+    lock = threading.Lock()
+    assert Turn("report", metrics={"a": 1, "l": lock}).unpicklable_part() == "the metric 'l'"
+    assert "training function returned" in Turn("end", value=lock).unpicklable_part()

@@ -12,6 +12,10 @@ class Executor:
         self._reports = list(reports)
         self._final = final
         self.finished = 0
+        self.aborted = 0
+
+    def abort(self):
+        self.aborted += 1
 
     def fetch_next_result(self):
         return self._given(self._reports.pop(0) if self._reports else None)
@@ -78,3 +82,31 @@ def test_what_is_raised_in_the_end_ends_it_too():
     with pytest.raises(ValueError, match="at the end"):
         next(iterator)
     assert iterator.is_finished()
+
+
+def test_a_function_that_raised_stop_iteration_does_not_look_finished():
+    iterator = TrainingIterator(Executor([{"n": 0}], StopIteration(), [{"n": 1}]))
+    with pytest.raises(RuntimeError, match="raised StopIteration") as raised:
+        list(iterator)
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert iterator.is_finished()
+
+
+def test_a_run_that_nobody_goes_through_any_more_can_be_ended():
+    executor = Executor([{"n": 0}], [{"n": 1}])
+    iterator = TrainingIterator(executor)
+    next(iterator)
+    assert iterator.abandon()
+    assert executor.aborted == 1
+    assert iterator.is_finished()
+    with pytest.raises(RuntimeError, match=r"get_final_results\(force=True\)"):
+        next(iterator)
+
+
+def test_a_finished_run_has_nothing_to_be_ended():
+    executor = Executor()
+    iterator = TrainingIterator(executor)
+    assert list(iterator) == []
+    assert iterator.abandon()
+    assert executor.aborted == 0
+    assert list(iterator) == []

@@ -126,3 +126,8 @@ def test_a_path_may_be_named_from_home(tmp_path, monkeypatch):
     Checkpoint.from_dict({"a": 1}).to_directory(tmp_path / "folder")
     for given in ("~/file", "~/folder"):
         assert pickle.loads(packed_checkpoint(given)) == {"a": 1}
+
+
+def test_a_strategy_of_another_kind_is_an_error():
+    with pytest.raises(TypeError, match=r"checkpoint_strategy=\{.*must be a CheckpointStrategy"):
+        RunCheckpoints(strategy={"num_to_keep": 2})

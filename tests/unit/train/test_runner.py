@@ -25,6 +25,7 @@ def make():
     yield make
     for runner in made:
         runner.end_run()
+        runner.teardown()
     session.receive_shards(None)
 
 
@@ -72,6 +73,50 @@ def test_another_run_begins_another_function(make):
         assert runner.next().value == value
 
 
+class Shared:
+    """What two runs share, handed to them as their data set."""
+
+    def __init__(self):
+        self.begun = threading.Event()
+        self.errors = []
+        self.thread = None
+
+
+def test_a_thread_that_a_run_left_behind_does_not_report_into_the_next(make):
+    shared = Shared()
+    session.receive_shards(shared)
+
+    def leaves_a_thread():
+        shared = train.get_dataset_shard()
+
+        def report_late():
+            shared.begun.wait()
+            try:
+                train.report(late=True)
+            except RuntimeError as error:
+                shared.errors.append(str(error))
+
+        shared.thread = threading.Thread(target=report_late, name="late")
+        shared.thread.start()
+
+    def reports_from_a_thread():
+        shared = train.get_dataset_shard()
+        shared.begun.set()
+        shared.thread.join()
+        own = threading.Thread(target=train.report, kwargs={"late": False})
+        own.start()
+        own.join()
+
+    runner, plan = make(leaves_a_thread)
+    runner.begin(plan)
+    assert runner.next().kind == "end"
+    runner.begin(Plan("two", cloudpickle.dumps(reports_from_a_thread)))
+    assert runner.next().metrics["late"] is False
+    assert runner.next().kind == "end"
+    assert len(shared.errors) == 1
+    assert "report() was called in a thread, 'late'" in shared.errors[0]
+
+
 def test_a_stop_ends_a_function_that_waits_for_the_driver(make):
     def function():
         try:
@@ -98,6 +143,20 @@ def test_what_a_function_raises_is_raised_as_itself(make):
     runner.begin(plan)
     with pytest.raises(ValueError, match="bad batch"):
         runner.next()
+
+
+def test_a_worker_knows_its_place_between_runs_as_well():
+    """Classes of `to_worker_group` ask for it, and they are no run."""
+    runner = FunctionRunner(False)
+    try:
+        runner.setup(WorkerContext(world_rank=1, world_size=2, local_rank=1, local_world_size=2))
+        assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
+        assert train.get_context().get_local_world_size() == 2
+        runner.rejoin(WorkerContext(world_rank=0, world_size=1), 0)
+        assert (train.world_rank(), train.world_size()) == (0, 1)
+    finally:
+        runner.teardown()
+    assert session.place() is None
 
 
 def test_a_new_generation_forgets_the_function(make):

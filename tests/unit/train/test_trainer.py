@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+import threading
 
 import pytest
 import ray.train
 
 from raysgd import ElasticConfig
 from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
+from raysgd.train import trainer as trainer_module
 from raysgd.train.backend import BackendConfig
+from raysgd.train.callbacks import PrintCallback
+from raysgd.tune_functions import trainer_trainable
 
 
 @pytest.fixture
@@ -47,6 +51,16 @@ def test_runs_are_kept_where_ray_keeps_them(tmp_path, monkeypatch):
     assert Trainer(BackendConfig(), logdir=tmp_path / "own").logdir == tmp_path / "own"
 
 
+def test_trainers_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(trainer_module, "run_folder", lambda *given: tmp_path / "train_now")
+    assert [Trainer(BackendConfig()).logdir.name for _ in range(3)] == [
+        "train_now",
+        "train_now_002",
+        "train_now_003",
+    ]
+
+
 def test_wrong_backends_are_errors(tmp_path):
     with pytest.raises(ValueError, match="tensorflow"):
         Trainer("jax", logdir=tmp_path)
@@ -63,12 +77,74 @@ def test_wrong_arguments_of_fit_are_errors_before_anything_starts():
     for arguments, said in (
         ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
         ({"scaling_config": {"num_workers": 1, "resources_per_worker": {"GPU": 1}}}, "use_gpu"),
-        ({"run_config": RunConfig(failure_config=FailureConfig(-2))}, "max_retries"),
+        *(
+            ({"run_config": RunConfig(name=name)}, "must be the name of one folder")
+            for name in ("a/b", "", "..", 5)
+        ),
+        ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL"),
+        (
+            {"run_config": RunConfig(failure_config=FailureConfig(-2))},
+            r"FailureConfig\(max_failures=-2\)",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             DataParallelTrainer(lambda: 1, **arguments)
     with pytest.raises(ValueError, match="training function"):
         DataParallelTrainer(lambda a, b: 1)
+    for arguments, said in WRONG_KINDS:
+        with pytest.raises(TypeError, match=said):
+            DataParallelTrainer(lambda: 1, **arguments)
+
+
+WRONG_KINDS = [
+    ({"run_config": {"name": "mine"}}, "run_config={'name': 'mine'}: must be a RunConfig"),
+    ({"run_config": RunConfig(failure_config={"max_failures": 1})}, "must be a FailureConfig"),
+    ({"run_config": RunConfig(checkpoint_config=2)}, "must be a CheckpointConfig"),
+    ({"run_config": RunConfig(callbacks=PrintCallback())}, "must be a list"),
+    ({"run_config": RunConfig(callbacks=[print])}, "each must be a TrainingCallback"),
+    ({"scaling_config": 2}, "scaling_config=2: must be a ScalingConfig"),
+    ({"scaling_config": {"resources_per_worker": ["CPU"]}}, r"\['CPU'\]: must be a dict"),
+    ({"backend_config": "torch"}, "must be a BackendConfig"),
+]
+
+
+def test_what_is_changed_in_a_restored_run_is_checked_before_anything_starts(tmp_path):
+    DataParallelTrainer(
+        lambda: 1, run_config=RunConfig(name="run", storage_path=tmp_path)
+    )._new_folder()
+    for arguments, said in (*WRONG_KINDS, ({"scalling_config": 1}, "no such argument; it takes")):
+        with pytest.raises(TypeError, match=said):
+            DataParallelTrainer.restore(tmp_path / "run", **arguments)
+    restored = DataParallelTrainer.restore(tmp_path / "run", scaling_config={"num_workers": 3})
+    assert restored.scaling_config.num_workers == 3
+
+
+def test_callbacks_that_cannot_be_pickled_are_left_out_of_what_is_kept(tmp_path, caplog):
+    callback = PrintCallback()
+    callback.lock = threading.Lock()
+    config = RunConfig(name="run", storage_path=tmp_path, callbacks=[callback])
+    trainer = DataParallelTrainer(lambda: 1, run_config=config, datasets={"a": [1]})
+    trainer._new_folder()
+    assert "restore() will have no callbacks" in caplog.text
+    assert config.callbacks == [callback]
+    restored = DataParallelTrainer.restore(tmp_path / "run")
+    assert restored.run_config.callbacks is None
+    assert restored.datasets == {"a": [1]}
+
+
+def test_a_trainer_that_cannot_be_kept_says_why_and_leaves_no_folder(tmp_path):
+    lock = threading.Lock()
+    config = RunConfig(name="run", storage_path=tmp_path)
+    trainer = DataParallelTrainer(lambda: lock, run_config=config)
+    with pytest.raises(TypeError, match=r"cannot be pickled: .*lock.* inside of the training func"):
+        trainer._new_folder()
+    assert not (tmp_path / "run").exists()
+
+
+def test_how_to_wait_for_room_goes_on_to_trials(tmp_path):
+    trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=ElasticConfig(max_attempts=7))
+    trial = trainer.to_tune_trainable(lambda: 1)
+    assert trial.trainer.executor()._elastic.max_attempts == 7
 
 
 def test_how_to_wait_for_room_is_said_with_how_often_workers_may_be_lost():
@@ -90,6 +166,25 @@ def test_a_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     assert restored.train_loop_config == {"a": 1}
     with pytest.raises(ValueError, match="no folder of a run"):
         DataParallelTrainer.restore(tmp_path)
+
+
+def test_a_trial_calls_setup_before_it_starts_workers():
+    calls = []
+
+    class Prepared(DataParallelTrainer):
+        def setup(self):
+            calls.append(("setup", self.train_loop_config))
+
+        def executor(self):
+            calls.append("executor")
+            return self
+
+        def start(self):
+            calls.append("start")
+
+    trial = object.__new__(trainer_trainable(Prepared(lambda config: 1)))
+    trial.setup({"train_loop_config": {"a": 1}})
+    assert calls == [("setup", {"a": 1}), "executor", "start"]
 
 
 def test_a_config_is_merged_for_a_trial():

@@ -152,15 +152,15 @@ class Counter:
 
 class Executor:
     def __init__(self, workers):
-        self.worker_group, self.graceful = workers, None
+        self.worker_group, self.ended = workers, None
 
-    def shutdown(self, graceful_termination):
-        self.graceful = graceful_termination
+    def shutdown(self, graceful_termination, patience_s):
+        self.ended = graceful_termination, patience_s
 
 
 @pytest.fixture
 def hosted(workers, monkeypatch):
-    monkeypatch.setattr(worker_group, "_HOSTED", None)
+    monkeypatch.setattr(worker_group, "_HOSTED", {})
     return HostedGroup(Executor(workers), Counter, (5,), {"by": 2})
 
 
@@ -175,9 +175,15 @@ def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
         hosted[0].missing.remote()
 
 
+def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):
+    second = HostedGroup(hosted._executor, Counter, (100,), {})
+    assert second[0].add.remote() == 101
+    assert hosted[0].add.remote() == 7
+
+
 @pytest.mark.parametrize(("patience_s", "graceful"), [(5, True), (0, False)])
 def test_a_hosted_group_ends_its_workers(hosted, patience_s, graceful):
     executor = hosted._executor
     hosted.shutdown(patience_s)
-    assert executor.graceful is graceful
+    assert executor.ended == (graceful, patience_s)
     assert len(hosted) == 0

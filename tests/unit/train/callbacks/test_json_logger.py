@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.train.callbacks import JsonLoggerCallback
+from raysgd.train.callbacks.profiler import PROFILE_TRACES
 
 
 def test_the_json_log_is_whole_after_each_report(tmp_path):
@@ -48,3 +49,10 @@ def test_a_run_begins_a_log_of_its_own(tmp_path):
         callback.start_training(logdir=tmp_path, config={})
         callback.process_results([{"n": n}])
     assert json.loads((tmp_path / "results.json").read_text()) == [[{"n": 1}]]
+
+
+def test_traces_of_the_profiler_are_not_written(tmp_path):
+    callback = JsonLoggerCallback()
+    callback.start_training(logdir=str(tmp_path), config={})
+    callback.process_results([{"loss": 1.0, PROFILE_TRACES: [("trace.json", "{}")]}])
+    assert json.loads(callback.log_path.read_text()) == [[{"loss": 1.0}]]
