@@ -78,7 +78,10 @@ class StoreServer:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if json.loads(await reader.readline()) != ["hello", self.address.token]:
+            # a client of torch's TCPStore, led here by MASTER_PORT, would never end a line
+            if await reader.readexactly(1) != b"[":
+                return
+            if json.loads(b"[" + await reader.readline()) != ["hello", self.address.token]:
                 return
             answer: Any = True
             while True:
@@ -88,7 +91,7 @@ class StoreServer:
                 answer = self._do[operation](*arguments)
                 if asyncio.iscoroutine(answer):
                     answer = await answer
-        except (ValueError, LookupError, TypeError, ConnectionError):
+        except (ValueError, LookupError, TypeError, OSError, EOFError):
             pass  # the client has gone, or is none of ours
         except asyncio.CancelledError:
             pass  # the store is closed; streams log what a connection does not catch

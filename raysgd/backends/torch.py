@@ -100,7 +100,7 @@ class TorchBackend(Backend):
         if self._name == "gloo":
             self._group = GlooGroup.init(store, *place)
         else:
-            _init_nccl(_store_of_nccl(rendezvous), *place)
+            _init_nccl(_store_of_nccl(rendezvous, self._timeout), *place)
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
@@ -161,12 +161,15 @@ class TorchBackend(Backend):
         self._tcp_store = None
 
 
-def _store_of_nccl(rendezvous: TorchRendezvous | None) -> Any:
+def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
     """Return a store that threads of NCCL's in C++ can use, which a client of ours is not for."""
     if rendezvous is None or rendezvous.tcp_store_port is None:
         return HashStore()
     port = rendezvous.tcp_store_port
-    return TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
+    store = TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
+    # NCCL's communicators are made in the first collective, where ranks wait for each other by it
+    store.set_timeout(timeout)
+    return store
 
 
 def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:

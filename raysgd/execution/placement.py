@@ -267,7 +267,8 @@ def reserve(
         capacity=workers_that_fit(ray.cluster_resources(), bundle),
         free=workers_that_fit(ray.available_resources(), bundle),
     )
-    for size in () if queue else sizes:
+    waiting = Queue() if queue is None else queue
+    for size in () if waiting else sizes:
         group = _request(bundle, size, strategy)
         if _granted(group, min(_SETTLE_S, timeout_s)):
             if size < num_workers:
@@ -278,14 +279,19 @@ def reserve(
                     _described(bundle),
                 )
             return Reservation(group, range(size), owned=True)
-        remove_placement_group(group)
-    own_queue = Queue() if queue is None else queue
-    group = own_queue.take(bundle, min_workers, strategy)
+        if size == min_workers:
+            waiting.leave(group)
+        else:
+            remove_placement_group(group)
+    group = waiting.take(bundle, min_workers, strategy)
     if _granted(group, deadline - time.monotonic(), log=True):
-        return Reservation(group, range(min_workers), owned=True)
-    own_queue.leave(group)
+        reservation = Reservation(group, range(min_workers), owned=True)
+        for more in _granted_now(bundle, num_workers - min_workers, strategy):
+            reservation.include(Reservation(more, [0], owned=True))
+        return reservation
+    waiting.leave(group)
     if queue is None:
-        own_queue.clear()
+        waiting.clear()
     raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers)
 
 
@@ -414,6 +420,18 @@ def _granted(group: PlacementGroup, timeout_s: float, log: bool = False) -> bool
         remove_placement_group(group)
         raise
     return True
+
+
+def _granted_now(bundle: Mapping[str, float], most: int, strategy: str) -> list[PlacementGroup]:
+    """Return room for further workers, of which each is a group by itself, as far as there is."""
+    free = workers_that_fit(ray.available_resources(), bundle)
+    groups = [_request(bundle, 1, strategy) for _ in range(min(most, free))]
+    deadline = time.monotonic() + _SETTLE_S
+    granted = [g for g in groups if _granted(g, max(0.0, deadline - time.monotonic()))]
+    for group in groups:
+        if group not in granted:
+            remove_placement_group(group)
+    return granted
 
 
 def _is_created(group: PlacementGroup) -> bool:

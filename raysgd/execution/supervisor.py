@@ -801,6 +801,8 @@ class Supervisor:
                 attempt.give_up(member, _silence())
             if now > deadline:
                 waiting = self._listed(attempt.pending)
+                if self._backend is not None:
+                    self._backend.close()  # wakes those that still look for each other
                 self._end(attempt)
                 raise WorkerTimeoutError(
                     f"Waited {self._timeout_s:g} s (timeout_s) for the workers to {what}, in vain "

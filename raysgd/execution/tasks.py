@@ -10,6 +10,9 @@ from raysgd.execution.members import Member, is_loss, loss_cause
 
 __all__ = ["are_idle", "results", "start"]
 
+_ROOT_CAUSE_S = 0.5
+"""How long to look for a loss that has caused an error."""
+
 
 def start(
     members: Sequence[Member],
@@ -58,8 +61,33 @@ def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:
         ready, pending = ray.wait(pending)
         for reference in ready:
             rank = ranks[reference]
-            found[rank] = _result(members[rank], rank, reference)
+            try:
+                found[rank] = _result(members[rank], rank, reference)
+            except WorkerLostError:
+                raise
+            except Exception:
+                _raise_loss({ranks[other]: other for other in [*ready, *pending]}, members)
+                raise
     return [found[rank] for rank in range(len(members))]
+
+
+def _raise_loss(references: Mapping[int, Any], members: Sequence[Member]) -> None:
+    """Raise a loss, if there is one, in place of the error that it has caused on another rank.
+
+    The peers of a dead worker see a broken connection before Ray tells of its death.
+    """
+    import ray
+
+    others = list(references.values())
+    done, _ = ray.wait(others, num_returns=len(others), timeout=_ROOT_CAUSE_S)
+    for rank, reference in references.items():
+        if reference in done:
+            try:
+                _result(members[rank], rank, reference)
+            except WorkerLostError:
+                raise
+            except Exception:  # an error like the one that is being handled
+                continue
 
 
 def _result(member: Member, rank: int, reference: Any) -> Any:

@@ -165,11 +165,11 @@ class Loop:
             if not paused:
                 self._check_empty_stretch(steps, source, start, limit)
         # a loop that stops early of its own will has ended its epoch
-        if steps.epoch_is_over or (limit is None and not paused):
-            parts.epoch += 1
-            parts.offset = 0
-            self._batches = None
         self.steps = None
+        if steps.epoch_is_over or (limit is None and not paused):
+            parts.offset = 0
+            parts.epoch += 1
+            self._batches = None
 
     def _settle_rest(self, source: Source, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""

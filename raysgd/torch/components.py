@@ -294,7 +294,7 @@ class Components(Parts):
             replica.without_buffers(model, held)
             for model, held in zip(self.models, state["models"], strict=True)
         ]
-        own = replica.fingerprint(state)
+        own = replica.fingerprint((self.global_step, state))
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
         if not replica.agree_on_minimum(int(not lacks), device):

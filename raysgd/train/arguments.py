@@ -118,10 +118,11 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
 
 def made_folder(wanted: Path) -> Path:
     """Make a folder for a run alone: the wanted one, or one with a number behind its name."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
     numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))
     for folder in itertools.chain([wanted], numbered):
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:  # by whoever came first: another process may be as fast
             continue
         break

@@ -349,6 +349,10 @@ class BackendExecutor:
                 error.node_id,
                 error.cause,
             ) from error
+        except BaseException:
+            if self._plan is None and self._supervisor is not None:
+                self._supervisor.stop("end_run")  # others may wait for the one that failed
+            raise
 
     # ---- checkpoints
 

@@ -45,7 +45,9 @@ def test_a_request_for_room_keeps_its_place_from_one_try_to_the_next(ray_cluster
     assert len(set(found)) == 1
     remove_placement_group(taken)
     reservation = placement.reserve({"CPU": 1}, timeout_s=30, **asked)
-    assert [slot.strategy.placement_group.id.hex() for slot in reservation.slots] == found[:1]
+    # and one more, for which there is room as well
+    first, second = [slot.strategy.placement_group.id.hex() for slot in reservation.slots]
+    assert first == found[0] != second
     assert not queue
     reservation.release()
 

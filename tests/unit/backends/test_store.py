@@ -33,7 +33,7 @@ def client(server):
     return StoreClient(server.address, LONG)
 
 
-def waiting_for(client, keys, num_more=0):
+def waiting_for(client, keys):
     """Start a wait in a thread, and return its future once the store has been asked."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(client.wait, keys, LONG)
@@ -146,6 +146,12 @@ def test_who_does_not_know_the_token_gets_no_answer(server):
             stranger.sendall(line)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
+
+
+def test_a_client_of_torchs_own_store_is_turned_away(server):
+    """Code may read MASTER_ADDR and MASTER_PORT."""
+    with pytest.raises(RuntimeError):
+        dist.TCPStore(*server.address[:2], is_master=False, timeout=datetime.timedelta(seconds=0.5))
 
 
 def test_a_request_that_is_none_ends_that_connection_alone(server, client):

@@ -51,8 +51,11 @@ def test_each_generation_has_a_store_of_its_own(backend):
 def test_nccl_has_a_store_of_torchs_beside():
     backend = create_backend("nccl", 30)
     rendezvous = backend.prepare(["127.0.0.1"])
-    place = (rendezvous.store.host, rendezvous.tcp_store_port)
-    dist.TCPStore(*place, is_master=False, timeout=datetime.timedelta(seconds=30)).set("a", "1")
+    for timeout in (datetime.timedelta(seconds=0.2), datetime.timedelta(minutes=30)):
+        store = torch_backend._store_of_nccl(rendezvous, timeout)
+        assert store.timeout == timeout
+    store.set("a", "1")
+    assert store.get("a") == b"1"
     backend.close()
 
 

@@ -24,6 +24,11 @@ class Reference(tuple):
     __eq__ = object.__eq__
 
 
+def wait(pending, num_returns=1, timeout=None):
+    """Say that the last ones are done."""
+    return pending[-num_returns:], pending[:-num_returns]
+
+
 class Remote(InlineMember):
     """A member whose references are what it shall answer."""
 
@@ -49,7 +54,7 @@ def get(monkeypatch):
         return answer
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda pending: (pending[-1:], pending[:-1]))
+    monkeypatch.setattr(ray, "wait", wait)
 
 
 def failure(error):
@@ -101,6 +106,16 @@ def test_a_worker_that_died_is_lost_with_all_that_is_known():
     assert (error.rank, error.node_id, error.cause) == (1, "0123456789abcdef", said)
     assert str(error) == f"Lost worker 1 on node 01234567 (10.0.0.7): {said}"
     assert error.__cause__ is died
+
+
+def test_a_loss_is_told_in_place_of_the_error_that_it_has_caused():
+    """A peer sees the broken connection before Ray tells of the death."""
+    died, broken = ray.exceptions.RayActorError(error_msg=DIED), failure(RuntimeError("gloo"))
+    for members in ([Remote(died), Remote("fine"), Remote(broken)], [Remote(broken), Remote(died)]):
+        with pytest.raises(WorkerLostError, match="Lost worker"):
+            outcome(*members)
+    with pytest.raises(RuntimeError, match="gloo"):
+        outcome(Remote(broken), Remote("fine"), Remote(failure(RuntimeError("gloo"))))
 
 
 def test_other_errors_of_ray_pass():

@@ -156,6 +156,14 @@ def test_the_fingerprint_follows_the_values_and_not_how_they_lie_in_memory():
     assert replica.fingerprint([torch.tensor(True)]) != replica.fingerprint([torch.tensor(False)])
 
 
+def test_what_cannot_be_compared_is_equal_to_nothing():
+    """It still travels: plain pickle knows cycles."""
+    cycle = collections.deque()
+    cycle.append(cycle)
+    for part in (cycle, lambda: None):
+        assert replica.fingerprint([part]) != replica.fingerprint([part])
+
+
 def test_what_a_state_has_beside_buffers(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     names = {name for name, _ in model.named_parameters()}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raysgd.train.arguments import (
     bound_function,
     checked_size,
+    made_folder,
     pickled_function,
     run_folder,
     worker_resources,
@@ -105,3 +106,11 @@ def test_a_function_that_takes_the_config_by_name_alone_is_an_error(function, sa
 def test_a_function_without_a_signature_is_to_be_wrapped():
     with pytest.raises(ValueError, match="Cannot tell which arguments <class 'dict'> takes"):
         bound_function(dict, {})
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_and_not_tried_for_ever(tmp_path):
+    (tmp_path / "disk").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(FileExistsError):
+        made_folder(tmp_path / "disk" / "run")
+    assert made_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run"
+    assert made_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run_002"
