@@ -286,8 +286,12 @@ def reserve(
     group = waiting.take(bundle, min_workers, strategy)
     if _granted(group, deadline - time.monotonic(), log=True):
         reservation = Reservation(group, range(min_workers), owned=True)
-        for more in _granted_now(bundle, num_workers - min_workers, strategy):
-            reservation.include(Reservation(more, [0], owned=True))
+        try:
+            for more in _granted_now(bundle, num_workers - min_workers, strategy):
+                reservation.include(Reservation(more, [0], owned=True))
+        except BaseException:  # Ctrl-C, most likely
+            reservation.release()
+            raise
         return reservation
     waiting.leave(group)
     if queue is None:
@@ -427,10 +431,13 @@ def _granted_now(bundle: Mapping[str, float], most: int, strategy: str) -> list[
     free = workers_that_fit(ray.available_resources(), bundle)
     groups = [_request(bundle, 1, strategy) for _ in range(min(most, free))]
     deadline = time.monotonic() + _SETTLE_S
-    granted = [g for g in groups if _granted(g, max(0.0, deadline - time.monotonic()))]
-    for group in groups:
-        if group not in granted:
-            remove_placement_group(group)
+    granted: list[PlacementGroup] = []
+    try:
+        granted = [g for g in groups if _granted(g, max(0.0, deadline - time.monotonic()))]
+    finally:
+        for group in groups:
+            if group not in granted:
+                remove_placement_group(group)
     return granted
 
 

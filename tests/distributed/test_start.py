@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd import TorchTrainer
 from raysgd.errors import InsufficientResourcesError
 from raysgd.execution import placement
+from tests.conftest import wait_until
 from tests.operators import Classifier
 
 
@@ -50,6 +51,29 @@ def test_a_request_for_room_keeps_its_place_from_one_try_to_the_next(ray_cluster
     assert first == found[0] != second
     assert not queue
     reservation.release()
+
+
+def test_ctrl_c_while_further_room_is_asked_for_leaves_none_behind(ray_cluster, monkeypatch):
+    taken = placement_group([{"CPU": 4}])
+    assert taken.wait(10)
+    asked = {"num_workers": 4, "min_workers": 1, "queue": placement.Queue()}
+    with pytest.raises(InsufficientResourcesError):
+        placement.reserve({"CPU": 1}, timeout_s=0.2, **asked)
+    granted, waits = placement._granted, []
+
+    def interrupted(group, *arguments, **keywords):
+        waits.append(group)
+        if len(waits) == 3:  # the first is for the fewest, the second for one more
+            raise KeyboardInterrupt
+        return granted(group, *arguments, **keywords)
+
+    remove_placement_group(taken)
+    wait_until(lambda: ray.available_resources().get("CPU", 0) >= 3)  # one may be given already
+    monkeypatch.setattr(placement, "_granted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        placement.reserve({"CPU": 1}, timeout_s=30, **asked)
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+    assert not waiting_requests()
 
 
 def test_a_trainer_that_was_not_shut_down_is_named_at_once(ray_cluster):
