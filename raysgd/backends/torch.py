@@ -34,7 +34,7 @@ _CONNECT = datetime.timedelta(seconds=10)
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
 """The same for torch's own store: before it connects it asks for the name of the store's address,
 and a name server that does not answer costs seconds."""
-_MOST_MESHED = 8
+_MOST_MESHED = 16
 """With more workers the connections of each to each cost more than they save."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
