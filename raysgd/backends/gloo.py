@@ -54,7 +54,14 @@ _COMBINATIONS = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
 }
-_SMALL_TYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64}
+_SMALL_TYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,  # DistributedDataParallel's map of the parameters that are used
+    torch.int64,
+}
 
 
 class GlooGroup(ProcessGroup):

@@ -33,6 +33,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _HEADER = struct.Struct("=QQ")
 _HELLO = struct.Struct("=Q32s")
+_LONGEST_POLL_S = 3600.0
+"""The system counts milliseconds in an int."""
 
 
 class MeshAddress(NamedTuple):
@@ -262,7 +264,7 @@ class Mesh:
                 for peer in self._peers:
                     if peer.events:
                         poll.register(peer.socket, peer.events)
-                poll.poll(rest_s * 1000)
+                poll.poll(min(rest_s, _LONGEST_POLL_S) * 1000)
 
     def look(self) -> None:
         """Take what has come without waiting, unless another thread is about to."""

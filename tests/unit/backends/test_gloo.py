@@ -214,6 +214,19 @@ by_mesh = trained()
 assert torch.equal(by_gloo, by_mesh)
 assert mesh._num_started >= 5 * 2, mesh._num_started  # several buckets a step
 
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, features):
+        return self.used[rank](features)  # the third layer by nobody
+
+half = DistributedDataParallel(Half(), find_unused_parameters=True)
+half(torch.ones(2, 8)).sum().backward()
+used, other, unused = (layer.weight.grad for layer in half.module.used)
+assert used.tolist() == other.tolist() == [[1.0] * 8] and unused is None
+
 before = mesh._num_started
 small, large = torch.full((3,), rank + 1.0), torch.full((gloo.SMALL_BYTES,), rank + 1.0)
 works = [dist.all_reduce(each, async_op=True) for each in (small, large)]
