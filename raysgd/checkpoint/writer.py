@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -15,6 +17,8 @@ __all__ = ["BackgroundWriter"]
 
 logger = logging.getLogger(__name__)
 
+_NICENESS = 19
+"""Training comes first: its processes are those of Ray, which have 15."""
 _MENTION_S = 30.0
 """After how long to say what is waited for."""
 
@@ -49,6 +53,8 @@ class BackgroundWriter:
         failures = self._failures
 
         def run() -> None:  # without self: a writer that is dropped shall log its failures
+            with contextlib.suppress(OSError, AttributeError):  # where threads have no priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             try:
                 write()
             except BaseException as error:

@@ -1,6 +1,7 @@
 """Writing behind: in order, one at a time, and no failure goes by unsaid."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -164,3 +165,14 @@ def test_what_is_submitted_is_written(tmp_path):
         writer.submit(lambda state=state: write_file(state, tmp_path / "state.pt"), "state.pt")
     writer.wait()
     assert step_of(read_file(tmp_path / "state.pt")) == 4
+
+
+def test_writing_gives_way_to_training():
+    found = []
+    writer = BackgroundWriter()
+    writer.submit(
+        lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), ""
+    )
+    writer.wait()
+    assert found == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
