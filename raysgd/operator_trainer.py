@@ -169,7 +169,7 @@ class OperatorTrainer:
             early where a callback asked for it; ``stop_reason`` of the list says why.
 
         Raises:
-            ValueError: if a number is below 1.
+            ValueError: if a number is below 1, or a callback does not know where to write.
             CallbackError: if a callback raised.
             BaseException: what `train` and `validate` raise. The trainer can be used on, also
                 after Ctrl-C.
@@ -180,7 +180,8 @@ class OperatorTrainer:
         _check_count("validate_every", validate_every, 1)
         _check_count("max_retries", max_retries, 0)
         _check_info("fit", info)
-        own = checked_callbacks(f"{type(self).__name__}.fit(callbacks=...)", callbacks)
+        where = f"{type(self).__name__}.fit(callbacks=...)"
+        own = checked_callbacks(where, callbacks, self._logdir)
         self._check_open(moves=True)
         if self._hooks.inside:
             raise RuntimeError(f"fit() cannot be called in {self._hooks.inside[-1]} of a callback.")
