@@ -377,6 +377,14 @@ class OperatorTrainer:
             self._writer.wait()
         self._hooks.raise_failures()
 
+    def __repr__(self) -> str:
+        if self._supervisor.state is State.CLOSED:
+            where = "shut down"
+        else:
+            where = f"{self.num_workers} of {self.max_workers} workers"
+        place = f"epoch {self.epoch}, step {self.global_step}"
+        return f"<{type(self).__name__} of {self._operator_name}: {where}, {place}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
+from raysgd.arguments import suggests
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
@@ -63,6 +64,7 @@ class DataParallelTrainer:
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
 
+    @suggests
     def __init__(
         self,
         train_loop_per_worker: Callable[..., Any],

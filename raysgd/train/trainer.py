@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd.arguments import suggests
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
@@ -63,6 +64,7 @@ class Trainer:
         TypeError: if `backend` is neither a name nor a config.
     """
 
+    @suggests
     def __init__(
         self,
         backend: str | BackendConfig,
@@ -284,6 +286,11 @@ class Trainer:
     def events(self) -> list[Event]:
         """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
         return self._executor.events
+
+    def __repr__(self) -> str:
+        backend, workers = self._arguments["backend"], self._arguments["num_workers"]
+        state = "started" if self._executor.is_started else "not started"
+        return f"<Trainer({backend!r}, num_workers={workers!r}): {state}, runs in {self.logdir}>"
 
     def _check_started(self, method: str) -> None:
         if not self._executor.is_started:
