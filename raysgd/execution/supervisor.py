@@ -153,7 +153,7 @@ class Supervisor:
         if not group.options.inline:
             self._created = (
                 _pickled("initialization_hook", hook),
-                _pickled("training_operator_cls and config", runner),
+                _pickled("the runner", runner),
                 _pickled("backend", backend),
                 sys.path,
             )
@@ -850,8 +850,10 @@ def _pickled(what: str, value: Any) -> bytes:
     try:
         return dumps(value)
     except Exception as error:
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: what)
         raise TypeError(
-            f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
+            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in setup() instead, which runs on the workers."
         ) from error
 
