@@ -210,7 +210,7 @@ class Trainer:
 
         Returns:
             The objects, by rank: ``workers[0].method.remote(...)`` returns a reference for
-            ``ray.get``.
+            ``ray.get``. They live as long as the group, or a worker of it, is referred to.
         """
         if not self._executor.is_started:
             self._executor.start()
