@@ -209,7 +209,11 @@ class OperatorTrainer:
             self._stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
-        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker."""
+        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker.
+
+        Raises:
+            WorkerLostError: if a worker is lost; it is not repeated.
+        """
         self._call("update_schedulers", metric=metric)
 
     # ---- state
@@ -333,11 +337,23 @@ class OperatorTrainer:
     # ---- workers
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call `fn` on every worker and return what it returned, by rank."""
+        """Call `fn` on every worker and return what it returned, by rank.
+
+        Args:
+            fn: function of no arguments. It is pickled, and so is what it returns.
+
+        Raises:
+            TypeError: if it cannot be called, or one of the two cannot be pickled.
+            WorkerLostError: if a worker is lost; it is not repeated.
+            BaseException: what it raised.
+        """
         return self._call("apply", function=_callable("apply_all_workers", fn))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn` with the operator of every worker and return what it returned, by rank."""
+        """Call `fn` with the operator of every worker and return what it returned, by rank.
+
+        Arguments and errors are those of `apply_all_workers`.
+        """
         return self._call("apply_operator", function=_callable("apply_all_operators", fn))
 
     def get_local_operator(self) -> Any:

@@ -211,6 +211,9 @@ class TorchTrainer(OperatorTrainer):
         Args:
             to_cpu: keep it on the CPU; otherwise it is on a GPU where the workers use GPUs and this
                 process has one.
+
+        Raises:
+            TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
         """
         models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3, any_size=True)[0]
         if self._use_gpu and not to_cpu and torch.cuda.is_available():
