@@ -41,10 +41,16 @@ class Calls:
         self._numbers = itertools.count()
         self._measured_from: dict[Any, int] | None = None
 
-    def make(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of the runner, and return what it returned, by rank."""
+    def make(self, method: str, *, own: bool = True, **arguments: Any) -> list[Any]:
+        """Call a method of the runner, and return what it returned, by rank.
+
+        Args:
+            method: name of the method.
+            own: whether the caller may write to tensors and arrays in it.
+            arguments: those of `Supervisor.call`.
+        """
         outcomes = self._supervisor.call(method, measured_from=self._measured_from, **arguments)
-        return [outcome.value() for outcome in outcomes]
+        return [outcome.value(own) for outcome in outcomes]
 
     def train(
         self,

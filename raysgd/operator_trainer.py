@@ -231,16 +231,20 @@ class OperatorTrainer:
             CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._check_open()
+        return self._state(own=True)
+
+    def _state(self, own: bool) -> dict[str, Any]:
         callbacks = self._hooks.state_dict()
-        state = self._workers_state()
+        state = self._workers_state(own)
         return {**state, "callbacks": callbacks} if callbacks else state
 
-    def _workers_state(self) -> dict[str, Any]:
+    def _workers_state(self, own: bool) -> dict[str, Any]:
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
             # no worker lives; this is what is left, and it may be what the user gave to load
             return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
         generators = self._call("rng_state", max_losses=3, any_size=True)
-        state: dict[str, Any] = self._call("state_dict", rank=0, max_losses=3, any_size=True)[0]
+        states = self._call("state_dict", rank=0, max_losses=3, any_size=True, own=own)
+        state: dict[str, Any] = states[0]
         state["data"]["rng"] = generators
         return state
 
@@ -286,7 +290,7 @@ class OperatorTrainer:
         self._check_open()
         target = checkpoint.check_writable(path)
         self._writer.wait()  # before the copy, so that there is one at a time
-        state = self.state_dict()  # a copy, which nothing but the write uses
+        state = self._state(own=False)  # a copy, which nothing but the write uses
         manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self._operator_name)
         write = checkpoint.prepare_write(state, target, manifest)
         if blocking:

@@ -20,14 +20,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Store, Work
 from torch.futures import Future
 
-__all__ = ["GlooGroup"]
+from raysgd.backends.mesh import Mesh
+
+__all__ = ["SMALL_BYTES", "GlooGroup"]
 
 _COLLECTIVES = (
     "_allgather_base",
     "_reduce_scatter_base",
     "allgather",
     "allgather_coalesced",
-    "allreduce",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
@@ -45,6 +46,22 @@ _NEWER_NAMES = {
 }
 """What torch.distributed calls on a group, by what a group calls on its backend."""
 _NAME = "raysgd_gloo"
+SMALL_BYTES = 2**19
+"""Up to how many bytes a rank sends for a reduction by the mesh. For some times more, or with slow
+connections, gloo is faster, whose ranks send less."""
+_COMBINATIONS = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+_SMALL_TYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,  # DistributedDataParallel's map of the parameters that are used
+    torch.int64,
+}
 
 
 class GlooGroup(ProcessGroup):
@@ -55,6 +72,8 @@ class GlooGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self._mesh: Mesh | None = None
+        self._timeout = timeout
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         self._running = _Running()
@@ -72,8 +91,22 @@ class GlooGroup(ProcessGroup):
         groups[group] = (dist.Backend.GLOO, groups[group][1])
         return group
 
+    def use(self, mesh: Mesh, timeout: datetime.timedelta) -> None:
+        """Reduce small tensors by a mesh of the same ranks from now on, all ranks alike."""
+        self._mesh, self._timeout = mesh, timeout
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> Work:
+        """Start gloo's allreduce, or one by the mesh."""
+        if self._mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
+            return _Collective(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
+        tensors, options = args
+        timeout = options.timeout if options.timeout > datetime.timedelta() else self._timeout
+        return _SmallReduction(self._running, self._mesh, tensors, combine, timeout)
+
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
+        if self._mesh is not None:
+            self._mesh.look()
         return self._running.oldest()
 
     def interrupt(self) -> None:
@@ -240,6 +273,101 @@ class _Collective(Work):
         self._work.wait()  # gloo's work ends a moment after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
+
+
+def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> Any:
+    """Return how a mesh of so many ranks combines two tensors; None where gloo has to do it.
+
+    It depends on nothing but what has to be the same on all ranks in any case.
+    """
+    if not isinstance(options, dist.AllreduceOptions) or more or len(tensors) != 1:
+        return None
+    (tensor,) = tensors
+    if (
+        tensor.device.type != "cpu"
+        or tensor.layout != torch.strided
+        or tensor.dtype not in _SMALL_TYPES
+        or tensor.numel() * tensor.element_size() * (size - 1) > SMALL_BYTES
+    ):
+        return None
+    return _COMBINATIONS.get(options.reduceOp.op)  # type: ignore[attr-defined]
+
+
+class _SmallReduction(Work):
+    """A reduction by the mesh."""
+
+    def __init__(
+        self,
+        running: _Running,
+        mesh: Mesh,
+        tensors: list[torch.Tensor],
+        combine: Any,
+        timeout: datetime.timedelta,
+    ) -> None:
+        super().__init__()
+        self._mesh, self._tensors, self._timeout = mesh, tensors, timeout
+        key = object()  # lives until the end
+        running.begin(id(key), lambda _: None, collective=True)
+
+        def at_end() -> None:
+            running.finish(id(key))
+
+        try:
+            self._reduction = mesh.start(tensors[0], combine, at_end)
+        except BaseException:
+            at_end()
+            raise
+        if mesh.has_unsent:  # else the others would wait until somebody waits here
+            self._finish_elsewhere(Future())
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
+        """
+        self._mesh.finish(self._reduction, (timeout or self._timeout).total_seconds())
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the tensors, which is ready within a backward pass.
+
+        DistributedDataParallel asks for it there and has nothing else to do until it is: to wait
+        in its thread saves waking another one.
+        """
+        ended: Future[Any] = Future()
+        if torch._C._current_graph_task_id() == -1:
+            self._finish_elsewhere(ended)
+        else:
+            self._finish(ended)
+        return ended.then(_value)
+
+    def _finish_elsewhere(self, ended: Future[Any]) -> None:
+        threading.Thread(
+            target=self._finish, args=(ended,), name="raysgd-mesh", daemon=True
+        ).start()
+
+    def _finish(self, ended: Future[Any]) -> None:
+        try:
+            self.wait()
+        except RuntimeError as error:
+            ended.set_result(error)
+        else:
+            ended.set_result(self._tensors)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well."""
+        self._mesh.look()
+        return self._reduction.done
+
+    def is_success(self) -> bool:
+        """Whether it has ended, well."""
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it is about."""
+        self.wait()
+        return self._tensors
 
 
 class _Transfer(Work):

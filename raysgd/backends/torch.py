@@ -14,7 +14,14 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
 from raysgd.backends.gloo import GlooGroup
-from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
+from raysgd.backends.mesh import Mesh, MeshAddress
+from raysgd.backends.network import (
+    LOOPBACK,
+    address_of,
+    driver_address,
+    interface_of,
+    is_single_node,
+)
 from raysgd.backends.sockets import endpoints, listeners
 from raysgd.backends.store import StoreAddress, StoreClient, StoreServer
 from raysgd.config import env_seconds
@@ -27,6 +34,8 @@ _CONNECT = datetime.timedelta(seconds=10)
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
 """The same for torch's own store: before it connects it asks for the name of the store's address,
 and a name server that does not answer costs seconds."""
+_MOST_MESHED = 16
+"""With more workers the connections of each to each cost more than they save."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -58,6 +67,7 @@ class TorchBackend(Backend):
         self._listening: set[tuple[str, int]] = set()
         self._made = False
         self._group: GlooGroup | None = None
+        self._mesh: Mesh | None = None
         self._set_interface = False
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
@@ -87,20 +97,29 @@ class TorchBackend(Backend):
             )
             self._set_interface = True
         store: Any = HashStore()
+        mesh_addresses: list[MeshAddress] = []
         if rendezvous is not None:
             store = self._client = StoreClient(rendezvous.store, self._timeout)
+            if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
+                self._mesh = _mesh(context.world_rank)
             # All are here before any connects: who waits here is woken when the driver closes the
             # store, and who waits for a connection by nothing but a time limit.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
-            store.set(everyone[context.world_rank], "")
-            store.wait(everyone, self._timeout)
+            place = None if self._mesh is None else self._mesh.address
+            store.set(everyone[context.world_rank], json.dumps(place))
+            places = [json.loads(place) for place in store.multi_get(everyone)]
+            if all(places):
+                mesh_addresses = [MeshAddress(*place) for place in places]
         before = listeners()
         self._made = True
-        place = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            self._group = GlooGroup.init(store, *place)
+            self._group = GlooGroup.init(store, *ranks)
+            if self._mesh is not None and mesh_addresses:
+                self._mesh.connect(mesh_addresses)
+                self._group.use(self._mesh, self._timeout)
         else:
-            _init_nccl(_store_of_nccl(rendezvous, self._timeout), *place)
+            _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
@@ -122,6 +141,8 @@ class TorchBackend(Backend):
                 endpoint.shut_down()
         if (client := self._client) is not None:
             client.interrupt()
+        if (mesh := self._mesh) is not None:
+            mesh.interrupt()
         if (group := self._group) is not None:
             group.interrupt()
         if self._name == "nccl" and dist.is_initialized():
@@ -138,6 +159,9 @@ class TorchBackend(Backend):
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            mesh.close()
         group, self._group = self._group, None
         if group is not None:
             group.let_go()
@@ -159,6 +183,12 @@ class TorchBackend(Backend):
         if server is not None:
             server.close()
         self._tcp_store = None
+
+
+def _mesh(rank: int) -> Mesh | None:
+    """Return a mesh at the address of the interface that gloo uses; None if it has none."""
+    address = address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
+    return None if address is None else Mesh(rank, address, _CONNECT.total_seconds())
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:

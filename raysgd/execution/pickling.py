@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,18 @@ class Packed:
     beside: Sequence[Any] = ()
     """Buffers of the large tensors and arrays: on the side that packed, their own memory."""
 
-    def value(self) -> Any:
-        """Return the value, whose tensors and arrays are the caller's own."""
-        return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.beside])
+    def value(self, own: bool = True) -> Any:
+        """Return the value.
+
+        Args:
+            own: whether its tensors and arrays are the caller's own. The others lie in Ray's shared
+                memory, which they keep: nobody may write to them.
+        """
+        if own:
+            return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.beside])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return pickle.loads(self.data, buffers=self.beside)
 
 
 def dumps(value: Any) -> bytes:

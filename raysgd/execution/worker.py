@@ -44,9 +44,9 @@ class Outcome:
     progress: Progress
     traceback: str = ""
 
-    def value(self) -> Any:
-        """Return the value or the exception."""
-        return self.payload.value() if isinstance(self.payload, Packed) else self.payload
+    def value(self, own: bool = True) -> Any:
+        """Return the value or the exception; for `own` see `Packed.value`."""
+        return self.payload.value(own) if isinstance(self.payload, Packed) else self.payload
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""

@@ -285,7 +285,7 @@ class Components(Parts):
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.
 
-        Parameters and optimizers travel only if one that follows has others, such as a newcomer:
+        Parameters and optimizers travel only to those that have others, such as a newcomer:
         survivors of a loss are equal, most often, but for the buffers that a forward pass changes.
         """
         device = self.settings.device
@@ -297,8 +297,10 @@ class Components(Parts):
         own = replica.fingerprint((self.global_step, state))
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
-        if not replica.agree_on_minimum(int(not lacks), device):
-            state = replica.broadcast_state(self.training_state, leader, device)
+        lacking = collectives.ranks_with(lacks, device)
+        to = collectives.fewest_receivers(lacking, device)
+        if lacking and (to is None or lacks or collectives.rank() == leader):
+            state = replica.broadcast_state(self.training_state, leader, device, to)
             if lacks:
                 self.load_training_state(state)
         buffers = replica.broadcast_state(self._buffers, leader, device)

@@ -109,10 +109,17 @@ def agree_on_minimum(value: int, device: torch.device) -> int:
     return collectives.minimum(value, device)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
+) -> None:
     """Overwrite `tensors` with those of rank `source`, in few large messages.
 
     Tensors of one dtype and device travel together, in messages of at most 64 MiB.
+
+    Args:
+        tensors: of the same sizes on all ranks.
+        source: the rank that has them.
+        to: the only ranks that take part beside; None for all.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -122,13 +129,15 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
         for stop, tensor in enumerate(members, start=1):
             size += tensor.numel() * tensor.element_size()
             if size >= 64 * 2**20 or stop == len(members):
-                _broadcast_flat(members[start:stop], source)
+                _broadcast_flat(members[start:stop], source, to)
                 start, size = stop, 0
 
 
-def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
+def _broadcast_flat(
+    tensors: list[torch.Tensor], source: int, to: Sequence[int] | None = None
+) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    collectives.broadcast(flat, source)
+    collectives.broadcast(flat, source, to)
     if collectives.rank() == source:
         return
     start = 0
@@ -138,23 +147,34 @@ def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
         start = stop
 
 
-def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.device) -> Any:
+def broadcast_state(
+    make_state: Callable[[], Any],
+    source: int,
+    device: torch.device,
+    to: Sequence[int] | None = None,
+) -> Any:
     """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
 
     The structure travels as a pickle, the tensors by themselves; `make_state` is called on
     rank `source` alone. Tensors come back on the device kind that they have there.
+
+    Args:
+        make_state: returns the state.
+        source: the rank that has it.
+        device: this rank's.
+        to: the only ranks that take part beside; None for all.
     """
     leads = collectives.rank() == source
     state = make_state() if leads else None
     tensors: list[torch.Tensor] = []
     structure = _take_tensors(state, tensors) if leads else None
-    structure = collectives.broadcast_object(structure, source)
+    structure = collectives.broadcast_object(structure, source, to)
     if leads:
-        broadcast_tensors(tensors, source)
+        broadcast_tensors(tensors, source, to)
         return state
     received: list[torch.Tensor] = []
     result = _make_tensors(structure, received, device)
-    broadcast_tensors(received, source)
+    broadcast_tensors(received, source, to)
     return result
 
 

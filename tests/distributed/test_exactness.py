@@ -39,6 +39,11 @@ def plain_training(num_steps, batch_size, batch_norm=False):
     return model
 
 
+def num_small_reductions(operator):
+    """Return how many reductions this worker's mesh has begun."""
+    return torch.distributed.group.WORLD._mesh._num_started
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_validation_equals_a_single_process(ray_cluster, num_workers, loader_workers):
@@ -69,6 +74,8 @@ def test_two_workers_take_the_steps_of_one_process_with_twice_the_batch(
         trainer.train(num_steps=1)
         trainer.train(num_steps=9)
         found = trainer.apply_all_operators(parameters)
+        reduced = trainer.apply_all_operators(num_small_reductions)
+    assert min(reduced) >= 10  # gradients as small as these do not go by gloo
     expected = torch.cat([p.reshape(-1) for p in plain_training(10, 32).parameters()]).detach()
     assert torch.equal(found[0], found[1])
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)

@@ -176,3 +176,129 @@ def test_collectives_under_way_are_numbered_and_messages_are_not(group):
     running.finish(2)
     assert group.collective() is None
     running.finish(3)
+
+
+MESHED = """
+import datetime, json, os, sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
+from raysgd.backends import gloo
+from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.mesh import Mesh, MeshAddress
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, is_master=False)
+patience = datetime.timedelta(seconds=60)
+group = GlooGroup.init(store, rank, 2, patience)
+mesh = Mesh(rank, "127.0.0.1", 60)
+store.set(f"mesh/{rank}", json.dumps(mesh.address))
+addresses = [MeshAddress(*json.loads(store.get(f"mesh/{r}"))) for r in range(2)]
+
+def trained():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8) for _ in range(20)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        features = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(features).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+by_gloo = trained()
+mesh.connect(addresses)
+group.use(mesh, patience)
+by_mesh = trained()
+assert torch.equal(by_gloo, by_mesh)
+assert mesh._num_started >= 5 * 2, mesh._num_started  # several buckets a step
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, features):
+        return self.used[rank](features)  # the third layer by nobody
+
+half = DistributedDataParallel(Half(), find_unused_parameters=True)
+half(torch.ones(2, 8)).sum().backward()
+used, other, unused = (layer.weight.grad for layer in half.module.used)
+assert used.tolist() == other.tolist() == [[1.0] * 8] and unused is None
+
+before = mesh._num_started
+small, large = torch.full((3,), rank + 1.0), torch.full((gloo.SMALL_BYTES,), rank + 1.0)
+works = [dist.all_reduce(each, async_op=True) for each in (small, large)]
+assert group.collective() is not None
+for work in reversed(works):
+    work.wait()
+assert small.tolist() == [3.0] * 3 and bool((large == 3).all())
+assert all(work.is_completed() and work.is_success() for work in works)
+assert works[0].result()[0] is small
+assert mesh._num_started == before + 1
+assert group.collective() is None
+
+future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+assert future.wait()[0].tolist() == [2.0] * 3
+for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
+    number = torch.tensor([rank + 1])
+    dist.all_reduce(number, op=getattr(dist.ReduceOp, op))
+    assert number.item() == expected
+assert mesh._num_started == before + 4
+
+# dropped, and its message is too long to be sent at once: it reaches the other rank nevertheless
+gloo.SMALL_BYTES = 2**40
+full = torch.ones(10_000_000)
+if rank == 0:
+    dist.all_reduce(full, async_op=True)
+    dist.recv(small, 1)
+else:
+    dist.all_reduce(full)
+    dist.send(small, 0)
+dist.barrier()
+
+if rank == 0:
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    mesh.interrupt()
+    future = work.get_future()
+    for wait in (work.wait, future.wait):
+        try:
+            wait()
+        except RuntimeError as error:
+            assert "gloo/" in str(error), error
+        else:
+            raise SystemExit("not interrupted")
+else:
+    try:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))  # the other rank's first may have come before it ended
+    except RuntimeError as error:
+        assert "gloo/ The connection to rank 0 broke" in str(error), error
+    else:
+        raise SystemExit("the other rank has not ended")
+mesh.close()
+assert group._running.ended()
+group.let_go()
+dist.destroy_process_group()
+print("good", flush=True)
+"""
+
+
+def test_small_reductions_go_by_the_mesh_with_the_same_bits(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MESHED, str(rank), str(store.port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [peer.communicate(timeout=90)[0] for peer in peers] == ["good\n"] * 2
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.communicate()

@@ -1,6 +1,7 @@
 """What large tensors and arrays become on their way to another process."""
 
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -53,6 +54,19 @@ def test_what_is_large_is_not_copied_and_arrives_as_the_receiver_s_own(make):
     assert first is second
     first[1] = 3  # which read-only memory would refuse
     assert value[1] == 0
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_what_is_only_read_stays_in_ray_s_memory(make, recwarn):
+    arrived = through_ray(pack(make(LARGE)))
+    tracemalloc.start()
+    try:
+        value = arrived.value(own=False)
+        assert tracemalloc.get_traced_memory()[1] < LARGE
+    finally:
+        tracemalloc.stop()
+    assert bool((value == make(LARGE)).all())
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """What workers tell each other, in groups of one: by torch.distributed or by Horovod."""
 
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,3 +66,45 @@ def test_anything_that_can_be_pickled_travels(group):
     found = collectives.broadcast_object(thing, 0)
     assert found["names"] == ("a", None)
     assert found["tensor"].tolist() == [1, 1]
+
+
+RANK_OF_THREE = """
+import sys
+import torch, torch.distributed as dist
+from raysgd.torch import collectives, replica
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+cpu = torch.device("cpu")
+assert collectives.ranks_with(False, cpu) == []
+assert collectives.ranks_with(rank != 1, cpu) == [0, 2]
+assert collectives.fewest_receivers([0, 2], cpu) is None
+assert collectives.fewest_receivers([2], cpu) == [2]
+if rank != 1:  # who neither has nor wants it need not know of it
+    state = {"a": [torch.arange(5) if rank == 0 else None, "text"]}
+    state = replica.broadcast_state(lambda: state, 0, cpu, [2])
+    assert state["a"][0].tolist() == [0, 1, 2, 3, 4] and state["a"][1] == "text"
+dist.barrier()
+dist.destroy_process_group()
+print("good")
+"""
+
+
+def test_a_state_travels_to_those_alone_that_lack_it(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_OF_THREE, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 3
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
