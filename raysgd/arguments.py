@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from raysgd.elastic.config import ElasticConfig
 
 __all__ = [
     "check_choice",
+    "check_flags",
     "check_hook",
+    "check_timeout",
     "check_workers",
     "checked_config",
     "checked_elastic",
     "checked_resources",
     "decide_gpu",
     "is_number",
+    "suggests",
+    "unknown_argument",
 ]
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def suggests(init: _Init) -> _Init:
+    """Let an ``__init__`` say of an argument that is unknown which one may be meant."""
+    own = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in own:  # a subclass that passes it on may take more
+                known = {**own, **inspect.signature(type(self)).parameters}
+                raise unknown_argument(type(self).__name__, name, known)
+        init(self, *args, **kwargs)
+
+    return cast(_Init, checked)
+
+
+def unknown_argument(trainer: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error for an argument that there is not, with the one that it is close to."""
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"{trainer}() got an unexpected keyword argument {name!r}.{hint}")
 
 
 def check_hook(trainer: str, hook: Any) -> None:
@@ -89,6 +121,21 @@ def check_choice(trainer: str, name: str, value: Any, allowed: tuple[Any, ...]) 
         raise ValueError(
             f"{trainer}({name}={value!r}): must be one of "
             f"{', '.join(repr(choice) for choice in allowed)}."
+        )
+
+
+def check_flags(trainer: str, **flags: Any) -> None:
+    """Check that values, given by the names of the arguments, are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{trainer}({name}={value!r}): must be True or False.")
+
+
+def check_timeout(trainer: str, timeout_s: Any) -> None:
+    """Check a bound in seconds."""
+    if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
+        raise ValueError(
+            f"{trainer}(timeout_s={timeout_s!r}): must be a positive number of seconds."
         )
 
 

@@ -38,8 +38,9 @@ _PACKAGES = {
     "wandb": "Weights & Biases logs",
     "plotly": 'report.html: pip install "raysgd[callbacks]"',
 }
-_PEERS = ("lightning", "accelerate", "matplotlib")
-"""What the benchmarks of epochs need beside."""
+_PEERS = ("lightning", "accelerate")
+_NEEDS = {"all": (*_PEERS, "matplotlib"), "epoch": _PEERS, "start": _PEERS}
+"""What benchmarks need beside raysgd."""
 _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
@@ -106,8 +107,8 @@ def bench(
     if name not in there_are:
         typer.echo(f"raysgd bench {name}: must be one of {', '.join(there_are)}.", err=True)
         raise typer.Exit(2)
-    missing = [peer for peer in _PEERS if importlib.util.find_spec(peer) is None]
-    if name in ("all", "epoch") and missing:
+    missing = [need for need in _NEEDS.get(name, ()) if importlib.util.find_spec(need) is None]
+    if missing:
         typer.echo(
             f"raysgd bench {name} needs {', '.join(missing)}: make bench installs them in an "
             "environment of their own.",

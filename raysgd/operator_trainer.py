@@ -169,7 +169,7 @@ class OperatorTrainer:
             early where a callback asked for it; ``stop_reason`` of the list says why.
 
         Raises:
-            ValueError: if a number is below 1.
+            ValueError: if a number is below 1, or a callback does not know where to write.
             CallbackError: if a callback raised.
             BaseException: what `train` and `validate` raise. The trainer can be used on, also
                 after Ctrl-C.
@@ -180,7 +180,8 @@ class OperatorTrainer:
         _check_count("validate_every", validate_every, 1)
         _check_count("max_retries", max_retries, 0)
         _check_info("fit", info)
-        own = checked_callbacks(f"{type(self).__name__}.fit(callbacks=...)", callbacks)
+        where = f"{type(self).__name__}.fit(callbacks=...)"
+        own = checked_callbacks(where, callbacks, self._logdir)
         self._check_open(moves=True)
         if self._hooks.inside:
             raise RuntimeError(f"fit() cannot be called in {self._hooks.inside[-1]} of a callback.")
@@ -208,7 +209,11 @@ class OperatorTrainer:
             self._stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
-        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker."""
+        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker.
+
+        Raises:
+            WorkerLostError: if a worker is lost; it is not repeated.
+        """
         self._call("update_schedulers", metric=metric)
 
     # ---- state
@@ -336,11 +341,23 @@ class OperatorTrainer:
     # ---- workers
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Call `fn` on every worker and return what it returned, by rank."""
+        """Call `fn` on every worker and return what it returned, by rank.
+
+        Args:
+            fn: function of no arguments. It is pickled, and so is what it returns.
+
+        Raises:
+            TypeError: if it cannot be called, or one of the two cannot be pickled.
+            WorkerLostError: if a worker is lost; it is not repeated.
+            BaseException: what it raised.
+        """
         return self._call("apply", function=_callable("apply_all_workers", fn))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn` with the operator of every worker and return what it returned, by rank."""
+        """Call `fn` with the operator of every worker and return what it returned, by rank.
+
+        Arguments and errors are those of `apply_all_workers`.
+        """
         return self._call("apply_operator", function=_callable("apply_all_operators", fn))
 
     def get_local_operator(self) -> Any:
@@ -379,6 +396,14 @@ class OperatorTrainer:
             self._finalizer.detach()
             self._writer.wait()
         self._hooks.raise_failures()
+
+    def __repr__(self) -> str:
+        if self._supervisor.state is State.CLOSED:
+            where = "shut down"
+        else:
+            where = f"{self.num_workers} of {self.max_workers} workers"
+        place = f"epoch {self.epoch}, step {self.global_step}"
+        return f"<{type(self).__name__} of {self._operator_name}: {where}, {place}>"
 
     def __enter__(self) -> Self:
         return self

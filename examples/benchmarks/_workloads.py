@@ -4,7 +4,9 @@ import os
 import statistics
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
 
 NUM_WORKERS = 2
 BATCH_SIZE = 32
@@ -55,6 +57,23 @@ def make_data(name, num_steps):
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(num_steps * BATCH_SIZE * NUM_WORKERS, *size, generator=generator)
     return TensorDataset(features, features.flatten(1).mean(dim=1, keepdim=True))
+
+
+class Floats(TrainingOperator):
+    """A model of so many floats; its step is cheap."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(config["floats"], 1, bias=False)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+            criterion=torch.nn.MSELoss(),
+        )
+        self.register_data(train_loader=DataLoader(self.samples(config), batch_size=1))
+
+    def samples(self, config):
+        features = torch.zeros(64, 1).expand(64, config["floats"])
+        return TensorDataset(features, torch.zeros(64, 1))
 
 
 def spread(values):

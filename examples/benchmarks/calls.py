@@ -13,27 +13,11 @@ import time
 from pathlib import Path
 
 import ray
-import torch
-from _workloads import NUM_WORKERS, machine, spread
-from torch.utils.data import DataLoader, TensorDataset
+from _workloads import NUM_WORKERS, Floats, machine, spread
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer
 
 WARM_UP = 3
-
-
-class Floats(TrainingOperator):
-    """A model of so many floats; its step is cheap."""
-
-    def setup(self, config):
-        model = torch.nn.Linear(config["floats"], 1, bias=False)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
-            criterion=torch.nn.MSELoss(),
-        )
-        data = TensorDataset(torch.zeros(64, 1).expand(64, config["floats"]), torch.zeros(64, 1))
-        self.register_data(train_loader=DataLoader(data, batch_size=1))
 
 
 def time_calls_by_floats(floats, runs):

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import ray
 import torch
-from _workloads import machine, spread
-from torch.utils.data import DataLoader, TensorDataset
+from _workloads import Floats, machine, spread
+from torch.utils.data import TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.testing import chaos
 
 WARM_UP = 3
@@ -34,18 +34,11 @@ SMALL, LARGE = 1_000, 25_000_000  # floats
 GIVE_UP_S = 300.0
 
 
-class Nothing(TrainingOperator):
+class Nothing(Floats):
     """Has a model, and trains it no more than by counting a batch."""
 
-    def setup(self, config):
-        model = torch.nn.Linear(config["floats"], 1, bias=False)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
-            criterion=torch.nn.MSELoss(),
-        )
-        data = TensorDataset(torch.zeros(100_000, 1))
-        self.register_data(train_loader=DataLoader(data, batch_size=1))
+    def samples(self, config):
+        return TensorDataset(torch.zeros(100_000, 1))
 
     def train_batch(self, batch, batch_info):
         return {"num_samples": 1}

@@ -50,7 +50,7 @@ class Exchange:
         try:
             with connection.makefile("r") as stream:
                 rank, value = json.loads(stream.readline())
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):  # it has gone, or is no worker of ours
             return
         with self._changed:
             self._said[rank] = value

@@ -115,6 +115,8 @@ class Callback:
     stage: ClassVar[int] = 0
     """Callbacks of a higher stage come later in every hook, but first in `on_train_start`; those
     of one stage in the order in which they were given. What adds metrics has -1, what saves 1."""
+    needs_logdir: bool = False
+    """Whether it writes into the trainer's ``logdir``, so that a trainer without one refuses it."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Begin. ``fit()`` starts callbacks, else the first ``train()`` or ``validate()`` does."""

@@ -64,6 +64,7 @@ class CheckpointCallback(Callback):
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
         self._folder = folder
+        self.needs_logdir = not folder
         self._every = every
         self._monitor = monitor
         self._blocking = blocking

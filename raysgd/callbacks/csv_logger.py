@@ -30,6 +30,7 @@ class CsvLogger(LoggerCallback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = path
+        self.needs_logdir = path is None
         self._columns: list[str] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:

@@ -7,9 +7,11 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.logger import check_folder
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
 
@@ -234,8 +236,8 @@ class Hooks:
         )
         failure.__cause__ = error
         self._failures.append(failure)
-        # said now, since it may take long until it can be raised
-        logger.error("The callback %s failed in %s.", name, hook, exc_info=error)
+        # said now, since it may take long until it can be raised; the traceback comes with that
+        logger.error("The callback %s failed in %s: %r", name, hook, error)
 
     def raise_failures(self) -> None:
         """Raise what callbacks raised, the first of them with the others as its notes.
@@ -253,6 +255,13 @@ class Hooks:
         failures, self._failures = self._failures, []
         for failure in failures:
             error.add_note(f"Also: {failure}")
+            # a note has no traceback, and nothing else will show this one
+            logger.error(
+                "Where the callback %s failed in %s:",
+                failure.callback,
+                failure.hook,
+                exc_info=failure.__cause__,
+            )
 
     # ---- state
 
@@ -283,11 +292,12 @@ class Hooks:
             raise _state_error(entry, "load_state_dict", error) from error
 
 
-def checked_callbacks(where: str, callbacks: Any) -> list[Callback]:
+def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
     """Return callbacks as a list, if all of them are.
 
     Raises:
         TypeError: if one is no instance of Callback, or a hook of it takes other arguments.
+        ValueError: if one was given no folder, and the trainer has no `logdir`.
     """
     if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
@@ -304,6 +314,7 @@ def checked_callbacks(where: str, callbacks: Any) -> list[Callback]:
                 "raysgd.callbacks.Callback."
             )
         _check_hooks(where, callback)
+        check_folder(callback, logdir)
     return found
 
 

@@ -42,6 +42,7 @@ class JsonlLogger(LoggerCallback):
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else Path(folder).expanduser().absolute()
         """The folder that was given."""
+        self.needs_logdir = folder is None
         self._told_of: weakref.ref[Trainer] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.elastic.events import Event
 
-__all__ = ["LoggerCallback", "folder_for"]
+__all__ = ["LoggerCallback", "check_folder", "folder_for"]
+
+_PLACES = {"folder": "runs/1", "path": "runs/1/metrics.csv"}
+"""What callbacks call the place that they write to, and an example of one."""
 
 
 class LoggerCallback(Callback):
@@ -72,10 +76,26 @@ def folder_for(
     """
     if given is not None:
         return Path(given).expanduser().absolute()
-    if trainer.logdir is not None:
-        return trainer.logdir.joinpath(*below)
-    name = type(callback).__name__
-    raise ValueError(
-        f"{name} does not know where to write: pass it a folder, {name}('runs/1'), or give the "
-        "trainer one for the whole run, TorchTrainer(logdir='runs/1')."
+    if trainer.logdir is None:
+        raise _no_folder(callback)
+    return trainer.logdir.joinpath(*below)
+
+
+def check_folder(callback: Callback, logdir: Path | None) -> None:
+    """Check, when a callback is attached, that there is a folder for what it writes.
+
+    Raises:
+        ValueError: if it needs the trainer's, and that has none.
+    """
+    if callback.needs_logdir and logdir is None:
+        raise _no_folder(callback)
+
+
+def _no_folder(callback: Callback) -> ValueError:
+    name, taken = type(callback).__name__, inspect.signature(type(callback)).parameters
+    own = [f"{place}={example!r}" for place, example in _PLACES.items() if place in taken]
+    advice = f"pass it one, {name}({own[0]}), or give" if own else "give"
+    return ValueError(
+        f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "
+        "logdir='runs/1'."
     )

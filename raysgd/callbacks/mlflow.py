@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,13 @@ from raysgd.callbacks.logger import LoggerCallback
 from raysgd.callbacks.values import numbers_in, scalars
 from raysgd.elastic.events import Event
 
-__all__ = ["MLflowLogger", "folders_allowed", "name_for_mlflow"]
+__all__ = [
+    "MLflowLogger",
+    "experiment_id",
+    "folders_allowed",
+    "log_config",
+    "name_for_mlflow",
+]
 
 _ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
 _MOST_TEXT = 500
@@ -118,14 +124,10 @@ class MLflowLogger(LoggerCallback):
             if self.run_id is not None:
                 client.update_run(self.run_id, status="RUNNING")
             else:
-                found = client.get_experiment_by_name(self._experiment)
-                number = (
-                    found.experiment_id if found else client.create_experiment(self._experiment)
-                )
+                number = experiment_id(client, self._experiment)
                 run = client.create_run(number, run_name=self._run_name, tags=self._tags)
                 self.run_id = run.info.run_id
-                for name, value in scalars(trainer.config).items():
-                    client.log_param(self.run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
+                log_config(client, run.info.run_id, trainer.config)
         self._client = client
 
 
@@ -141,6 +143,18 @@ def folders_allowed(uri: str | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_ALLOW_FOLDERS]
+
+
+def experiment_id(client: Any, name: str) -> str:
+    """Return MLflow's id of an experiment, which is made if it is missing."""
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found else client.create_experiment(name))
+
+
+def log_config(client: Any, run_id: str, config: Mapping[str, Any]) -> None:
+    """Write the numbers and texts in a config as the parameters of a run."""
+    for name, value in scalars(config).items():
+        client.log_param(run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
 
 
 def name_for_mlflow(name: str) -> str:

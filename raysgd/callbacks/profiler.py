@@ -52,6 +52,7 @@ class TorchProfiler(Callback):
         self._num_steps = num_steps
         self._skip_steps = skip_steps
         self._given = folder
+        self.needs_logdir = folder is None
         self._arguments = arguments
         self._folder: Path | None = None
         self._begin_at: int | None = None

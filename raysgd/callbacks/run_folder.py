@@ -44,8 +44,9 @@ def trainer_callbacks(
 
     Raises:
         TypeError: if one is no callback.
+        ValueError: if one was given no folder, and there is no `logdir`.
     """
-    found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks)
+    found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
         found.insert(0, ProgressBar())
     if logdir is not None and not any(

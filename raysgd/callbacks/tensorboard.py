@@ -32,6 +32,7 @@ class TensorBoardLogger(LoggerCallback):
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         import_for("TensorBoardLogger", "tensorboard")
         self._folder = folder
+        self.needs_logdir = folder is None
         self._writer: Any = None
         self._end_of_session: Any = None
 

@@ -71,9 +71,7 @@ class ElasticConfig:
             raise TypeError(
                 f'ElasticConfig(snapshot_every={every!r}): must be "epoch", an int, or None.'
             )
-        if every not in ("epoch", None) and (
-            isinstance(every, bool) or not isinstance(every, int) or every < 1
-        ):
+        if every not in ("epoch", None) and (isinstance(every, str) or every < 1):
             raise ValueError(
                 f'ElasticConfig(snapshot_every={every!r}): must be "epoch", a number of steps, '
                 "or None."

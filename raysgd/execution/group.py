@@ -73,6 +73,7 @@ class WorkerGroup:
         Raises:
             InsufficientResourcesError: if there is no room for ``min_workers``.
             WorkerTimeoutError: if a worker does not come up.
+            WorkerLostError: if one dies as it comes up.
         """
         options = self.options
         if options.inline:
@@ -93,18 +94,7 @@ class WorkerGroup:
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
         self.members = [self.new_member(slot) for slot in self._reservation.slots]
-        try:
-            places = gather(
-                [member.control("place") for member in self.members],
-                max(timeout_s, _COME_UP_S),
-                "worker processes to come up",
-            )
-        except Exception as error:
-            if is_loss(error):
-                raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
-            raise
-        for member, place in zip(self.members, places, strict=True):
-            member.place = place
+        self._find_places(self.members, max(timeout_s, _COME_UP_S))
         self.members = self.in_order(self.members)
         if options.use_local:
             self.members.insert(0, _local_member())
@@ -120,6 +110,8 @@ class WorkerGroup:
 
         Raises:
             InsufficientResourcesError: if there is no room for them.
+            WorkerTimeoutError: if one does not come up; none of them is left then.
+            WorkerLostError: if one dies as it comes up, likewise.
         """
         from raysgd.execution import placement
 
@@ -133,12 +125,25 @@ class WorkerGroup:
         )
         self._reservation.include(more)
         members = [self.new_member(slot) for slot in more.slots]
-        places = gather(
-            [member.control("place") for member in members], _COME_UP_S, "worker processes"
-        )
-        for member, place in zip(members, places, strict=True):
-            member.place = place
+        try:
+            self._find_places(members, _COME_UP_S)
+        except BaseException:
+            for member in members:
+                self.discard(member)
+            raise
         self.members += members
+
+    def _find_places(self, members: Sequence[Member], timeout_s: float) -> None:
+        """Wait until workers are up, and note where each of them is."""
+        places = [member.control("place") for member in members]
+        try:
+            found = gather(places, timeout_s, "worker processes to come up")
+        except Exception as error:
+            if is_loss(error):
+                raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
+            raise
+        for member, place in zip(members, found, strict=True):
+            member.place = place
 
     def new_member(self, slot: Any) -> Member:
         """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""

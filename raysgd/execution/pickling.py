@@ -7,11 +7,11 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Packed", "dumps", "pack"]
+__all__ = ["Packed", "dumps", "pack", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
 
@@ -41,6 +41,16 @@ class Packed:
 def dumps(value: Any) -> bytes:
     """Pickle a value; references to Ray's objects and actors stay valid in the other process."""
     return _pickled(value, None)
+
+
+def unpicklable_key(values: Mapping[Any, Any]) -> Any:
+    """Return the key of the first value that cannot be pickled; None where all can."""
+    for key, value in values.items():
+        try:
+            dumps(value)
+        except Exception:
+            return key
+    return None
 
 
 def pack(value: Any) -> Packed:

@@ -153,7 +153,7 @@ class Supervisor:
         if not group.options.inline:
             self._created = (
                 _pickled("initialization_hook", hook),
-                _pickled("training_operator_cls and config", runner),
+                _pickled("the runner", runner),
                 _pickled("backend", backend),
                 sys.path,
             )
@@ -416,7 +416,7 @@ class Supervisor:
         """
         if not self._recruiting.has_room():
             return False
-        self._restart(self.min_workers, len(self.members))
+        self._restart(len(self.members))
         return True
 
     # ---- generations
@@ -432,14 +432,14 @@ class Supervisor:
         while True:
             self._recruiting.tend(self._generation)
             if not self.members:
-                self._restart(min_workers)
+                self._restart()
             elif len(self.members) + len(self._recruiting.ready()) < min_workers:
                 self._await_newcomers(min_workers)
             elif self.state is State.BROKEN or self._recruiting.ready():
                 if self._rejoins:
                     self._renew(max_losses)
                 else:
-                    self._replace_all(min_workers)
+                    self._replace_all()
             else:
                 break
         if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
@@ -561,7 +561,7 @@ class Supervisor:
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._recruiting.lost(self._group.slot_of(member))
             self._group.discard(member)
-        if not (self._elastic.in_place and self._rejoins):
+        if not self._survivors_go_on:
             self._salvage()
             for member in list(self.members):
                 self._group.discard(member)
@@ -580,7 +580,10 @@ class Supervisor:
             self._losses_before_call += 1
             if self._losses_before_call > self._elastic.max_attempts:
                 raise self._failed("workers are lost again and again", member, error)
-        logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
+        if self.members:
+            logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
+        else:
+            logger.warning("Starting all workers anew.")
 
     def _failed(
         self, why: str, member: Member | None = None, cause: BaseException | None = None
@@ -617,11 +620,11 @@ class Supervisor:
                 time.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 
-    def _replace_all(self, min_workers: int) -> None:
+    def _replace_all(self) -> None:
         """Start all workers anew with the state that they have."""
         num_before = len(self.members)
         self._salvage()
-        self._restart(min_workers, num_before)
+        self._restart(num_before)
 
     def _salvage(self) -> None:
         """Take over the state of the workers that are left, if they cannot go on with it."""
@@ -639,7 +642,7 @@ class Supervisor:
                 self.progress = reached[member]
                 return
 
-    def _restart(self, min_workers: int, num_before: int | None = None) -> None:
+    def _restart(self, num_before: int | None = None) -> None:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
         started = time.monotonic()
@@ -671,7 +674,7 @@ class Supervisor:
                     time.sleep(_BUSY_TICK_S)
             else:
                 raise self._failed(
-                    f"no {min_workers} workers to be had: {self._group.room()}", cause=last
+                    f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
                 )
         finally:
             queue.clear()
@@ -746,7 +749,12 @@ class Supervisor:
 
     def _num_left(self) -> int:
         """Return how many workers will be left when one that is lost, and still here, is gone."""
-        return len(self.members) - 1 if self._elastic.in_place else 0
+        return len(self.members) - 1 if self._survivors_go_on else 0
+
+    @property
+    def _survivors_go_on(self) -> bool:
+        """Whether workers that are left after a loss keep their processes."""
+        return self._elastic.in_place and self._rejoins
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
         self._generation += 1
@@ -850,8 +858,10 @@ def _pickled(what: str, value: Any) -> bytes:
     try:
         return dumps(value)
     except Exception as error:
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: what)
         raise TypeError(
-            f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
+            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in setup() instead, which runs on the workers."
         ) from error
 

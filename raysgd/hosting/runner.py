@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
+from raysgd.execution.pickling import unpicklable_key
 from raysgd.hosting.loop import Loop
 from raysgd.hosting.parts import Parts
 from raysgd.hosting.places import check_place
@@ -19,6 +20,9 @@ __all__ = ["OperatorRunner"]
 
 class OperatorRunner(ABC):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
+
+    _options: Any
+    """The trainer's arguments, ``operator_cls`` and ``config`` among them."""
 
     def __init__(self) -> None:
         self._loop: Loop | None = None
@@ -50,6 +54,11 @@ class OperatorRunner(ABC):
             self._loop.forget_iteration()
             self._parts.release()
         self._loop = None
+
+    def unpicklable_part(self) -> str:
+        """Say which argument of the trainer cannot be pickled, where one cannot."""
+        key = unpicklable_key(self._options.config)
+        return "training_operator_cls" if key is None else f"config[{key!r}]"
 
     def _check_data(self, expected: dict[str, str]) -> None:
         """Check that this worker shares out the same data as the others."""

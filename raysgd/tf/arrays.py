@@ -49,6 +49,11 @@ class ArraySource(Source):
     ) -> None:
         super().__init__(arrays)
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
+        if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
+            raise ValueError(
+                "Arrays of a data set have their samples along the first dimension, and one has "
+                "no dimension. Register arrays of shape (samples, ...)."
+            )
         lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
             raise ValueError(f"Arrays of one data set must have one length, not {sorted(lengths)}.")

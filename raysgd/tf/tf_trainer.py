@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -12,13 +11,16 @@ from typing import Any
 
 from raysgd.arguments import (
     check_choice,
+    check_flags,
     check_hook,
+    check_timeout,
     check_workers,
     checked_config,
     checked_elastic,
     checked_resources,
     decide_gpu,
-    is_number,
+    suggests,
+    unknown_argument,
 )
 from raysgd.backends import Backend, create_backend
 from raysgd.backends.horovod import HorovodBackend, check_horovod
@@ -92,6 +94,7 @@ class TFTrainer(OperatorTrainer):
         BaseException: what ``setup`` of the operator raised on a worker.
     """
 
+    @suggests
     def __init__(
         self,
         model_creator: Callable[[dict[str, Any]], Any] | None = None,
@@ -133,16 +136,14 @@ class TFTrainer(OperatorTrainer):
         check_choice(name, "use_gpu", use_gpu, (True, False, "auto"))
         check_choice(name, "backend", backend, ("tensorflow", "horovod"))
         check_choice(name, "use_fp16", use_fp16, _PRECISIONS)
-        for argument, value in (
-            ("verbose", verbose),
-            ("use_tqdm", use_tqdm),
-            ("add_dist_sampler", add_dist_sampler),
-            ("use_local", use_local),
-        ):
-            if not isinstance(value, bool):
-                raise TypeError(f"TFTrainer({argument}={value!r}): must be True or False.")
-        if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
+        check_flags(
+            name,
+            verbose=verbose,
+            use_tqdm=use_tqdm,
+            add_dist_sampler=add_dist_sampler,
+            use_local=use_local,
+        )
+        check_timeout(name, timeout_s)
         if use_local and workers > 1:
             raise ValueError(
                 f"TFTrainer(use_local=True, num_workers={workers}): a strategy has to be set up "
@@ -288,7 +289,7 @@ class TFTrainer(OperatorTrainer):
         known = inspect.signature(cls).parameters
         for name in trainer_kwargs:
             if name not in known:
-                raise TypeError(f"TFTrainer() got an unexpected keyword argument {name!r}.")
+                raise unknown_argument("TFTrainer", name, known)
         if "num_replicas" in trainer_kwargs:
             trainer_kwargs["num_workers"] = trainer_kwargs.pop("num_replicas")
         tune = importlib.import_module("raysgd.tune")  # a layer above

@@ -222,10 +222,9 @@ class _Indices:
 
 
 def _indices_of(loader: DataLoader[Any]) -> _Indices:
-    sampler: Any = loader.sampler if loader.batch_size is None else loader.batch_sampler
-    if isinstance(loader.batch_sampler, _Indices):
-        sampler = loader.batch_sampler
-    return sampler  # type: ignore[no-any-return]
+    batched: Any = loader.batch_sampler
+    single: Any = loader.sampler
+    return batched if isinstance(batched, _Indices) else single
 
 
 def wrap_loader(

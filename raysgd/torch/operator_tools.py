@@ -10,6 +10,7 @@ import torch
 
 from raysgd.hosting.operator_base import OperatorBase
 from raysgd.torch.components import Components, OperatorSettings
+from raysgd.torch.moving import moved
 from raysgd.torch.replica import unwrap
 
 __all__ = ["OperatorTools"]
@@ -79,8 +80,11 @@ class OperatorTools(OperatorBase):
                 scheduler.step()
 
     def to_device(self, batch: Any) -> Any:
-        """Return `batch` with its tensors, also nested ones, on this worker's device."""
-        return _moved(batch, self.device) if self.device.type != "cpu" else batch
+        """Return `batch` with its tensors, also nested ones, on this worker's device.
+
+        Objects that are no containers, and have a method ``to(device)``, are asked for themselves.
+        """
+        return moved(batch, self.device) if self.device.type != "cpu" else batch
 
     # ---- what users read
 
@@ -118,15 +122,3 @@ class OperatorTools(OperatorBase):
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
         return self._parts.settings.scheduler_step_freq
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(item, device) for item in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_moved(item, device) for item in batch)
-    if isinstance(batch, dict):
-        return {key: _moved(item, device) for key, item in batch.items()}
-    return batch

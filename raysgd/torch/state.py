@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import itertools
 import random
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 
 from raysgd.trees import map_leaves
 
@@ -59,14 +61,39 @@ def copied(leaf: Any) -> Any:
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` on CPU; the model stays where it is, and needs no room twice."""
+    """Return a copy of `model` on CPU; the model stays where it is, and needs no room twice.
+
+    The copy can be pickled, also where it has parametrizations (``torch.nn.utils.parametrize``).
+    """
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         twin = tensor.detach().cpu().clone()
         if isinstance(tensor, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = twin
-    return copy.deepcopy(model, memo)
+    copied_model = copy.deepcopy(model, memo)
+    for module in copied_model.modules():
+        if parametrize.is_parametrized(module):
+            copyreg.pickle(type(module), _reduced)
+    return copied_model
+
+
+def _reduced(module: Any) -> tuple[Any, ...]:
+    """Take a parametrized module apart: torch made its class for it alone, and pickles none."""
+    kind: Any = parametrize.type_before_parametrizations(module)
+    return _bare, (kind,), kind.__getstate__(module), None, None, _parametrize
+
+
+def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrize(module: Any, state: Any) -> None:
+    """Give a bare module its state, and the class that torch makes for its parametrizations."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,13 +12,15 @@ import torch
 
 from raysgd.arguments import (
     check_choice,
+    check_flags,
     check_hook,
+    check_timeout,
     check_workers,
     checked_config,
     checked_elastic,
     checked_resources,
     decide_gpu,
-    is_number,
+    unknown_argument,
 )
 from raysgd.backends import backend_names, create_backend
 from raysgd.backends.horovod import check_horovod
@@ -129,7 +130,7 @@ class TorchTrainer(OperatorTrainer):
         logdir: str | os.PathLike[str] | None = None,
         **old_arguments: Any,
     ) -> None:
-        _refuse(old_arguments)
+        _refuse(old_arguments, _known_arguments(type(self)))
         operator_cls = _checked_operator(training_operator_cls)
         check_hook("TorchTrainer", initialization_hook)
         config = checked_config("TorchTrainer", config)
@@ -147,16 +148,14 @@ class TorchTrainer(OperatorTrainer):
             (None, *_SCHEDULER_STEP_FREQS),
         )
         _check_precision(use_fp16, amp_dtype)
-        for name, value in (
-            ("wrap_ddp", wrap_ddp),
-            ("use_tqdm", use_tqdm),
-            ("add_dist_sampler", add_dist_sampler),
-            ("use_local", use_local),
-        ):
-            if not isinstance(value, bool):
-                raise TypeError(f"TorchTrainer({name}={value!r}): must be True or False.")
-        if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s={timeout_s!r}: must be a positive number of seconds.")
+        check_flags(
+            "TorchTrainer",
+            wrap_ddp=wrap_ddp,
+            use_tqdm=use_tqdm,
+            add_dist_sampler=add_dist_sampler,
+            use_local=use_local,
+        )
+        check_timeout("TorchTrainer", timeout_s)
         elastic = checked_elastic("TorchTrainer", elastic, num_workers)
         folder = checked_logdir(logdir)
         attached = trainer_callbacks("TorchTrainer", callbacks, use_tqdm, folder)
@@ -193,10 +192,9 @@ class TorchTrainer(OperatorTrainer):
             )
         )
         self._use_gpu = gpu
-        # the hook comes before any import
-        self._group = WorkerGroup(options, () if initialization_hook else runner.imports)
         supervisor = Supervisor(
-            self._group,
+            # the hook comes before any import
+            WorkerGroup(options, () if initialization_hook else runner.imports),
             runner,
             create_backend(name, timeout_s) if num_workers > 1 else None,
             initialization_hook,
@@ -213,6 +211,9 @@ class TorchTrainer(OperatorTrainer):
         Args:
             to_cpu: keep it on the CPU; otherwise it is on a GPU where the workers use GPUs and this
                 process has one.
+
+        Raises:
+            TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
         """
         models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3, any_size=True)[0]
         if self._use_gpu and not to_cpu and torch.cuda.is_available():
@@ -245,28 +246,31 @@ class TorchTrainer(OperatorTrainer):
             TypeError: if an argument is unknown, or `training_operator_cls` no TrainingOperator.
             ValueError: if `override_tune_step` does not take two arguments.
         """
-        known = {**inspect.signature(TorchTrainer).parameters, **inspect.signature(cls).parameters}
-        _refuse({name: value for name, value in trainer_kwargs.items() if name not in known})
+        known = _known_arguments(cls)
+        _refuse([name for name in trainer_kwargs if name not in known], known)
         _checked_operator(trainer_kwargs.get("training_operator_cls"))
         checked_config("TorchTrainer", trainer_kwargs.get("config"))
-        tune = importlib.import_module(
-            "raysgd.tune"
-        )  # a layer above, and only where it is asked for
+        tune = importlib.import_module("raysgd.tune")  # a layer above
         trainable: type[Any] = tune.trainable_class(
             tune.BaseTorchTrainable, cls, override_tune_step, trainer_kwargs
         )
         return trainable
 
 
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    """Name the replacement of an argument of the oldest API, or the argument that is unknown."""
-    for name in arguments:
+def _known_arguments(cls: type[TorchTrainer]) -> list[str]:
+    """Return the arguments of a trainer class, with those that a subclass passes on."""
+    return [*inspect.signature(TorchTrainer).parameters, *inspect.signature(cls).parameters]
+
+
+def _refuse(names: Iterable[str], known: Iterable[str]) -> None:
+    """Name the replacement of an argument of the oldest API, or the one that may be meant."""
+    for name in names:
         if name in _OLD_ARGUMENTS:
             raise DeprecationWarning(
                 f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} "
                 "instead."
             )
-        raise TypeError(f"TorchTrainer() got an unexpected keyword argument {name!r}.")
+        raise unknown_argument("TorchTrainer", name, known)
 
 
 def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.execution.pickling import dumps
+from raysgd.execution.pickling import dumps, unpicklable_key
 
 __all__ = [
     "bound_function",
@@ -132,7 +132,7 @@ def made_folder(wanted: Path) -> Path:
 
 
 def pickled_function(function: Callable[[], Any]) -> bytes:
-    """Return a training function as it travels.
+    """Return a training function as it travels, with the config that it is bound to.
 
     Raises:
         TypeError: if it cannot be pickled.
@@ -140,7 +140,10 @@ def pickled_function(function: Callable[[], Any]) -> bytes:
     try:
         return dumps(function)
     except Exception as error:
+        what, bound = "the training function", getattr(function, "args", ())
+        if bound and isinstance(bound[0], Mapping) and (key := unpicklable_key(bound[0])):
+            what = f"config[{key!r}]"
         raise TypeError(
-            f"Cannot send the training function to the workers, because it cannot be pickled: "
-            f"{error}. Create such objects inside of the function instead, which runs there."
+            f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
+            "such objects inside of the training function instead, which runs there."
         ) from error

@@ -69,7 +69,7 @@ class Checkpoint:
         self._data = data
         self._path = None if path is None else Path(path).expanduser()
         self._blob = blob
-        self._metadata: dict[str, Any] = {}
+        self._metadata: dict[str, Any] | None = None  # what is said where it is stored
 
     # ---- making one
 
@@ -171,8 +171,11 @@ class Checkpoint:
             shutil.rmtree(folder, ignore_errors=True)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what `set_metadata` was given; of a reported one also the trainer's metadata."""
-        return {**self.packed().get(_METADATA, {}), **self._metadata}
+        """Return what `set_metadata` was given; of a reported one also the trainer's metadata.
+
+        Where both have a name, it is what `set_metadata` was given.
+        """
+        return dict(self.packed().get(_METADATA, {}))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace what is said about it; goes with it where it is reported."""
@@ -180,10 +183,14 @@ class Checkpoint:
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to what is said about it."""
-        self._metadata.update(metadata)
+        self._metadata = {**self.get_metadata(), **metadata}
 
-    def packed(self) -> dict[str, Any]:
-        """Return all of it as one dict, as it travels."""
+    def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return all of it as one dict, as it travels.
+
+        Args:
+            metadata: what is said about it as well, where it does not say so itself.
+        """
         if self._path is not None and self._path.is_dir():
             files = _read_folder(self._path)
             alone = files.keys() == {_DICT}
@@ -194,7 +201,9 @@ class Checkpoint:
             data = pickle.loads(self._blob)
         else:
             data = dict(self._data or {})
-        return {**data, _METADATA: self._metadata} if self._metadata else data
+        stored = data.pop(_METADATA, {})
+        said = {**(metadata or {}), **(stored if self._metadata is None else self._metadata)}
+        return {**data, _METADATA: said} if said else data
 
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={str(self._path)!r}"

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
+from raysgd.arguments import suggests
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
+from raysgd.execution.pickling import unpicklable_key
 from raysgd.train.arguments import bound_function, made_folder, run_folder, worker_resources
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
@@ -63,6 +65,7 @@ class DataParallelTrainer:
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
 
+    @suggests
     def __init__(
         self,
         train_loop_per_worker: Callable[..., Any],
@@ -271,10 +274,13 @@ class DataParallelTrainer:
                 state["run_config"] = copy.copy(self.run_config)
                 state["run_config"].callbacks = None
             if said := _cannot_be_pickled((type(self), state)):
+                part = unpicklable_key(state) or "it"
+                if part == "train_loop_config":
+                    part += f"[{unpicklable_key(self.train_loop_config)!r}]"
                 raise TypeError(
                     f"{type(self).__name__}.fit() keeps the trainer in the folder of the run, for "
-                    f"restore(), and it cannot be pickled: {said}. Create such objects inside of "
-                    "the training function instead."
+                    f"restore(), and {part} cannot be pickled: {said}. Create such objects inside "
+                    "of the training function instead."
                 ) from None
             blob = cloudpickle.dumps((type(self), state))
         return blob

@@ -184,6 +184,11 @@ class BackendExecutor:
         return self._supervisor is not None
 
     @property
+    def is_training(self) -> bool:
+        """Whether a function is being trained."""
+        return self._plan is not None
+
+    @property
     def worker_group(self) -> WorkerGroup:
         """The workers.
 

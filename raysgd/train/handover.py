@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.execution.pickling import dumps
+from raysgd.execution.pickling import unpicklable_key
 
 __all__ = ["Handover", "RunStoppedError", "Turn"]
 
@@ -48,12 +48,8 @@ class Turn:
 
     def unpicklable_part(self) -> str:
         """Say which part of it cannot be pickled, where one cannot."""
-        for name, value in (self.metrics or {}).items():
-            try:
-                dumps(value)
-            except Exception:
-                return f"the metric {name!r}"
-        return "what the training function returned"
+        name = unpicklable_key(self.metrics or {})
+        return "what the training function returned" if name is None else f"the metric {name!r}"
 
 
 class Handover:

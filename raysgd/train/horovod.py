@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.backends.horovod import HorovodBackend as HorovodGroup
 from raysgd.backends.horovod import HorovodRendezvous, check_horovod
@@ -47,11 +48,7 @@ class HorovodConfig(BackendConfig):
             raise ValueError(
                 f'HorovodConfig(nics={self.nics!r}): must be a set of one name, such as {{"eth0"}}.'
             )
-        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
-            raise ValueError(
-                f"HorovodConfig(timeout_s={self.timeout_s!r}): must be a positive number of "
-                "seconds."
-            )
+        check_timeout(type(self).__name__, self.timeout_s)
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -117,7 +117,8 @@ def load_checkpoint() -> dict[str, Any] | None:
     None where there is none. Outside of a run it warns once and returns None.
     """
     session = _within_run("load_checkpoint")
-    return None if session is None else session.load()
+    state = None if session is None else session.load()
+    return None if state is None else Checkpoint.from_packed(state).to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ class ReportLog:
     def __enter__(self) -> ReportLog:
         earlier = read_reports(self._path)
         self.last = earlier[-1] if earlier else None
-        self._file = self._path.open("w", encoding="utf-8")
-        for entry in earlier:  # written anew: the last line may have been cut off
-            self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        # written anew, since the last line may have been cut off; beside it, since this may be, too
+        temporary = self._path.with_name(f"{self._path.name}.new")
+        text = "".join(json.dumps(entry) + "\n" for entry in earlier)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -101,7 +101,7 @@ class Session:
             # a checkpoint of another worker may come with the same report
             self._handover.put(self._turn("report", encoded))
             return
-        blob = self._held(checkpoint.packed())
+        blob = self._held(checkpoint.packed(self.metadata))
         turn = self._turn("report", encoded, blob, numbers_in(metrics), tuple(metrics))
         self._handover.put_safely(turn)
 

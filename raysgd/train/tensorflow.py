@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.backends.tensorflow import TensorflowBackend as CollectiveGroup
 from raysgd.backends.tensorflow import check_tensorflow
@@ -25,6 +26,7 @@ class TensorflowConfig(BackendConfig):
 
     Raises:
         ImportError: if TensorFlow is not installed.
+        ValueError: if `timeout_s` is not positive.
     """
 
     timeout_s: float = 1800
@@ -32,6 +34,7 @@ class TensorflowConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         check_tensorflow('backend="tensorflow"')
+        check_timeout(type(self).__name__, self.timeout_s)
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd.arguments import suggests
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
@@ -25,6 +26,7 @@ from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.errors import TrainBackendError
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.worker_group import HostedGroup
@@ -63,6 +65,7 @@ class Trainer:
         TypeError: if `backend` is neither a name nor a config.
     """
 
+    @suggests
     def __init__(
         self,
         backend: str | BackendConfig,
@@ -160,7 +163,7 @@ class Trainer:
         function = bound_function(train_func, config)
         observed = Observed(callbacks)
         self._check_started("run")
-        self._end_abandoned_run()
+        self._make_way("run")
         run_dir = self._new_run_dir()
         with observed.run(run_dir, config or {}):
             self._executor.start_training(
@@ -189,7 +192,7 @@ class Trainer:
         """
         function = bound_function(train_func, config)
         self._check_started("run_iterator")
-        self._end_abandoned_run()
+        self._make_way("run_iterator")
         run_dir = self._new_run_dir()
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
         iterator = TrainingIterator(self._executor)
@@ -208,7 +211,7 @@ class Trainer:
 
         Returns:
             The objects, by rank: ``workers[0].method.remote(...)`` returns a reference for
-            ``ray.get``.
+            ``ray.get``. They live as long as the group, or a worker of it, is referred to.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -285,6 +288,11 @@ class Trainer:
         """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
         return self._executor.events
 
+    def __repr__(self) -> str:
+        backend, workers = self._arguments["backend"], self._arguments["num_workers"]
+        state = "started" if self._executor.is_started else "not started"
+        return f"<Trainer({backend!r}, num_workers={workers!r}): {state}, runs in {self.logdir}>"
+
     def _check_started(self, method: str) -> None:
         if not self._executor.is_started:
             raise RuntimeError(
@@ -292,15 +300,23 @@ class Trainer:
                 "call start() first."
             )
 
-    def _end_abandoned_run(self) -> None:
-        """End the run of an iterator that was left half-way; nobody else would."""
-        if self._iterator is None:
-            return
-        iterator = self._iterator()
-        if iterator is None:
+    def _make_way(self, method: str) -> None:
+        """End the run of an iterator that was left half-way; nobody else would.
+
+        Raises:
+            TrainBackendError: if another thread is in the midst of a run.
+        """
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.abandon()
+        elif self._iterator is not None:
             self._executor.abort()
-        elif not iterator.abandon():
-            return
+        if self._executor.is_training:
+            raise TrainBackendError(
+                f"Trainer.{method}() was called while another thread is in the midst of a run of "
+                "this trainer. Wait until that run, or the loop over its iterator, is over, call "
+                "get_final_results(force=True) of the iterator, or use a trainer for each thread."
+            )
         self._iterator = None
 
     def _new_run_dir(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +222,17 @@ _HOSTED: dict[str, Any] = {}
 """In a worker: the objects that each `HostedGroup` made there, by the group's id."""
 
 
+class _Hosting:
+    """Lives as long as a `HostedGroup`, or a worker or method of one, is referred to."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+
+
+_LIVING: weakref.WeakSet[_Hosting] = weakref.WeakSet()
+"""On the driver: what is referred to. Workers let go of the others with the next group."""
+
+
 class HostedGroup:
     """A class of the user on every worker, with the backend set up: ``Trainer.to_worker_group``.
 
@@ -239,9 +251,11 @@ class HostedGroup:
     ) -> None:
         self._executor = executor
         group: WorkerGroup = executor.worker_group
-        hosted_id = uuid.uuid4().hex
-        group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
-        self._proxies = [HostedWorker(worker.actor, hosted_id) for worker in group.workers]
+        hosting = _Hosting()
+        _LIVING.add(hosting)
+        living = {each.id for each in _LIVING}
+        group.execute(_host, hosting.id, living, train_cls, args, dict(kwargs))
+        self._proxies = [HostedWorker(worker.actor, hosting) for worker in group.workers]
 
     def __len__(self) -> int:
         """Number of workers."""
@@ -267,36 +281,47 @@ class HostedGroup:
 class HostedWorker:
     """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
 
-    def __init__(self, actor: Any, hosted_id: str) -> None:
+    def __init__(self, actor: Any, hosting: _Hosting) -> None:
         self._actor = actor
-        self._hosted_id = hosted_id
+        self._hosting = hosting
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return HostedMethod(self._actor, self._hosted_id, name)
+        return HostedMethod(self._actor, self._hosting, name)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, actor: Any, hosted_id: str, name: str) -> None:
+    def __init__(self, actor: Any, hosting: _Hosting, name: str) -> None:
         self._actor = actor
-        self._hosted_id = hosted_id
+        self._hosting = hosting
         self._name = name
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``."""
         bound = self._actor.execute.options(concurrency_group="work")
-        return bound.remote(_call_hosted, self._hosted_id, self._name, *args, **kwargs)
+        return bound.remote(_call_hosted, self._hosting.id, self._name, *args, **kwargs)
 
 
 def _host(
-    hosted_id: str, train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    hosted_id: str,
+    living: set[str],
+    train_cls: type[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
+    for gone in _HOSTED.keys() - living:
+        del _HOSTED[gone]
     _HOSTED[hosted_id] = train_cls(*args, **kwargs)
 
 
 def _call_hosted(hosted_id: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    if hosted_id not in _HOSTED:
+        raise RuntimeError(
+            f"{name}(): this worker has no object of that group any more, since it was started "
+            "anew after a loss. Call to_worker_group() again."
+        )
     return getattr(_HOSTED[hosted_id], name)(*args, **kwargs)

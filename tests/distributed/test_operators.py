@@ -38,8 +38,10 @@ def results(operator_cls, config, num_workers, num_steps=3):
         assert most["num_samples"] + rest["num_samples"] == found["num_samples"]
         assert rest["batch_count"] < 1
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
-        # parametrized modules, which spectral normalization makes, cannot be pickled
-        return found, None if operator_cls is GAN else trainer.get_model().eval()
+        models = trainer.get_model()
+        for model in models if isinstance(models, list) else [models]:
+            model.eval()
+        return found, models
 
 
 @torch.no_grad()
@@ -195,7 +197,8 @@ def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(ray_cluster)
         "lr": 2e-3,
         "gradient_accumulation_steps": 2,
     }
-    found, _ = results(GAN, config, num_workers=2, num_steps=40)
+    found, models = results(GAN, config, num_workers=2, num_steps=40)
+    assert nn.utils.parametrize.is_parametrized(models[1][3]), "its spectral norm came along"
     assert found["num_samples"] == 340
     assert 0 < found["val_frechet_distance"] < math.inf
     assert 0 < found["val_fake_score"] < 1

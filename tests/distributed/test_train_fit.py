@@ -67,6 +67,7 @@ def test_a_result_has_metrics_and_the_best_checkpoints(ray_cluster, tmp_path):
     result = trainer.fit()
     assert (result.metrics["loss"], result.metrics["epoch"]) == (3.0, 3)
     assert result.checkpoint.to_dict() == {"epoch": 3}
+    assert result.checkpoint.get_metadata() == {"by": "me"}
     assert [c.to_dict()["epoch"] for c, _ in result.best_checkpoints] == [2, 0]
     assert [numbers["loss"] for _, numbers in result.best_checkpoints] == [1.0, 2.0]
     assert result.path == str(tmp_path / "best")

@@ -197,7 +197,7 @@ WRONG_ARGUMENTS = {
     "config_cannot_be_pickled": (
         {**TWO, "config": {"lock": threading.Lock()}},
         TypeError,
-        ["config", "lock", "setup()"],
+        ["config['lock']", "setup()"],
     ),
     "hook_cannot_be_pickled": (
         {**TWO, "initialization_hook": threading.Lock().acquire},

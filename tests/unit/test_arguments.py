@@ -1,10 +1,13 @@
 """What the arguments of trainers must be, and how it is said."""
 
+import importlib
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raysgd import ElasticConfig, arguments
+from raysgd.train import DataParallelTrainer
 
 NUMBERS = st.integers(-3, 5)
 
@@ -94,3 +97,47 @@ def test_gpus_are_used_where_they_are_asked_for_or_found():
     assert arguments.decide_gpu("T", "auto", {"GPU": 1}, None)  # no cluster is asked
     with pytest.raises(ValueError, match="remove GPU, or pass use_gpu=True"):
         decide(False, {"GPU": 1})
+
+
+def test_a_misspelled_argument_is_told_which_one_may_be_meant():
+    class Base:
+        @arguments.suggests
+        def __init__(self, a, num_workers=1, *, logdir=None):
+            self.given = a, num_workers, logdir
+
+    class Passing(Base):
+        def __init__(self, *, torch_config=None, **others):
+            super().__init__(1, **others)
+
+    assert Base(1, 2, logdir="x").given == (1, 2, "x")
+    with pytest.raises(
+        TypeError, match=r"^Base\(\) got .*'num_worker'. Did you mean 'num_workers'"
+    ):
+        Base(1, num_worker=2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'.$"):
+        Base(1, zzz=2)
+    for name, meant in (("torch_confg", "torch_config"), ("log_dir", "logdir")):
+        with pytest.raises(TypeError, match=rf"Passing\(\) got .*{name!r}. Did you mean {meant!r}"):
+            Passing(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ["raysgd.TorchTrainer", "raysgd.TFTrainer", "raysgd.train.Trainer"],
+)
+def test_every_trainer_tells_it(trainer):
+    module, _, name = trainer.rpartition(".")
+    with pytest.raises(TypeError, match=rf"{name}\(\) .*'num_worker'. Did you mean 'num_workers'"):
+        getattr(importlib.import_module(module), name)(num_worker=2)
+    with pytest.raises(TypeError, match=r"'scaling_confg'\. Did you mean 'scaling_config'"):
+        DataParallelTrainer(print, scaling_confg=None)
+
+
+def test_flags_and_bounds_are_named():
+    arguments.check_flags("T", wrap_ddp=True, use_local=False)
+    with pytest.raises(TypeError, match=r"^T\(use_local=1\): must be True or False"):
+        arguments.check_flags("T", wrap_ddp=True, use_local=1)
+    arguments.check_timeout("T", 0.5)
+    for timeout_s in (0, -1, float("nan"), float("inf"), "1", True, None):
+        with pytest.raises(ValueError, match=rf"^T\(timeout_s={timeout_s!r}\): must be a positive"):
+            arguments.check_timeout("T", timeout_s)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,28 +56,38 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert "has no metrics.jsonl" in result.stderr
 
 
-@pytest.mark.parametrize(("name", "code"), [("nothing", 2)])
-def test_a_benchmark_that_is_not_there_is_named(name, code):
-    result = invoke("bench", name)
-    assert result.exit_code == code
+def test_a_benchmark_that_is_not_there_is_named():
+    result = invoke("bench", "nothing")
+    assert result.exit_code == 2
     assert "must be one of" in result.stderr
     assert "recovery" in result.stderr
 
 
-def test_peers_that_are_not_installed_are_named_before_the_benchmark_begins(monkeypatch):
+@pytest.mark.parametrize("name", ["all", "epoch", "start"])
+def test_peers_that_are_not_installed_are_named_before_the_benchmark_begins(monkeypatch, name):
     there = cli.importlib.util.find_spec
     monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: None if name == "lightning" else there(name)
+        cli.importlib.util, "find_spec", lambda peer: None if peer == "lightning" else there(peer)
     )
-    result = invoke("bench", "epoch")
+    monkeypatch.setattr(cli.subprocess, "run", None)
+    result = invoke("bench", name)
     assert result.exit_code == 1
     assert "needs lightning" in result.stderr
     assert "make bench" in result.stderr
 
 
-def test_a_benchmark_gets_its_arguments():
-    result = invoke("bench", "saving", "--help")
-    assert result.exit_code == 0
+def test_a_benchmark_gets_its_arguments_and_its_exit_status_is_that_of_the_command(monkeypatch):
+    commands = []
+
+    def run(command, check):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    assert invoke("bench", "saving", "--pairs", "2").exit_code == 7
+    ((python, script, *arguments),) = commands
+    assert (python, Path(script).name, arguments) == (sys.executable, "saving.py", ["--pairs", "2"])
+    assert Path(script).is_file()
 
 
 def test_the_command_line_starts_without_torch_or_ray():

@@ -580,3 +580,13 @@ def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
     del trainer
     gc.collect()
     assert operator() is None
+
+
+def test_a_trainer_shows_what_it_trains_and_how_far_it_is(make_trainer):
+    trainer = make_trainer()
+    assert repr(trainer) == "<TorchTrainer of Classifier: 1 of 1 workers, epoch 0, step 0>"
+    trainer.train()
+    trainer.train(num_steps=1)
+    assert repr(trainer) == "<TorchTrainer of Classifier: 1 of 1 workers, epoch 2, step 6>"
+    trainer.shutdown()
+    assert repr(trainer) == "<TorchTrainer of Classifier: shut down, epoch 2, step 6>"

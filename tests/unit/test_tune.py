@@ -90,7 +90,7 @@ except RuntimeError as error:
 
 
 def test_a_mistake_in_the_arguments_is_found_before_there_are_trials():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num_worker'"):
+    with pytest.raises(TypeError, match=r"argument 'num_worker'\. Did you mean 'num_workers'"):
         make_class(num_worker=2)
     with pytest.raises(DeprecationWarning, match="Use num_workers instead"):
         make_class(num_replicas=2)

@@ -6,13 +6,16 @@ import os
 from typing import Any
 
 from raysgd.callbacks.lazy import import_for
-from raysgd.callbacks.mlflow import folders_allowed, name_for_mlflow
-from raysgd.callbacks.values import numbers_in, scalars
+from raysgd.callbacks.mlflow import (
+    experiment_id,
+    folders_allowed,
+    log_config,
+    name_for_mlflow,
+)
+from raysgd.callbacks.values import numbers_in
 from raysgd.train.callbacks.files import FileCallback
 
 __all__ = ["MLflowLoggerCallback"]
-
-_MOST_TEXT = 500
 
 
 class MLflowLoggerCallback(FileCallback):
@@ -68,16 +71,10 @@ class MLflowLoggerCallback(FileCallback):
             client = self._mlflow.MlflowClient(uri, self._registry_uri)
             number = self._experiment_id
             if number is None:
-                found = client.get_experiment_by_name(self._experiment_name)
-                number = (
-                    found.experiment_id
-                    if found
-                    else client.create_experiment(self._experiment_name)
-                )
-            self.run_id = client.create_run(number, tags=self._tags).info.run_id
-            for name, value in scalars(config).items():
-                client.log_param(self.run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
-        self._client = client
+                number = experiment_id(client, self._experiment_name)
+            run_id: str = client.create_run(number, tags=self._tags).info.run_id
+            log_config(client, run_id, config)
+        self._client, self.run_id = client, run_id
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the numbers, over ``_training_iteration``."""

@@ -52,6 +52,7 @@ class Observed:
     def _finish(self, begun: Sequence[TrainingCallback], failed: bool) -> None:
         """Tell all of them, also where one raises."""
         first: BaseException | None = None
+        interrupt: BaseException | None = None
         for callback in begun:
             try:
                 callback.finish_training(error=failed)
@@ -60,5 +61,9 @@ class Observed:
                     first = error
                 else:
                     logger.exception("%s failed as it ended.", type(callback).__name__)
+            except BaseException as error:  # Ctrl-C: the others still have files to close
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt from first
         if first is not None:
             raise first

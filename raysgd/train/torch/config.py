@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.backends.torch import TorchBackend as ProcessGroup
 from raysgd.backends.torch import TorchRendezvous
@@ -46,10 +47,7 @@ class TorchConfig(BackendConfig):
             raise ValueError(
                 f'TorchConfig(init_method={self.init_method!r}): must be "env" or "tcp".'
             )
-        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
-            raise ValueError(
-                f"TorchConfig(timeout_s={self.timeout_s!r}): must be a positive number of seconds."
-            )
+        check_timeout(type(self).__name__, self.timeout_s)
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -15,6 +15,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.torch.moving import moved
+
 __all__ = ["PreparedLoader", "prepared_loader"]
 
 
@@ -84,19 +86,6 @@ class PreparedLoader(DataLoader[Any]):
         sampler.set_epoch(self._num_passes)
         self._set_epoch = sampler.epoch
         self._num_passes += 1
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device, whatever containers its tensors are in."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(item, device) for item in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(moved(item, device) for item in batch)
-    if isinstance(batch, dict):
-        return {key: moved(item, device) for key, item in batch.items()}
-    return batch.to(device) if hasattr(batch, "to") else batch
 
 
 def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """A round in which workers tell each other something through the driver."""
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,3 +44,13 @@ def test_who_waits_is_told_that_the_exchange_is_closed(exchange):
 def test_a_worker_waits_no_longer_than_it_may(exchange):
     with pytest.raises(TimeoutError):
         exchanged(("127.0.0.1", exchange.port), 0, "here", 0.05)
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\n", b"5\n", b"[1]\n", b'{"a": 1}\n', b""])
+def test_a_stranger_changes_nothing(exchange, line):
+    """An error in a thread would fail the test."""
+    with socket.create_connection(("127.0.0.1", exchange.port), 10) as stranger:
+        stranger.sendall(line)
+    while len(exchange._held) < 1:
+        pass
+    test_everyone_gets_what_all_said_by_rank(exchange)

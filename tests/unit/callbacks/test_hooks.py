@@ -341,7 +341,8 @@ def test_an_exception_names_the_callback_and_spoils_nothing(make_trainer, caplog
     assert isinstance(caught.value.__cause__, KeyError)
     assert hook in spies[1].hooks, "the other one was called"
     assert spies[1].hooks[-1] == "on_exception"
-    assert any(record.exc_info for record in caplog.records)
+    assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "said at once"
+    assert not any(record.exc_info for record in caplog.records), "its traceback is the raised one"
     done = 0 if hook == "on_event" else 5  # the first event is told before the first step
     assert trainer.global_step == done
     assert trainer.latest_metrics.get("num_samples") == (40 if done else None)
@@ -368,11 +369,13 @@ def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer
     assert spies[1].hooks.count("on_train_start") == 1
 
 
-def test_the_errors_of_several_callbacks_are_all_told(make_trainer):
+def test_the_errors_of_several_callbacks_are_all_told(make_trainer, caplog):
     spies = [Spy(name, fail_in=["on_epoch_end"]) for name in ("one", "two")]
     with pytest.raises(CallbackError, match="one fails") as caught:
         make_trainer(callbacks=spies).train()
     assert "two fails" in caught.value.__notes__[0]
+    shown = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert shown == [str(KeyError("two fails"))], "the traceback that nobody raises, once"
 
 
 def test_an_error_of_training_comes_first(make_trainer):

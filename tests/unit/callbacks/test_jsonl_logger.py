@@ -10,7 +10,6 @@ import torch
 
 import raysgd
 from raysgd.callbacks import Callback, JsonlLogger
-from raysgd.errors import CallbackError
 from tests.unit.recorder import Recorder
 
 
@@ -138,8 +137,9 @@ def test_a_logger_of_ones_own_takes_the_place_of_the_trainers(make_trainer, tmp_
     assert len(lines(tmp_path / "b" / "metrics.jsonl")) == 2
 
 
-def test_a_logger_without_a_folder_says_how_to_give_one(make_trainer):
+def test_a_logger_without_a_folder_is_refused_before_anything_runs(make_trainer):
     trainer = make_trainer()
-    with pytest.raises(CallbackError, match="JsonlLogger") as caught:
+    with pytest.raises(ValueError, match=r"JsonlLogger\(folder='runs/1'\).*logdir='runs/1'"):
         trainer.fit(1, callbacks=[JsonlLogger()])
-    assert "logdir='runs/1'" in str(caught.value.__cause__)
+    assert trainer.global_step == 0
+    trainer.fit(1)

@@ -1,10 +1,19 @@
 """The folder of a run, and the callbacks that a trainer has of its own."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from raysgd.callbacks import Callback, CsvLogger, JsonlLogger, ProgressBar
+from raysgd.callbacks import (
+    Callback,
+    CheckpointCallback,
+    CsvLogger,
+    JsonlLogger,
+    ProgressBar,
+    TensorBoardLogger,
+    TorchProfiler,
+)
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.run_report import RunReport
 
@@ -52,6 +61,28 @@ def test_a_log_of_the_users_in_that_folder_is_enough(tmp_path):
         assert kinds([mine, CsvLogger()], logdir=tmp_path) == [JsonlLogger, CsvLogger, RunReport]
     elsewhere = JsonlLogger(tmp_path / "elsewhere")
     assert kinds([elsewhere], logdir=tmp_path) == [JsonlLogger, JsonlLogger, RunReport]
+
+
+@pytest.mark.parametrize(
+    ("callback_cls", "argument"),
+    [
+        (CheckpointCallback, "folder"),
+        (CsvLogger, "path"),
+        (JsonlLogger, "folder"),
+        (TensorBoardLogger, "folder"),
+        (TorchProfiler, "folder"),
+        (RunReport, None),
+    ],
+)
+def test_a_callback_without_a_folder_needs_that_of_the_run(tmp_path, callback_cls, argument):
+    """Told when the trainer is made, and not after the first workers have started."""
+    name = callback_cls.__name__
+    own = f"pass it one, {name}({argument}=" if argument else "write: give the trainer"
+    with pytest.raises(ValueError, match=rf"{name} .*{re.escape(own)}.*logdir='runs/1'"):
+        trainer_callbacks("T", [callback_cls()], False, None)
+    assert callback_cls in kinds([callback_cls()], logdir=tmp_path)
+    if argument:
+        assert kinds([callback_cls(**{argument: tmp_path / "mine"})]) == [callback_cls]
 
 
 def test_there_is_one_progress_bar():

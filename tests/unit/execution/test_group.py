@@ -3,9 +3,10 @@
 from concurrent.futures import Future
 
 import pytest
+import ray.exceptions
 
 from raysgd.elastic.policies import Place
-from raysgd.errors import WorkerTimeoutError
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from raysgd.execution import group as group_module
 from raysgd.execution import placement
 from raysgd.execution.group import GroupOptions, WorkerGroup, gather
@@ -76,6 +77,9 @@ class FakeReservation:
         self.slots = [FakeSlot(index) for index in range(size)]
         self.owned = owned
         self.released = False
+
+    def include(self, other):
+        self.slots += other.slots
 
     def request_slot(self, bundle):
         if not self.owned:
@@ -182,6 +186,34 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert successor not in group.members  # before it has joined
     group.discard(successor)
     assert group.vacant_slots() == [slot]
+
+
+def test_further_workers_get_the_highest_ranks(start, monkeypatch):
+    group = start(num_workers=2, room=2)
+    monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: FakeReservation(2))
+    group.add(2)
+    assert [member.number for member in group.members] == [0, 1, 2, 3]
+    assert [member.place.node_id for member in group.members] == ["a", "b", "a", "b"]
+
+
+def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatch):
+    group = start(num_workers=2, room=2)
+    before, made = list(group.members), []
+
+    class Dying(FakeMember):
+        def control(self, method):
+            made.append(self)
+            future = Future()
+            future.set_exception(ray.exceptions.ActorDiedError())
+            return future
+
+    monkeypatch.setattr(group_module, "ActorMember", Dying)
+    monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: FakeReservation(2))
+    with pytest.raises(WorkerLostError, match="died as it came up"):
+        group.add(2)
+    assert group.members == before
+    assert [member.killed for member in made] == [1, 1]
+    assert [group.slot_of(member) for member in made] == [None, None]
 
 
 def test_workers_have_as_long_as_is_said_to_end_their_work(start, monkeypatch):

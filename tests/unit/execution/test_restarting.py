@@ -12,7 +12,7 @@ def world(monkeypatch):
     return made
 
 
-def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world):
+def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, caplog):
     supervisor = world.make(3, rejoins=False)
     first = list(supervisor.members)
     world.at_step(17, lambda: world.lose(1))
@@ -20,6 +20,8 @@ def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world):
     assert kinds(supervisor) == ["started", "lost", "restarted"]
     assert not set(first) & set(supervisor.members)
     assert supervisor.events[-1].step == 17  # not the 10 of the snapshot
+    assert [event.num_workers for event in supervisor.events] == [3, 0, 3]
+    assert "Starting all workers anew." in caplog.text
     assert world.trained == list(range(1, 41))
 
 

@@ -117,3 +117,9 @@ def test_it_says_what_a_batch_looks_like():
     assert (images.shape.as_list(), images.dtype) == ([None, 4], tf.float32)
     assert (labels.shape.as_list(), labels.dtype) == ([None], tf.int64)
     assert ItemSource(Dataset(range(2), batch_size=1), world_size=1, rank=0).reads() is None
+
+
+@pytest.mark.parametrize("arrays", [np.float32(3), (np.ones((4, 2)), np.array(1))])
+def test_an_array_without_samples_is_refused(arrays):
+    with pytest.raises(ValueError, match=r"no dimension. Register arrays of shape \(samples"):
+        source(arrays)

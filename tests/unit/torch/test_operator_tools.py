@@ -58,6 +58,15 @@ def test_tensors_anywhere_in_a_batch_go_to_the_device():
     assert not tensor.is_meta
 
 
+def test_what_can_move_itself_does_so():
+    """The sizes of a packed sequence have to stay on the CPU."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    moved, *_ = Classifier({}, OperatorSettings(device=META)).to_device([packed])
+    assert isinstance(moved, torch.nn.utils.rnn.PackedSequence)
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta
+
+
 def test_train_mode_reaches_every_model():
     operator = run_operator(Classifier)
     other = torch.nn.Linear(1, 1)

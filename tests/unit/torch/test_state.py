@@ -2,11 +2,14 @@
 
 import collections
 import io
+import pickle
 import random
 import threading
 
+import cloudpickle
 import numpy as np
 import torch
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state, to_cpu
 
@@ -94,3 +97,22 @@ def test_shared_parameters_stay_shared_in_the_copy():
     twin = copied_to_cpu(model)
     assert twin[1].weight is twin[0].weight
     assert twin[0].weight is not model[0].weight
+
+
+def test_a_copy_with_parametrizations_can_be_sent_to_another_process():
+    """torch refuses to pickle such modules; get_model() has to."""
+    model = torch.nn.Sequential(
+        weight_norm(spectral_norm(torch.nn.Linear(3, 2)), "bias"), torch.nn.ReLU()
+    )
+    model(torch.ones(4, 3)).sum().backward()
+    model.eval()
+    twin = pickle.loads(cloudpickle.dumps(copied_to_cpu(model)))
+    assert list(twin.state_dict()) == list(model.state_dict())
+    x = torch.ones(1, 3)
+    assert torch.equal(twin(x), model(x))
+    assert isinstance(twin[0], torch.nn.Linear)
+    assert not twin[0].training
+    with torch.no_grad():
+        twin[0].parametrizations.weight.original[0].zero_()
+    assert twin[0].weight[0].abs().sum() == 0, "it is computed from the original"
+    assert model[0].weight[0].abs().sum() > 0

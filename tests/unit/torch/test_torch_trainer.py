@@ -1,6 +1,7 @@
 """The arguments of TorchTrainer, and the trainer with one worker in this process."""
 
 import sys
+import threading
 import warnings
 
 import pytest
@@ -150,6 +151,18 @@ def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
 def test_what_cannot_be_pickled_is_fine_in_this_process(make_trainer):
     trainer = make_trainer(config={"lock": sys.stdout})
     assert trainer.get_local_operator().config["lock"] is sys.stdout
+
+
+def test_what_cannot_be_pickled_is_named_where_workers_are_processes():
+    class Guarded(Recorder):
+        guard = threading.Lock()
+
+    for operator_cls, config, named in (
+        (Recorder, {"lr": 0.1, "guard": threading.Lock()}, r"config\['guard'\]"),
+        (Guarded, {"lr": 0.1}, "training_operator_cls"),
+    ):
+        with pytest.raises(TypeError, match=f"Cannot send {named} to the workers.*lock"):
+            make(training_operator_cls=operator_cls, config=config, num_workers=2)
 
 
 def test_the_config_is_never_changed(make_trainer):

@@ -82,8 +82,17 @@ def test_a_function_travels_with_what_it_holds():
     held = [1, 2]
     assert cloudpickle.loads(pickled_function(lambda: held))() == held
     lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"cannot be pickled.*inside of the function instead"):
+    with pytest.raises(
+        TypeError, match=r"Cannot send the training function .* inside of the train"
+    ):
         pickled_function(lambda: lock)
+    for function, named in (
+        (lambda config: 1, r"config\['b'\]"),
+        (lambda config: lock, "the train"),
+    ):
+        config = {"a": 1, "b": lock if "'b'" in named else 2}
+        with pytest.raises(TypeError, match=rf"Cannot send {named}.* cannot be pickled"):
+            pickled_function(bound_function(function, config))
 
 
 def by_name(*, config):

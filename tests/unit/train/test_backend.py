@@ -2,8 +2,11 @@
 
 import pytest
 
+from raysgd.train import horovod, tensorflow
 from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
 from raysgd.train.executor import BackendExecutor
+from raysgd.train.horovod import HorovodConfig
+from raysgd.train.tensorflow import TensorflowConfig
 from raysgd.train.torch import TorchConfig
 
 
@@ -53,6 +56,15 @@ def test_a_config_by_name():
 def test_wrong_settings_of_torch_are_errors(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         TorchConfig(**arguments)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True, None])
+@pytest.mark.parametrize("config_cls", [TorchConfig, TensorflowConfig, HorovodConfig])
+def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch, config_cls, timeout_s):
+    monkeypatch.setattr(tensorflow, "check_tensorflow", lambda asked_by: None)
+    monkeypatch.setattr(horovod, "check_horovod", lambda: None)
+    with pytest.raises(ValueError, match=rf"{config_cls.__name__}\(timeout_s=.*positive number"):
+        config_cls(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, (2, 1), (0, 1), (1, 2, 3), "2"])

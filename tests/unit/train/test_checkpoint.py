@@ -50,6 +50,23 @@ def test_metadata_goes_with_a_checkpoint():
     assert again.get_metadata() == {"by": "me"}
 
 
+def test_what_is_said_about_a_stored_checkpoint_is_added_to_or_replaced(tmp_path):
+    made = Checkpoint.from_dict({"a": 1})
+    made.set_metadata({"by": "me"})
+    stored = cloudpickle.dumps(made.packed())
+    for change, said in (
+        (lambda c: c.update_metadata({"at": 3}), {"by": "me", "at": 3}),
+        (lambda c: c.update_metadata({"by": "you"}), {"by": "you"}),
+        (lambda c: c.set_metadata({"at": 3}), {"at": 3}),
+        (lambda c: c.set_metadata({}), {}),
+    ):
+        again = Checkpoint(blob=stored)
+        change(again)
+        assert again.get_metadata() == said
+        assert pickle.loads(cloudpickle.dumps(again)).get_metadata() == said
+        assert again.to_dict() == {"a": 1}
+
+
 def test_a_folder_may_be_named_from_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

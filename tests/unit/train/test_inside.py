@@ -76,6 +76,18 @@ def test_the_checkpoint_comes_as_an_object_too(run):
     assert found.to_dict() == {"epoch": 4}
 
 
+def test_a_reported_checkpoint_carries_the_metadata_of_the_trainer(run):
+    taken = run(metadata={"by": "me", "in": "Paris"})
+    made = Checkpoint.from_dict({"epoch": 4})
+    made.set_metadata({"by": "you"})
+    train.report({"loss": 1.0}, checkpoint=made)
+    kept = Checkpoint(blob=taken.turns[0].checkpoint)
+    assert kept.get_metadata() == {"by": "you", "in": "Paris"}
+    assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
+    assert train.get_checkpoint().get_metadata() == {"by": "you", "in": "Paris"}
+    assert made.get_metadata() == {"by": "you"}
+
+
 def test_a_wrong_checkpoint_of_a_report_names_the_call_that_saves_values(run):
     taken = run()
     with pytest.raises(TypeError, match=r"Checkpoint\.from_dict.*save_checkpoint\(name=value\)"):

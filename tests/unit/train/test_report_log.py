@@ -1,6 +1,7 @@
 """The log of reports, which a restored run goes on with."""
 
 import json
+import os
 
 import pytest
 
@@ -54,3 +55,18 @@ def test_what_was_reported_is_kept_as_it_was(path):
         log.write(report)
         report["a"] = 2
         assert log.last == {"a": 1}
+
+
+def test_a_restored_run_that_is_killed_as_it_begins_loses_no_report(path, monkeypatch):
+    with ReportLog(path) as log:
+        log.write({"n": 0})
+    before = path.read_text()
+
+    def killed(*arguments):
+        assert path.read_text() == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt), ReportLog(path):
+        pytest.fail("it has not begun")
+    assert path.read_text() == before

@@ -29,6 +29,11 @@ def test_before_a_run_there_is_nothing(trainer):
     assert trainer.best_checkpoint_path is None
 
 
+def test_a_trainer_shows_what_it_is(tmp_path):
+    shown = repr(Trainer("torch", num_workers=(1, 2), logdir=tmp_path))
+    assert shown == f"<Trainer('torch', num_workers=(1, 2)): not started, runs in {tmp_path}>"
+
+
 def test_a_trainer_that_is_not_started_says_so(trainer):
     for call in (trainer.run, trainer.run_iterator):
         with pytest.raises(RuntimeError, match=r"call start\(\)"):
@@ -139,6 +144,18 @@ def test_a_trainer_that_cannot_be_kept_says_why_and_leaves_no_folder(tmp_path):
     with pytest.raises(TypeError, match=r"cannot be pickled: .*lock.* inside of the training func"):
         trainer._new_folder()
     assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_kept_is_named(tmp_path):
+    lock = threading.Lock()
+    run = RunConfig(name="run", storage_path=tmp_path)
+    for function, config, named in (
+        (lambda: lock, {}, "train_loop_per_worker"),
+        (lambda config: 1, {"lr": 1, "guard": lock}, r"train_loop_config\['guard'\]"),
+    ):
+        trainer = DataParallelTrainer(function, train_loop_config=config, run_config=run)
+        with pytest.raises(TypeError, match=rf"and {named} cannot be pickled: .*lock"):
+            trainer._new_folder()
 
 
 def test_how_to_wait_for_room_goes_on_to_trials(tmp_path):

@@ -1,5 +1,7 @@
 """Workers that run functions: arguments, ranks and hosted classes, with workers in this process."""
 
+import gc
+
 import pytest
 import ray
 from hypothesis import given
@@ -187,3 +189,25 @@ def test_a_hosted_group_ends_its_workers(hosted, patience_s, graceful):
     hosted.shutdown(patience_s)
     assert executor.ended == (graceful, patience_s)
     assert len(hosted) == 0
+
+
+def test_workers_let_go_of_objects_that_nothing_refers_to(hosted):
+    """With the next group: a cell of a notebook that is run again holds one more, not one each."""
+    executor, held = hosted._executor, worker_group._HOSTED
+    worker = HostedGroup(executor, Counter, (0,), {})[2]  # all that is left of its group
+    for _ in range(3):
+        HostedGroup(executor, Counter, (100,), {})
+    gc.collect()
+    HostedGroup(executor, Counter, (200,), {})
+    assert len(held) == 3
+    assert worker.add.remote() == 1
+    assert hosted[0].add.remote() == 7
+    add, worker = worker.add, None
+    HostedGroup(executor, Counter, (300,), {})
+    assert add.remote() == 2
+
+
+def test_an_object_that_was_lost_with_its_worker_is_missed_by_name(hosted):
+    worker_group._HOSTED.clear()
+    with pytest.raises(RuntimeError, match=r"add\(\): .* Call to_worker_group\(\) again"):
+        hosted[1].add.remote()

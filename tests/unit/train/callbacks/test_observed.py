@@ -73,3 +73,21 @@ def test_of_several_that_fail_in_the_end_the_first_is_raised_and_the_others_are_
 def test_what_is_no_callback_is_refused():
     with pytest.raises(TypeError, match=r"callbacks=\[<class.*Told.*>\]: each must be a Training"):
         Observed([Told(), Told])
+
+
+@pytest.mark.parametrize("run_fails", [False, True])
+def test_ctrl_c_in_the_end_of_one_reaches_the_caller_when_all_have_ended(run_fails):
+    class Interrupted(Told):
+        def finish_training(self, error=False, **info):
+            super().finish_training(error)
+            raise KeyboardInterrupt
+
+    def run():
+        with Observed(told).run(Path(), {}):
+            if run_fails:
+                raise ValueError("bad batch")
+
+    told = [Told(), Interrupted(), Told()]
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [callback.error for callback in told] == [run_fails] * 3

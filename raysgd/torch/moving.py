@@ -1,0 +1,28 @@
+"""Batches on their way to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["moved"]
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device, whatever containers its tensors are in.
+
+    Objects with a ``to`` of their own, such as ``PackedSequence`` and what tokenizers return, know
+    best what of them goes along.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: moved(item, device) for key, item in batch.items()}
+    return batch
