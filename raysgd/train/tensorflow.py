@@ -25,13 +25,20 @@ class TensorflowConfig(BackendConfig):
 
     Raises:
         ImportError: if TensorFlow is not installed.
+        ValueError: if a value is not allowed.
     """
 
     timeout_s: float = 1800
-    """Bound of the workers' setup, in seconds."""
+    """Bound of the workers' setup, in seconds; and of one call of TensorFlow's, where all others
+    wait in a report or have returned meanwhile."""
 
     def __post_init__(self) -> None:
         check_tensorflow('backend="tensorflow"')
+        if isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
+            raise ValueError(
+                f"TensorflowConfig(timeout_s={self.timeout_s!r}): must be a positive number of "
+                "seconds."
+            )
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -4,6 +4,7 @@ import pytest
 
 from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
 from raysgd.train.executor import BackendExecutor
+from raysgd.train.tensorflow import TensorflowConfig
 from raysgd.train.torch import TorchConfig
 
 
@@ -53,6 +54,11 @@ def test_a_config_by_name():
 def test_wrong_settings_of_torch_are_errors(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         TorchConfig(**arguments)
+
+
+def test_wrong_settings_of_tensorflow_are_errors():
+    with pytest.raises(ValueError, match=r"TensorflowConfig\(timeout_s=0\)"):
+        TensorflowConfig(timeout_s=0)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, (2, 1), (0, 1), (1, 2, 3), "2"])
