@@ -49,9 +49,7 @@ class FunctionTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the room of a trial: its workers, and a CPU for its own process."""
         scaling = cls.trial_trainer(config).scaling_config
-        num_cpus, num_gpus, others = worker_resources(
-            bool(scaling.use_gpu), scaling.resources_per_worker
-        )
+        num_cpus, num_gpus, others = worker_resources(scaling.use_gpu, scaling.resources_per_worker)
         bundle = {"CPU": num_cpus, "GPU": num_gpus, **others}
         bundle = {name: amount for name, amount in bundle.items() if amount}
         most = scaling.num_workers

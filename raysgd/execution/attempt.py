@@ -88,18 +88,20 @@ class Attempt:
         """Find the reason of a failure, and bring the other workers back by `interrupt`."""
         # the peers of a dead worker see a broken connection before Ray tells of its death
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
-        self._settle_until(reason_s, self._has_reason)
+        self._settle_until(reason_s, lambda: self.has_reason)
         interrupt()
         self._settle_until(_RETURN_S, lambda: False)
         if not self.interrupted_by_us:
-            self._settle_until(_NODE_LOSS_S, self._has_reason)
+            self._settle_until(_NODE_LOSS_S, lambda: self.has_reason)
 
     def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while self._pending and not reached() and (left := deadline - time.monotonic()) > 0:
             self.settle(left)
 
-    def _has_reason(self) -> bool:
+    @property
+    def has_reason(self) -> bool:
+        """Whether a worker is lost, or its user's code has raised."""
         return bool(self.lost) or self.first_error is not None
 
     def error(self) -> BaseException:

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
+from raysgd.execution.worker import group_size_here
 
 __all__ = [
     "Queue",
@@ -241,8 +242,9 @@ def reserve(
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
-    Inside of a placement group that captures its child tasks, as Tune makes one a trial, that
-    one's room is used: as many workers as its bundles hold beside the caller.
+    Inside of a placement group, as Tune makes one a trial, that one's room is used: as many
+    workers as its bundles hold beside the caller. Not so on a worker of ours, since the others of
+    its group are in those bundles: it reserves room besides.
 
     Args:
         bundle: what one worker needs.
@@ -257,7 +259,7 @@ def reserve(
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
     """
     current = get_current_placement_group()
-    if current is not None:
+    if current is not None and not group_size_here():
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
     _check_possible(bundle, min_workers)
@@ -303,15 +305,26 @@ def _check_possible(bundle: Mapping[str, float], min_workers: int) -> None:
     """Raise where waiting for room is in vain: nothing that may end in the meantime holds it.
 
     A cluster that this process started has the nodes that it has. What trainers of this thread
-    hold stays theirs while it waits here.
+    hold stays theirs while it waits here, and so does what the workers around it hold.
     """
     node = getattr(ray._private.worker, "_global_node", None)
-    if node is None or not node.is_head():
+    if not group_size_here() and (node is None or not node.is_head()):
         return
-    total, held = ray.cluster_resources(), _held_here()
+    total, held = ray.cluster_resources(), _sum([_held_here(), _held_around()])
     left = {name: amount - held.get(name, 0) for name, amount in total.items()}
     if workers_that_fit(left, bundle) < min_workers:
         raise _no_room("", bundle, min_workers)
+
+
+def _held_around() -> dict[str, float]:
+    """Return what the group holds that this process is a worker of; nothing where it is none."""
+    size, group = group_size_here(), get_current_placement_group()
+    if not size or group is None:
+        return {}
+    # its workers may be in several placement groups, of which this one is known here
+    own = group.bundle_specs[_own_bundle() or 0]
+    inside = _sum(group.bundle_specs)
+    return {name: max(amount, size * own.get(name, 0)) for name, amount in inside.items()}
 
 
 def _held_here() -> dict[str, float]:
@@ -328,6 +341,11 @@ def _no_room(
         said.append(
             f"Trainers that were made before and are not shut down hold {_described(held)}: call "
             "their shutdown(), or make them in a with block."
+        )
+    if around := _held_around():
+        said.append(
+            f"The workers on one of which this trainer is made hold {_described(around)}, and "
+            "keep them meanwhile: leave room beside them."
         )
     said.append(
         "Use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "

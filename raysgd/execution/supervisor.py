@@ -144,6 +144,7 @@ class Supervisor:
         self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
+        self._dissolved: list[Member] = []
         self._entering: list[Member] = []
         self._paused_at: int | None = None
         self._failed_rejoins = 0
@@ -179,6 +180,7 @@ class Supervisor:
             raise
 
     def _start(self, timeout_s: float, queue: Any = None) -> None:
+        self._dissolved = []
         self._group.start(timeout_s, queue)
         self._number_members()
         self._first_step("create", [self._created] * len(self.members), "start")
@@ -301,7 +303,10 @@ class Supervisor:
                 if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
                     self._look(attempt, watch, on_wait, pausable=method == "train")
             if attempt.failed:
+                attempt.interrupted_by_us |= bool(self._dissolved)
                 self._end(attempt)
+                if self._dissolved and not attempt.has_reason:
+                    raise CollectiveError(watch.dissolved())
         except BaseException:
             # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
             self.state = State.BROKEN
@@ -334,6 +339,15 @@ class Supervisor:
             attempt.interrupted_by_us = True
             self._end(attempt)
             raise CollectiveError(why)
+        elif entering := watch.entering(progress):
+            why = watch.entered_in_vain(entering)
+            for member in entering:  # they hear of nothing that they are told
+                member.kill_process()
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+            raise CollectiveError(why)
+        elif ended := watch.ended(progress):
+            self._dissolve(ended)
         self._recruiting.tend(self._generation)
         if pausable and self._recruiting.ready():
             self._pause(attempt, progress)
@@ -373,15 +387,23 @@ class Supervisor:
                     "is stuck by itself: all wait for each other. The log has their stacks."
                 )
 
+    def _dissolve(self, ended: Sequence[Member]) -> None:
+        """Let the collectives fail that need workers which have ended; they end by no other way."""
+        left = [member for member in self.members if member not in self._dissolved]
+        answers = {member: member.control("dissolve", member in ended) for member in left}
+        wait(answers.values(), timeout=_ANSWER_S)
+        self._dissolved += [m for m, f in answers.items() if not _error_of(f) and f.result()]
+
     def _end(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
         self.state = State.BROKEN
         attempt.find_reason(self._interrupt)
         self._stragglers = attempt.pending
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, besides: Iterable[Member] = ()) -> None:
         """Make the calls under way fail, on all members: a connection has two ends."""
-        concerned = dict.fromkeys([*self.members, *self._entering])
+        told = set(besides)
+        concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
         wait([member.control("interrupt") for member in concerned], timeout=_ANSWER_S)
 
     def ask_progress(self) -> dict[Member, Progress]:
@@ -399,7 +421,7 @@ class Supervisor:
         if self.state is State.CLOSED:
             return
         self.state = State.BROKEN
-        self._interrupt()
+        self._interrupt(besides=self._stragglers)  # which have been told
         nothing = self._group.shared(_pickled("no arguments", {}))
         idle = [member for member in self.members if member not in self._stragglers]
         attempt = Attempt({member: member.work("call", method, nothing) for member in idle})
@@ -435,7 +457,7 @@ class Supervisor:
                 self._restart()
             elif len(self.members) + len(self._recruiting.ready()) < min_workers:
                 self._await_newcomers(min_workers)
-            elif self.state is State.BROKEN or self._recruiting.ready():
+            elif self.state is State.BROKEN or self._dissolved or self._recruiting.ready():
                 if self._rejoins:
                     self._renew(max_losses)
                 else:
@@ -524,6 +546,7 @@ class Supervisor:
             self.measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
             self._failed_rejoins = 0
+            self._dissolved = []
             self.state = State.READY
             return {}
         # a newcomer that was lost is given up; the others join the next time, unless one of them

@@ -22,7 +22,7 @@ from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.pickling import Packed, dumps, pack
 
-__all__ = ["Outcome", "Worker"]
+__all__ = ["Outcome", "Worker", "group_size_here"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
@@ -54,6 +54,15 @@ class Outcome:
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
         return error
+
+
+_GROUP_SIZE_HERE = 0
+"""Of the group that this process is a worker of; 0 in all other processes."""
+
+
+def group_size_here() -> int:
+    """Return how many workers the group has that this process is one of; 0 where it is none."""
+    return _GROUP_SIZE_HERE
 
 
 class Worker:
@@ -123,7 +132,10 @@ class Worker:
 
         A newcomer sets up `alone`, in a group of one, while the others train.
         """
+        global _GROUP_SIZE_HERE
         self._rank = context.world_rank
+        if self._remote:
+            _GROUP_SIZE_HERE = context.world_size
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
         def enter() -> None:
@@ -152,12 +164,20 @@ class Worker:
         if self._backend is not None:
             self._backend.interrupt()
 
+    def dissolve(self, ended: bool) -> bool:
+        """Let collectives fail, and nothing else, since some workers have ended."""
+        return self._backend is not None and self._backend.dissolve(ended)
+
     def progress(self) -> Progress:
         """Say how far the work is."""
         if self._runner is None:
             return Progress()
         progress = self._runner.progress()
-        collective = None if self._backend is None else self._backend.collective()
+        if self._backend is None:
+            return progress
+        if progress.held and (awaited_by := tuple(self._backend.awaited_by())):
+            progress = replace(progress, awaited_by=awaited_by)
+        collective = self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from raysgd.execution.pickling import dumps, unpicklable_key
 
 __all__ = [
     "bound_function",
+    "checked_dict",
     "checked_size",
     "made_folder",
     "pickled_function",
@@ -45,6 +46,17 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
             f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
         )
     return pair[0], pair[1]
+
+
+def checked_dict(name: str, given: Any) -> dict[str, Any]:
+    """Return a copy of a dict that a trainer was given; an empty one for None.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"{name}={given!r}: must be a dict.")
+    return dict(given or {})
 
 
 def bound_function(
@@ -86,7 +98,7 @@ def worker_resources(
     """Return CPUs, GPUs and other resources of a worker.
 
     Raises:
-        TypeError: if `resources` is no dict.
+        TypeError: if `resources` is no dict, or `use_gpu` no bool.
         ValueError: if GPUs are asked for without `use_gpu`, or none with it.
     """
     if not isinstance(resources, Mapping | None):
@@ -94,6 +106,8 @@ def worker_resources(
             f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
             "{'CPU': 2}."
         )
+    if not isinstance(use_gpu, bool):
+        raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
     others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
     if not use_gpu and num_gpus > 0:

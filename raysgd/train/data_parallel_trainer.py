@@ -18,7 +18,13 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
 from raysgd.execution.pickling import unpicklable_key
-from raysgd.train.arguments import bound_function, made_folder, run_folder, worker_resources
+from raysgd.train.arguments import (
+    bound_function,
+    checked_dict,
+    made_folder,
+    run_folder,
+    worker_resources,
+)
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.observed import Observed
 from raysgd.train.checkpoint import Checkpoint
@@ -80,13 +86,13 @@ class DataParallelTrainer:
         resume_from_checkpoint: Any = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
-        self.train_loop_config = dict(train_loop_config or {})
+        self.train_loop_config: Any = train_loop_config
         self.backend_config = backend_config or BackendConfig()
         self.scaling_config = scaling_config
         self.run_config = run_config
-        self.datasets = dict(datasets or {})
+        self.datasets: Any = datasets
         self.dataset_config = dataset_config
-        self.metadata = dict(metadata or {})
+        self.metadata: Any = metadata
         self.resume_from_checkpoint = resume_from_checkpoint
         self._folder: Path | None = None
         self._check()
@@ -95,6 +101,9 @@ class DataParallelTrainer:
         """Find what is wrong with the arguments before anything is started."""
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
+        self.train_loop_config = checked_dict("train_loop_config", self.train_loop_config)
+        self.datasets = checked_dict("datasets", self.datasets)
+        self.metadata = checked_dict("metadata", self.metadata)
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
@@ -201,7 +210,7 @@ class DataParallelTrainer:
     def _executor(self) -> BackendExecutor:
         scaling = self.scaling_config
         num_cpus, num_gpus, others = worker_resources(
-            bool(getattr(scaling, "use_gpu", False)),
+            getattr(scaling, "use_gpu", False),
             getattr(scaling, "resources_per_worker", None),
         )
         failure = getattr(self.run_config, "failure_config", None)

@@ -53,11 +53,12 @@ class BackendExecutor:
         num_gpus_per_worker: GPUs that each reserves.
         additional_resources_per_worker: further Ray resources of each.
         max_retries: how often workers may be lost in one run before it fails; -1: without end.
-        elastic: how to wait for room; its ``in_place`` has no meaning here.
+        elastic: how to wait for room; its ``in_place`` and ``snapshot_every`` have no meaning here.
         placement_strategy: how Ray places the workers; None for what the environment says.
 
     Raises:
-        ValueError: if a number is out of its range.
+        TypeError: if `elastic` is no ElasticConfig.
+        ValueError: if a number is out of its range, or `elastic` says how many workers there are.
     """
 
     def __init__(
@@ -87,7 +88,16 @@ class BackendExecutor:
         self._backend: Backend = self._backend_cls()
         self._max_losses = math.inf if max_retries < 0 else max_retries
         self._max_retries = max_retries
-        self._elastic = dataclasses.replace(elastic or ElasticConfig(), in_place=False)
+        if not isinstance(elastic, ElasticConfig | None):
+            raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
+        elastic = elastic or ElasticConfig()
+        if elastic.min_workers is not None:
+            raise ValueError(
+                f"ElasticConfig(min_workers={elastic.min_workers}) is for operators. Pass "
+                f"num_workers=({elastic.min_workers}, {most}), the fewest and the most."
+            )
+        # the run's newest checkpoint is its snapshot
+        self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._supervisor: Supervisor | None = None
         self._group: core.WorkerGroup | None = None
         self._datasets = Datasets(None)

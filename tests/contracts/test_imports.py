@@ -118,11 +118,16 @@ def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra
         WITHOUT
         + TRAIN
         + """
-import raysgd
+import raysgd, raysgd.train.horovod, raysgd.train.tensorflow
+from raysgd.train import Trainer
 for make, extra in (
     (lambda: raysgd.TFTrainer(lambda config: None), "raysgd[tensorflow]"),
     (lambda: TorchTrainer(training_operator_cls=Operator, num_workers=2, backend="horovod"),
      "raysgd[horovod]"),
+    (lambda: Trainer("tensorflow"), "raysgd[tensorflow]"),
+    (lambda: Trainer("horovod"), "raysgd[horovod]"),
+    (lambda: raysgd.train.tensorflow.TensorflowTrainer(print), "raysgd[tensorflow]"),
+    (lambda: raysgd.train.horovod.HorovodTrainer(print), "raysgd[horovod]"),
 ):
     try:
         make()
@@ -133,6 +138,17 @@ for make, extra in (
 """
     )
     assert loaded_by(code, str(tmp_path / "state.pt")) == ["torch"]
+
+
+def test_without_tensorflow_and_horovod_every_module_can_be_imported():
+    code = """
+import importlib, pkgutil, raysgd
+names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
+for name in names:
+    if not name.startswith("raysgd.tf."):
+        importlib.import_module(name)
+"""
+    assert loaded_by(WITHOUT + code) == ["ray", "torch"]
 
 
 def test_the_operators_import_their_optional_packages_only_where_these_are_used():

@@ -470,14 +470,49 @@ with TorchTrainer(
         "nodes": len({n for e in trainer.events for n in e.nodes if e.kind in JOINED}),
     }
     print(json.dumps(result), flush=True)
+
+from raysgd import train
+from raysgd.train import Trainer
+from raysgd.train.backend import BackendConfig
+
+def function():
+    step = begun = (train.load_checkpoint() or {"step": 0})["step"]
+    while True:
+        step += 1
+        train.report(step=step, size=train.world_size(), begun=begun)
+        train.save_checkpoint(step=step)
+
+elastic = ElasticConfig(initial_s=0.5, max_s=1.0, resize_cooldown_s=0.0)
+trainer = Trainer(BackendConfig(), (1, 2), logdir=sys.argv[1], max_retries=1, elastic=elastic)
+trainer.start()
+lives, saved = [], 0
+for reports in trainer.run_iterator(
+    function, checkpoint_strategy=train.CheckpointStrategy(num_to_keep=0)
+):
+    now = reports[0]
+    if not lives or lives[-1]["size"] != now["size"]:
+        lives.append({**now, "saved": saved})
+    saved = (trainer.latest_checkpoint or {"step": 0})["step"]
+    if len(lives) == 1 and now["step"] == 5:
+        node = trainer.events[0].nodes[1]
+        cluster.remove_node(next(n for n in cluster.list_all_nodes() if n.node_id == node))
+    elif len(lives) == 2 and now["step"] == lives[1]["step"] + 5:
+        cluster.add_node(num_cpus=1)
+    elif len(lives) == 3:
+        break
+kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
+print(json.dumps({"lives": lives, "kinds": kinds}), flush=True)
+trainer.shutdown()
 ray.shutdown()
 cluster.shutdown()
 """
 
 
-def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used():
+@pytest.fixture(scope="module")
+def on_nodes(tmp_path_factory):
+    """What an operator and a function have been through on nodes that go and come."""
     run = subprocess.run(
-        [sys.executable, "-c", NODES],
+        [sys.executable, "-c", NODES, str(tmp_path_factory.mktemp("runs"))],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
@@ -485,10 +520,27 @@ def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used():
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 3, run.stderr
+    assert len(lines) == 4, run.stderr
+    return run, lines
+
+
+def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
+    run, lines = on_nodes
     assert "Training run failed: 1 left, and min_workers=2" in lines[0]["error"]
     assert "the cluster has 1 CPU, of which 0 CPU are free" in lines[0]["error"]
     # doubled, capped, and each one logged
     assert lines[1] == {"waits": [0.5, 1.0, 1.0, 1.0], "step": 3}
     assert run.stderr.count("Too few workers") >= 4
     assert lines[2] == {"samples": 1003 - 3 * 64, "workers": 2, "equal": 1, "nodes": 3}
+
+
+def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
+    _, (*_, found) = on_nodes
+    first, alone, again = found["lives"]
+    assert [life["size"] for life in found["lives"]] == [2, 1, 2]
+    assert first["begun"] == 0
+    # from the newest checkpoint; one may have been saved after the last report
+    assert alone["saved"] <= alone["begun"] <= alone["saved"] + 1
+    assert alone["begun"] >= 4
+    assert again["begun"] == again["step"] - 1 == again["saved"] + 1
+    assert found["kinds"] == ["started", "lost", "restarted", "grown"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd import ElasticConfig, train
-from raysgd.errors import RemoteTraceback
+from raysgd.errors import InsufficientResourcesError, RemoteTraceback
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import Backend, BackendConfig, TrainBackendError
 from tests.conftest import restart_when_created, wait_until
@@ -308,6 +308,30 @@ def test_fewer_workers_go_on_where_no_more_fit(make_trainer, ray_cluster, tmp_pa
         assert sizes[1] < 4
     finally:
         remove_placement_group(waiting)
+
+
+def test_a_trainer_made_on_a_worker_takes_room_beside_it_or_is_refused_at_once(
+    make_trainer, tmp_path
+):
+    def function():
+        def sizes(num_workers):
+            folder = tmp_path / f"inner-{train.world_rank()}-{num_workers}"
+            inner = Trainer(BackendConfig(), num_workers, logdir=folder)
+            inner.start()
+            try:
+                return inner.run(train.world_size)
+            finally:
+                inner.shutdown()
+
+        began = time.monotonic()
+        with pytest.raises(InsufficientResourcesError) as refused:
+            sizes(3)
+        return str(refused.value), time.monotonic() - began, sizes(1), train.world_size()
+
+    for said, waited_s, inner, outer in make_trainer().run(function):
+        assert "on one of which this trainer is made hold 2 CPU" in said
+        assert waited_s < SOON_S
+        assert (inner, outer) == ([1], 2)
 
 
 def test_a_function_that_reports_much_leaves_memory_as_it_is(make_trainer):

@@ -240,25 +240,76 @@ def test_the_train_data_is_split_and_the_rest_is_whole(ray_cluster, tmp_path):
     assert [result["num_val"] for result in results] == [6, 6]
 
 
-def test_a_tuner_searches_over_the_functions_config(ray_cluster, tmp_path):
+def test_a_tuner_searches_over_the_functions_config_and_stops_the_bad_ones(ray_cluster, tmp_path):
     def function(config):
-        for _ in range(2):
+        for _ in range(3):
             train.report(output=config["input"] * config["factor"], size=train.world_size())
 
     trainer = TorchTrainer(
         function, train_loop_config={"factor": 2}, scaling_config=ScalingConfig(num_workers=1)
     )
     from ray import tune
+    from ray.tune.schedulers import ASHAScheduler
 
     results = tune.Tuner(
         trainer.as_trainable(),
-        param_space={"train_loop_config": {"input": tune.grid_search([1, 3])}},
-        tune_config=tune.TuneConfig(metric="output", mode="max"),
+        param_space={"train_loop_config": {"input": tune.grid_search([3, 1])}},
+        tune_config=tune.TuneConfig(
+            metric="output",
+            mode="max",
+            scheduler=ASHAScheduler(max_t=10, grace_period=1, reduction_factor=2),
+            max_concurrent_trials=1,
+            reuse_actors=True,
+        ),
         run_config=tune.RunConfig(storage_path=str(tmp_path), name="search", verbose=0),
     ).fit()
     assert results.get_best_result().metrics["output"] == 6
-    assert sorted(r.metrics["_training_iteration"] for r in results) == [2, 2]
+    # the second was worse than the first at its first report
+    assert [r.metrics["_training_iteration"] for r in results] == [3, 1]
     assert all(r.error is None for r in results)
+
+
+def test_pbt_lets_a_trial_go_on_from_the_checkpoint_of_a_better_one(ray_cluster, tmp_path):
+    """With another config: the first two reports are the other's, the third is its own."""
+
+    def function(config):
+        found = train.get_checkpoint()
+        state = {"score": 0.0, "rates": []} if found is None else found.to_dict()
+        while True:
+            rate = config["rate"]
+            state = {"score": state["score"] + rate, "rates": [*state["rates"], rate]}
+            train.report(state, checkpoint=Checkpoint.from_dict(state))
+
+    from ray import tune
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    trainer = DataParallelTrainer(function)
+    worse, better = tune.Tuner(
+        trainer.as_trainable(),
+        param_space={"train_loop_config": {"rate": tune.grid_search([0.25, 4.0])}},
+        tune_config=tune.TuneConfig(
+            scheduler=PopulationBasedTraining(
+                time_attr="training_iteration",
+                metric="score",
+                mode="max",
+                perturbation_interval=2,
+                hyperparam_mutations={"train_loop_config": {"rate": tune.uniform(0, 10)}},
+                resample_probability=0,
+                quantile_fraction=0.5,
+                synch=True,
+            ),
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path), name="pbt", stop={"training_iteration": 3}, verbose=0
+        ),
+    ).fit()
+    assert better.metrics["rates"] == [4.0, 4.0, 4.0]
+    changed = worse.config["train_loop_config"]["rate"]
+    assert changed == pytest.approx(3.2) or changed == pytest.approx(4.8)
+    assert worse.metrics["rates"] == [4.0, 4.0, changed]
+    assert worse.metrics["score"] == 8.0 + changed
+    assert worse.metrics["_training_iteration"] == 3
 
 
 def test_a_trial_of_the_older_api_keeps_the_functions_checkpoints(ray_cluster, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import RunConfig, ScalingConfig, Trainer
+from tests.conftest import wait_until
 
+SOON_S = 2.0
+"""How soon an error has to be there."""
 QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
 
 
@@ -69,6 +73,76 @@ def learn_with_tensorflow(config):
     }
 
 
+def out_of_step(config):
+    """Do something together, and then let one rank do something else; note when that was."""
+    rank = train.world_rank()
+    if config["framework"] == "tensorflow":
+        import tensorflow as tf
+
+        if config["act"] == "stay" and rank == config["rank"]:
+            Path(config["folder"], "stay").write_text(str(time.time()))
+            return rank
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+        def together():
+            strategy.reduce("SUM", strategy.run(lambda: tf.ones(1)), axis=None)
+            return strategy.cluster_resolver.task_id
+    else:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+
+        def together():
+            hvd.allreduce(torch.ones(1), name="together")
+            return hvd.rank()
+
+    assert together() == rank
+    act, folder = config["act"], Path(config["folder"])
+    if rank == config["rank"]:
+        (folder / act).write_text(str(time.time()))
+        if act == "raise":
+            raise LookupError(f"worker {rank} has had enough")
+        if act == "report":
+            for n in range(3):
+                train.report(n=n)
+        return rank
+    if act == "work":  # without any collective
+        wait_until((folder / "go").exists, 60)
+        return hvd.rank() if config["framework"] == "horovod" else rank
+    return together()
+
+
+def check_out_of_step(trainer, framework, folder):
+    """Each way to get out of step is a clear error soon, and leaves a trainer that can be used."""
+    acts = [
+        ("raise", 1, LookupError, "worker 1 has had enough"),
+        ("return", 1, RuntimeError, "Workers 0 wait in a collective operation for workers 1"),
+        ("return", 0, RuntimeError, "Workers 1 wait in a collective operation for workers 0"),
+    ]
+    if framework == "horovod":
+        acts.append(("report", 1, RuntimeError, "Workers 0 wait in a collective operation"))
+    else:  # the other one answers nobody while it makes its strategy
+        acts.append(("stay", 0, RuntimeError, "Workers 1 wait in a collective operation"))
+    for act, rank, kind, said in acts:
+        config = {"framework": framework, "folder": str(folder), "act": act, "rank": rank}
+        with pytest.raises(kind, match=said):
+            trainer.run(out_of_step, config)
+        assert time.time() - float((folder / act).read_text()) < SOON_S
+
+    def let_go():
+        wait_until(lambda: trainer._executor._supervisor._dissolved)
+        (folder / "go").touch()
+
+    # one that is slow, and needs nobody, is left alone
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    config = {"framework": framework, "folder": str(folder), "act": "work", "rank": 1}
+    assert trainer.run(out_of_step, config) == [0, 1]
+    thread.join()
+    assert trainer.run(train.world_rank) == [0, 1]
+
+
 def test_tensorflow_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
     trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
     trainer.start()
@@ -83,12 +157,7 @@ def test_tensorflow_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_pat
         assert kernel == pytest.approx([1.0] * 4, abs=0.1)
         assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
 
-        def fail():
-            raise LookupError(f"on worker {train.world_rank()}")
-
-        with pytest.raises(LookupError, match="on worker"):
-            trainer.run(fail)
-        assert trainer.run(lambda: train.world_rank()) == [0, 1]
+        check_out_of_step(trainer, "tensorflow", tmp_path)
     finally:
         trainer.shutdown()
 
@@ -125,16 +194,6 @@ def learn_with_horovod(config):
     }
 
 
-def fail_beside_a_collective():
-    import horovod.torch as hvd
-    import torch
-
-    hvd.init()
-    if train.world_rank() == 1:
-        raise LookupError("worker 1 has had enough")
-    hvd.allreduce(torch.ones(1), name="for_ever")
-
-
 def test_horovod_trains_in_step_and_goes_on_after_losses_and_errors(ray_cluster, tmp_path):
     trainer = Trainer("horovod", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
     trainer.start()
@@ -145,11 +204,7 @@ def test_horovod_trains_in_step_and_goes_on_after_losses_and_errors(ray_cluster,
             assert [result["begun_at"] for result in results] == [begun_at] * 2
             assert results[0]["weights"] == results[1]["weights"]
             assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
-        started = time.monotonic()
-        with pytest.raises(LookupError, match="had enough"):
-            trainer.run(fail_beside_a_collective)
-        assert time.monotonic() - started < 30  # and not for ever
-        assert trainer.run(lambda: train.world_rank()) == [0, 1]
+        check_out_of_step(trainer, "horovod", tmp_path)
     finally:
         trainer.shutdown()
 

@@ -66,6 +66,15 @@ def test_trainers_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch)
     ]
 
 
+def test_what_has_no_meaning_for_a_function_is_refused_or_left_out(tmp_path):
+    with pytest.raises(ValueError, match=r"Pass num_workers=\(1, 4\)"):
+        Trainer(BackendConfig(), 4, logdir=tmp_path, elastic=ElasticConfig(min_workers=1))
+    # a run that keeps no snapshots of operators has its checkpoints all the same
+    elastic = ElasticConfig(snapshot_every=None)
+    trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=elastic)
+    assert trainer._executor._elastic.snapshot_every is not None
+
+
 def test_wrong_backends_are_errors(tmp_path):
     with pytest.raises(ValueError, match="tensorflow"):
         Trainer("jax", logdir=tmp_path)
@@ -109,7 +118,15 @@ WRONG_KINDS = [
     ({"run_config": RunConfig(callbacks=[print])}, "each must be a TrainingCallback"),
     ({"scaling_config": 2}, "scaling_config=2: must be a ScalingConfig"),
     ({"scaling_config": {"resources_per_worker": ["CPU"]}}, r"\['CPU'\]: must be a dict"),
+    ({"scaling_config": {"use_gpu": "auto"}}, "use_gpu='auto': must be True or False"),
     ({"backend_config": "torch"}, "must be a BackendConfig"),
+    ({"train_loop_config": 0.1}, r"train_loop_config=0\.1: must be a dict"),
+    ({"datasets": [1, 2]}, r"datasets=\[1, 2\]: must be a dict"),
+    ({"metadata": "by me"}, "metadata='by me': must be a dict"),
+    (
+        {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
+        "elastic={'max_s': 1}: must be an ElasticConfig",
+    ),
 ]
 
 
