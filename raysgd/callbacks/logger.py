@@ -9,7 +9,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.elastic.events import Event
 
-__all__ = ["LoggerCallback", "folder_for"]
+__all__ = ["LoggerCallback", "end_line", "folder_for"]
 
 
 class LoggerCallback(Callback):
@@ -79,3 +79,13 @@ def folder_for(
         f"{name} does not know where to write: pass it a folder, {name}('runs/1'), or give the "
         "trainer one for the whole run, TorchTrainer(logdir='runs/1')."
     )
+
+
+def end_line(path: Path) -> None:
+    """End the last line of a file whose writer was killed in the midst of it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
