@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.lazy import import_for
@@ -17,6 +18,8 @@ from raysgd.elastic.events import Event
 __all__ = ["MLflowLogger", "folders_allowed", "name_for_mlflow"]
 
 _ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
+_LONGEST_NAME = 240
+"""Characters of a name: MLflow takes 250, and what takes the place of parts adds to it."""
 _MOST_TEXT = 500
 """Characters that every MLflow server takes as the value of a parameter."""
 
@@ -61,6 +64,7 @@ class MLflowLogger(LoggerCallback):
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
         self._open(trainer)
+        self._failed = False  # a call that failed before has been got over
         values = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
         values["workers/num_workers"] = trainer.num_workers
         entities = import_for("MLflowLogger", "mlflow.entities")
@@ -114,6 +118,9 @@ class MLflowLogger(LoggerCallback):
         self._failed = False
         uri = self._tracking_uri
         with folders_allowed(uri):
+            if is_folder(uri):
+                # as it is MLflow would take a percent sign in it for the beginning of a code
+                uri = Path(uri).expanduser().absolute().as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
             if self.run_id is not None:
                 client.update_run(self.run_id, status="RUNNING")
@@ -124,16 +131,21 @@ class MLflowLogger(LoggerCallback):
                 )
                 run = client.create_run(number, run_name=self._run_name, tags=self._tags)
                 self.run_id = run.info.run_id
-                for name, value in scalars(trainer.config).items():
-                    client.log_param(self.run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
+                given = {name_for_mlflow(k): str(v) for k, v in scalars(trainer.config).items()}
+                for name, value in given.items():
+                    client.log_param(self.run_id, name, value[:_MOST_TEXT])
         self._client = client
+
+
+def is_folder(uri: str | None) -> TypeGuard[str]:
+    """Whether a tracking URI is the path of a folder."""
+    return uri is not None and ":" not in uri and not uri.startswith("databricks")
 
 
 @contextmanager
 def folders_allowed(uri: str | None) -> Iterator[None]:
     """Let MLflow write into a folder, which it wants to be asked for, if a folder was given."""
-    is_folder = uri is not None and ("://" not in uri or uri.startswith("file:"))
-    if not is_folder or _ALLOW_FOLDERS in os.environ:
+    if not (is_folder(uri) or (uri or "").startswith("file:")) or _ALLOW_FOLDERS in os.environ:
         yield
         return
     os.environ[_ALLOW_FOLDERS] = "true"
@@ -144,5 +156,13 @@ def folders_allowed(uri: str | None) -> Iterator[None]:
 
 
 def name_for_mlflow(name: str) -> str:
-    """Return a name with nothing in it that MLflow refuses."""
-    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
+    """Return a name with nothing in it that MLflow refuses.
+
+    >>> name_for_mlflow("train/f1: cat")
+    'train/f1_ cat'
+    >>> name_for_mlflow("train/../f1//cat/")
+    'train/_/f1/_/cat/_'
+    """
+    allowed = "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name[:_LONGEST_NAME])
+    # MLflow wants a path that leads to no other place
+    return "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))
