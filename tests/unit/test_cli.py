@@ -33,6 +33,24 @@ def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
     assert torch.__version__ in lines["torch"]
     assert "available" in lines["gloo"]
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
+    assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
+    assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
+
+
+def test_the_doctor_says_that_ray_tune_is_not_all_there(monkeypatch):
+    there = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "pyarrow" else there(name)
+    )
+    assert "missing" in next(line for line in invoke("doctor").output.splitlines() if "pya" in line)
+
+
+def test_the_doctor_asks_the_cluster_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "gloo" in result.stdout, "what is here is shown all the same"
 
 
 def test_the_doctor_names_a_cluster_that_is_not_there():
