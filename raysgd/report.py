@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import html
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def _group_of(name: str) -> str:
     for sign, title in (("loss", "Loss"), ("acc", "Accuracy")):
         if sign in name:
             return title
-    return name.removeprefix("train_").removeprefix("val_")
+    # the entries of one vector or dict share a drawing: val_f1_0 and val_f1_1, profile/mean_fwd_s
+    whole = name.removeprefix("train_").removeprefix("val_").partition("/")[0]
+    return re.sub(r"[-_]\d+$", "", whole) or name
 
 
 def _speed_chart(log: RunLog) -> tuple[str, str, str]:
