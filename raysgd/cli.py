@@ -93,7 +93,7 @@ def doctor(
     problem = None
     try:
         rows += _cluster_rows(address)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # there is none, or this is no address
         problem = f"No Ray cluster at {address!r}: {error}"
     width = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, found, use in rows:
@@ -146,7 +146,7 @@ def _version(name: str) -> str | None:
     return "unknown version"
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
@@ -169,5 +169,6 @@ def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
         return
     from raysgd.execution import placement
 
-    overview = placement.overview(address)
-    yield from ((name, f"{total:g}", f"{free:g} free") for name, (total, free) in overview.items())
+    for name, (total, free) in placement.overview(address).items():
+        shown = _gib if "memory" in name else "{:g}".format
+        yield name, shown(total), f"{shown(free)} free"

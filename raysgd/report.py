@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import html
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ def make_report(folder: str | Path) -> Path:
     log = RunLog.read(folder)
     path = folder / "report.html"
     text = _page(folder.resolve().name, log)
-    temporary = folder / ".report.html"
+    temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     return path
@@ -115,7 +116,7 @@ def _metric_charts(log: RunLog) -> list[tuple[str, str, str]]:
     """Draw the losses, the accuracies, and every other mean that a batch gave."""
     groups: dict[str, list[tuple[str, list[float], list[float]]]] = {}
     for kind in ("train", "validate"):
-        calls = log.of(kind)
+        calls = log.kept(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in ("epoch", "batch_count", "num_samples"):
                 continue

@@ -61,6 +61,21 @@ class RunLog:
         """Return the finished calls of one kind, "train" or "validate"."""
         return [call for call in self.calls if call["kind"] == kind]
 
+    def kept(self, kind: str) -> list[Record]:
+        """Return those calls of one kind beyond which no later run began: the others were in vain.
+
+        A run of an older version does not say where it began, and takes nothing back.
+        """
+        return [
+            call
+            for call in self.of(kind)
+            if not any(
+                run["time"] > call["time"]
+                and call["global_step"] > run.get("global_step", call["global_step"])
+                for run in self.runs
+            )
+        ]
+
     @property
     def began(self) -> float:
         """When the run began, in seconds since the epoch."""

@@ -125,6 +125,14 @@ def test_what_broke_a_run_has_ended_with_it():
     assert goodput(log) == pytest.approx((10 + 40 - 0.5) / 150)
 
 
+def test_calls_beyond_which_a_later_run_began_were_in_vain():
+    resumed = {**run(200), "global_step": 5}
+    calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
+    log = RunLog([run(100), resumed], calls, [])
+    assert [c["time"] for c in log.kept("train")] == [110, 220, 230]
+    assert RunLog([run(100), run(200)], calls, []).kept("train") == calls, "of an older version"
+
+
 def test_steps_that_a_resumed_run_does_again_are_no_goodput():
     resumed = {**run(200), "global_step": 4}
     log = RunLog([run(100), resumed], [call(120, 20, 10), call(230, 30, 16)], [])
