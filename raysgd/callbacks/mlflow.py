@@ -139,7 +139,9 @@ class MLflowLogger(LoggerCallback):
 
 def is_folder(uri: str | None) -> TypeGuard[str]:
     """Whether a tracking URI is the path of a folder."""
-    return uri is not None and ":" not in uri and not uri.startswith("databricks")
+    if uri is None or uri in ("databricks", "databricks-uc"):
+        return False
+    return "://" not in uri and not uri.startswith(("file:", "uc:"))
 
 
 @contextmanager

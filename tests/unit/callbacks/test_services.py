@@ -229,8 +229,8 @@ def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, 
 
 def test_mlflow_writes_into_the_folder_that_it_was_given(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    make_trainer(callbacks=[MLflowLogger("~/ü #1 %20?")]).fit(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["ü #1 %20?"]
+    make_trainer(callbacks=[MLflowLogger("~/ü #1:2 %20?")]).fit(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["ü #1:2 %20?"]
 
 
 def test_mlflow_goes_on_with_the_run_that_was_saved(make_trainer, tmp_path, monkeypatch):
