@@ -10,6 +10,7 @@ tasks need CPUs too, and would wait for ever for those that the workers have res
 
 import argparse
 import logging
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -105,7 +106,11 @@ def main():
     started = time.monotonic()
     num_epochs = 2 if args.smoke_test else args.num_epochs
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+        # not what was last started here, which may be gone, and be waited for
+        address = None if "RAY_ADDRESS" in os.environ else "local"
+        ray.init(
+            address, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False
+        )
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
 

@@ -51,7 +51,16 @@ class CausalTransformer(nn.Module):
             self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores (batch, length, vocab_size) of what follows each of the tokens."""
+        """Return the scores (batch, length, vocab_size) of what follows each of the tokens.
+
+        Raises:
+            ValueError: if there are more tokens in a sequence than `max_length`.
+        """
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(
+                f"A sequence of {tokens.shape[1]} tokens is longer than the {self.max_length} that "
+                "the model was made for: config['sequence_length']."
+            )
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:

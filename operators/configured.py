@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -29,7 +30,12 @@ _OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
 def _is_data(value: Any) -> bool:
-    return callable(value) or isinstance(value, Dataset | Iterable)
+    return callable(value) or isinstance(value, Dataset) or _has_batches(value)
+
+
+def _has_batches(value: Any) -> bool:
+    # texts, dicts and arrays can be iterated over as well, and have no batches
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | np.ndarray)
 
 
 class ConfiguredOperator(TrainingOperator):
@@ -192,7 +198,7 @@ class ConfiguredOperator(TrainingOperator):
                 num_workers=num_workers,
                 pin_memory=self.use_gpu and num_workers > 0,
             )
-        if data is None or isinstance(data, Iterable):
+        if data is None or _has_batches(data):
             return data
         raise ValueError(f"{type(self).__name__}: data must be {_DATA}, not {shown(data)}.")
 

@@ -30,9 +30,9 @@ def frechet_distance(
         fake_products: sum of its outer products.
 
     Returns:
-        The squared distance; NaN for fewer than two samples.
+        The squared distance; NaN for fewer than two samples, and where a feature is not finite.
     """
-    if count < 2:
+    if count < 2 or not all(bool(t.isfinite().all()) for t in (real_products, fake_products)):
         return float("nan")
     means, covariances = [], []
     for total, products in ((real, real_products), (fake, fake_products)):
@@ -51,9 +51,10 @@ def frechet_distance(
 
 
 def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
-    """Return the sums of two batches of features, (batch, features) each, as a metric."""
+    """Return the sums of two batches of features, (batch, ...) each, as a metric."""
     sums = {}
-    for name, features in (("real", real.double()), ("fake", fake.double())):
+    for name, given in (("real", real), ("fake", fake)):
+        features = given.double().reshape(len(given), -1)
         sums[name] = torch.atleast_1d(features.sum(dim=0))
         sums[f"{name}_products"] = features.T @ features
     return Sums(_of_sums, count=len(real), **sums)

@@ -36,7 +36,8 @@ class ImageClassifier(SupervisedOperator):
     ==============================  ==========  ================================================
 
     and the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images in
-    the model's shape, classes as ints (batch).
+    the model's shape, classes as ints (batch). The model gives scores (batch, classes), or an
+    object that has them as ``logits``, as models of transformers and some of torchvision do.
 
     Metrics: ``val_loss``, the cross-entropy without smoothing, in nats; ``val_accuracy``, the
     share of samples whose class has the highest score; ``val_top{k}_accuracy``, the share whose
@@ -49,6 +50,18 @@ class ImageClassifier(SupervisedOperator):
         "mixup_alpha": number(0.0, 0.0),
         "top_k": integer(None, 1),
     }
+
+    def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores (batch, classes) and classes (batch)."""
+        output, target = super().predict(batch)
+        scores = getattr(output, "logits", output)
+        k = self.options["top_k"]
+        if k is not None and k > scores.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__}: config['top_k']={k} must be at most the number of "
+                f"classes, and the model gives scores for {scores.shape[1]}."
+            )
+        return scores, target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the smoothed cross-entropy of each sample."""
@@ -66,10 +79,12 @@ class ImageClassifier(SupervisedOperator):
         alpha = self.options["mixup_alpha"]
         if not alpha:
             return super().training_pass(batch)
-        images, target = batch
+        *features, target = batch
         share = float(torch.distributions.Beta(alpha, alpha).sample())
         order = torch.randperm(len(target)).to(target.device)
-        output = in_full_precision(self.model(share * images + (1 - share) * images[order]))
+        mixed = [share * column + (1 - share) * column[order] for column in features]
+        output, _ = self.predict((*mixed, target))
+        output = in_full_precision(output)
         losses = share * self.losses(output, target)
         losses = losses + (1 - share) * self.losses(output, target[order])
         return None, target, losses
@@ -79,11 +94,6 @@ class ImageClassifier(SupervisedOperator):
         found = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         k = self.options["top_k"]
         if k is not None:
-            if k > output.shape[1]:
-                raise ValueError(
-                    f"{type(self).__name__}: config['top_k']={k} must be at most the number of "
-                    f"classes, and the model gives scores for {output.shape[1]}."
-                )
             best = output.topk(k, dim=1).indices
             hit = (best == target.unsqueeze(1)).any(dim=1)
             found[f"top{k}_accuracy"] = hit.double().mean()

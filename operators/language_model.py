@@ -98,6 +98,12 @@ class LanguageModel(SupervisedOperator):
         """Return sequences of one long tensor of tokens, other data as they are."""
         if isinstance(data, torch.Tensor) and data.dim() == 1:
             length, ignored = self.options["sequence_length"], self.options["ignore_index"]
+            vocab_size = self.options["vocab_size"]
+            if vocab_size is not None and len(data) and data.max() >= vocab_size:
+                raise ValueError(
+                    f"{type(self).__name__}: the text has the token {int(data.max())}, and with "
+                    f"config['vocab_size']={vocab_size} tokens go up to {vocab_size - 1}."
+                )
             return TokenWindows(data, length, ignored)
         return super().as_dataset(data)
 
@@ -173,4 +179,4 @@ class LanguageModel(SupervisedOperator):
 
 def _perplexity(total: float, weight: float) -> float:
     mean = ratio(total, weight)
-    return math.exp(mean) if mean < 700 else math.inf  # exp(710) is no float any more
+    return math.inf if mean > 700 else math.exp(mean)  # exp(710) is no float any more

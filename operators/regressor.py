@@ -58,11 +58,15 @@ class Regressor(SupervisedOperator):
                 f"{type(self).__name__}: the model's output has the shape {tuple(output.shape)} "
                 f"and the target {tuple(target.shape)}; they need to be the same."
             )
-        return output, target.to(output.dtype) if not target.is_floating_point() else target
+        if not target.is_floating_point():
+            # not to those of 16 bits, which an output has in mixed precision
+            target = target.to(torch.promote_types(output.dtype, torch.float32))
+        return output, target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of each number."""
         kind = self.options["loss"]
+        output = output.to(torch.promote_types(output.dtype, target.dtype))
         if kind == "huber":
             delta = self.options["huber_delta"]
             return functional.huber_loss(output, target, delta=delta, reduction="none")

@@ -100,7 +100,15 @@ class SequenceClassifier(SupervisedOperator):
             *values, target = batch
             inputs = dict(zip(("input_ids", "attention_mask"), values, strict=False))
         output = self.model(**inputs)
-        return getattr(output, "logits", output), target.long()
+        scores = getattr(output, "logits", output)
+        expected = (len(target), self.options["num_classes"])
+        if scores.shape != expected:
+            raise ValueError(
+                f"{type(self).__name__}: the model gave scores of shape {tuple(scores.shape)}, and "
+                f"{len(target)} labels with config['num_classes']={self.options['num_classes']} "
+                f"need {expected}."
+            )
+        return scores, target.long()
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the smoothed cross-entropy of each sequence."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
 import raysgd
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 _PACKAGES = {
     "ray": "more than one worker",
+    "pyarrow": 'Ray Tune and Ray Data: pip install "raysgd[tune,data]"',
     "torch": "TorchTrainer",
     "tensorflow": "TFTrainer",
     "horovod": 'backend="horovod"',
@@ -76,17 +78,31 @@ def report(
 def doctor(
     address: Annotated[
         str | None,
-        typer.Option(help="Address of a Ray cluster to ask, such as auto; without it none is."),
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            help="Address of a Ray cluster to ask, such as auto; without it none is.",
+        ),
     ] = None,
 ) -> None:
     """Show what this machine, and a cluster, offer, and what is missing for what."""
     rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
     rows += [(name, _version(name) or "missing", use) for name, use in _PACKAGES.items()]
-    rows += [*_torch_rows(), *_cluster_rows(address)]
+    memory = psutil.virtual_memory()
+    rows += [("CPUs here", str(psutil.cpu_count()), "")]
+    rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
+    rows += _torch_rows()
+    problem = None
+    try:
+        rows += _cluster_rows(address)
+    except (OSError, ValueError) as error:  # there is none, or this is no address
+        problem = f"No Ray cluster at {address!r}: {error}"
     width = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, found, use in rows:
         note = f"for {use}" if found == "missing" else use if name not in _PACKAGES else ""
         typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
+    if problem is not None:
+        typer.echo(problem, err=True)
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -131,6 +147,10 @@ def _version(name: str) -> str | None:
     return "unknown version"
 
 
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
 def _torch_rows() -> Iterator[tuple[str, str, str]]:
     if importlib.util.find_spec("torch") is None:
         return
@@ -150,9 +170,6 @@ def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
         return
     from raysgd.execution import placement
 
-    try:
-        overview = placement.overview(address)
-    except OSError as error:
-        typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
-        raise typer.Exit(1) from error
-    yield from ((name, f"{total:g}", f"{free:g} free") for name, (total, free) in overview.items())
+    for name, (total, free) in placement.overview(address).items():
+        shown = _gib if "memory" in name else "{:g}".format
+        yield name, shown(total), f"{shown(free)} free"

@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from raysgd import checkpoint
 from raysgd.callbacks.base import Callback, LastCall
-from raysgd.callbacks.fit import History, run_epochs
+from raysgd.callbacks.fit import History, Validations, run_epochs
 from raysgd.callbacks.hooks import Hooks, checked_callbacks
+from raysgd.callbacks.values import scalars
 from raysgd.calls import Calls
 from raysgd.config import rounded_config, warn_of_rounding
 from raysgd.data import Dataset
@@ -47,8 +48,10 @@ class OperatorTrainer:
         self._logdir = logdir
         self._calls = Calls(supervisor, self._hooks)
         self._latest_metrics: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
+        self._validations = Validations()
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
@@ -99,6 +102,7 @@ class OperatorTrainer:
             result = self._calls.train(
                 self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
             )
+            self._validations.note_trained()
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
@@ -137,6 +141,7 @@ class OperatorTrainer:
         self._check_open(moves=True)
         with self._hooks.calling(self):
             result = self._calls.validate(self, num_steps, profile=profile, info=info)
+            self._validations.note_validated(self._num_completed)
             self._show("on_validation_end", result.merged, result.call)
         return result.merged if reduce_results else [dict(each) for each in result.by_worker]
 
@@ -154,7 +159,8 @@ class OperatorTrainer:
         `num_epochs` counts from the first epoch of all: a trainer that was loaded at epoch 3, or
         that a CheckpointCallback has brought there, trains 7 more for ``fit(10)``. So a script
         that is started again after a crash ends where it would have ended. An epoch that is
-        part-finished is finished first.
+        part-finished is finished first, and one that was saved before its validation is validated
+        first.
 
         Args:
             num_epochs: how many epochs shall be completed.
@@ -190,14 +196,15 @@ class OperatorTrainer:
             if validate_every and not any(self._call("can_validate", max_losses=3)):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
-            return run_epochs(
-                self,
-                num_epochs,
-                validate_every,
-                completed=lambda: self._supervisor.progress.epoch,
-                train=lambda: self.train(max_retries=max_retries, info=info),
-                validate=lambda: self.validate(info=info),
-            )
+            with self._validations.of_fit(num_epochs, validate_every, self._num_completed):
+                return run_epochs(
+                    self,
+                    num_epochs,
+                    self._validations,
+                    completed=lambda: self._num_completed,
+                    train=lambda: self.train(max_retries=max_retries, info=info),
+                    validate=lambda: self.validate(info=info),
+                )
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the epoch under way. Other calls take no notice.
@@ -224,8 +231,9 @@ class OperatorTrainer:
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
         returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
         or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
-        data, and the states of the workers' random number generators, and ``callbacks``, what
-        callbacks want to be saved.
+        data, and the states of the workers' random number generators, ``callbacks``, what
+        callbacks want to be saved, and between an epoch of `fit` and its validation
+        ``validation_due``, the newest metrics.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
@@ -236,7 +244,12 @@ class OperatorTrainer:
     def _state(self, own: bool) -> dict[str, Any]:
         callbacks = self._hooks.state_dict()
         state = self._workers_state(own)
-        return {**state, "callbacks": callbacks} if callbacks else state
+        if callbacks:
+            state["callbacks"] = callbacks
+        if self._validations.missing_after(self._num_completed):
+            # with what was measured before, which callbacks look at when they see a validation
+            state["validation_due"] = scalars(self.latest_metrics)
+        return state
 
     def _workers_state(self, own: bool) -> dict[str, Any]:
         if not self._supervisor.members and (snapshot := self._supervisor.snapshots.state()):
@@ -268,9 +281,13 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        own = {key: value for key, value in state.items() if key != "callbacks"}
+        of_driver = ("callbacks", "validation_due")
+        own = {key: value for key, value in state.items() if key not in of_driver}
         self._call("load_state_dict", state=own, max_losses=3)
         self._supervisor.snapshots.set(own)
+        measured = state.get("validation_due", {})
+        self._latest_metrics.update(measured)
+        self._validations.owed = bool(measured)
         self._hooks.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
@@ -467,7 +484,7 @@ class OperatorTrainer:
     @property
     def latest_metrics(self) -> dict[str, Any]:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
-        return dict(self._latest_metrics)
+        return {**self._latest_metrics, **self._shown}
 
     @property
     def last_call(self) -> LastCall | None:
@@ -486,12 +503,20 @@ class OperatorTrainer:
 
     # ---- helpers
 
+    @property
+    def _num_completed(self) -> int:
+        """Epochs that are completed."""
+        return self._supervisor.progress.epoch
+
     def _show(self, hook: str, metrics: dict[str, Any], call: LastCall) -> None:
         """Show the result of a call to the callbacks, which may add to it."""
         self._last_call = call
-        self._latest_metrics.update(metrics)
-        self._hooks.call(hook, self, metrics)
-        self._latest_metrics.update(metrics)
+        before, self._shown = self._shown, metrics
+        try:
+            self._hooks.call(hook, self, metrics)
+        finally:
+            self._shown = before
+            self._latest_metrics.update(metrics)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         self._check_open()

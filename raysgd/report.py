@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import html
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def make_report(folder: str | Path) -> Path:
     log = RunLog.read(folder)
     path = folder / "report.html"
     text = _page(folder.resolve().name, log)
-    temporary = folder / ".report.html"
+    temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     return path
@@ -114,7 +116,7 @@ def _metric_charts(log: RunLog) -> list[tuple[str, str, str]]:
     """Draw the losses, the accuracies, and every other mean that a batch gave."""
     groups: dict[str, list[tuple[str, list[float], list[float]]]] = {}
     for kind in ("train", "validate"):
-        calls = log.of(kind)
+        calls = log.kept(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in ("epoch", "batch_count", "num_samples"):
                 continue
@@ -135,7 +137,9 @@ def _group_of(name: str) -> str:
     for sign, title in (("loss", "Loss"), ("acc", "Accuracy")):
         if sign in name:
             return title
-    return name.removeprefix("train_").removeprefix("val_")
+    # the entries of one vector or dict share a drawing: val_f1_0 and val_f1_1, profile/mean_fwd_s
+    whole = name.removeprefix("train_").removeprefix("val_").partition("/")[0]
+    return re.sub(r"[-_]\d+$", "", whole) or name
 
 
 def _speed_chart(log: RunLog) -> tuple[str, str, str]:

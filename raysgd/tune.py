@@ -86,6 +86,8 @@ class BaseTrainable(Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Create the trainer, with the trial's config merged over that of the trainer."""
         arguments = self.trainer_arguments(config)
+        if "callbacks" in arguments:  # with reuse_actors the next trial is to have fresh ones
+            arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
             # decided when the room was requested: the cluster may have GPUs by now, and we not
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, folder_for
+from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for
 from raysgd.callbacks.values import scalars
 
 __all__ = ["CsvLogger"]
@@ -38,6 +38,7 @@ class CsvLogger(LoggerCallback):
         super().on_train_start(trainer)
         path = self._path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
+        end_line(path)
         self._columns = None
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ class EarlyStopping(Callback):
     have stopped, and one that had stopped trains no more.
 
     Args:
-        monitor: name of the metric, of training or of validation.
+        monitor: name of the metric, of training or of validation; of validation where both have it.
         mode: "min" if smaller values are better, or "max".
         patience: how many values in a row may be no better.
         min_delta: by how much a value has to be better, to count.
@@ -52,6 +52,7 @@ class EarlyStopping(Callback):
         """The best value so far; None before the first."""
         self.num_waited = 0
         """Values since then."""
+        self._of_validation = False
         self._num_epochs_missing = 0
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -62,6 +63,8 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Look at the metrics of training."""
+        if self._of_validation:
+            return
         if not self._look(trainer, metrics):
             self._num_epochs_missing += 1
             if self._num_epochs_missing == 2:
@@ -73,6 +76,9 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Look at the metrics of validation."""
+        if self._monitor in metrics and not self._of_validation:
+            # what training has of that name is another matter
+            self._of_validation, self.best, self.num_waited = True, None, 0
         if not self._look(trainer, metrics) and self._monitor not in trainer.latest_metrics:
             raise ValueError(
                 f"EarlyStopping(monitor={self._monitor!r}): there is no such metric. There are: "
@@ -111,9 +117,15 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and how long ago it was."""
-        return {"monitor": self._monitor, "best": self.best, "num_waited": self.num_waited}
+        return {
+            "monitor": self._monitor,
+            "best": self.best,
+            "num_waited": self.num_waited,
+            "of_validation": self._of_validation,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, if it is about the same metric."""
         if state["monitor"] == self._monitor:
             self.best, self.num_waited = state["best"], state["num_waited"]
+            self._of_validation = state.get("of_validation", False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.callbacks.base import Trainer
 
-__all__ = ["History", "run_epochs"]
+__all__ = ["History", "Validations", "run_epochs"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,51 @@ class History(list[dict[str, Any]]):
     """Why ``fit()`` ended before its last epoch; None if it did not."""
 
 
+class Validations:
+    """After which epochs ``fit()`` validates, and whether that of the newest is still to come.
+
+    What is saved at the end of an epoch comes before its validation. A run that goes on from there
+    validates first, so that callbacks see the values that they would have seen.
+    """
+
+    def __init__(self) -> None:
+        self.owed = False
+        """Whether the state that was loaded was saved between an epoch and its validation."""
+        self._num_epochs = 0
+        self._every: int | None = None
+        self._settled = 0
+
+    @contextlib.contextmanager
+    def of_fit(self, num_epochs: int, every: int | None, completed: int) -> Iterator[None]:
+        """Follow the rule of a ``fit()`` while it runs."""
+        self._num_epochs, self._every, self._settled = num_epochs, every, completed
+        try:
+            yield
+        finally:
+            self._every = None
+
+    def due_after(self, epoch: int) -> bool:
+        """Whether ``fit()`` validates when so many epochs are completed."""
+        every = self._every
+        return every is not None and (epoch % every == 0 or epoch >= self._num_epochs)
+
+    def missing_after(self, epoch: int) -> bool:
+        """Whether that validation has not been done."""
+        return self.owed or (epoch > self._settled and self.due_after(epoch))
+
+    def note_trained(self) -> None:
+        """Training has gone on: what was owed before comes too late."""
+        self.owed = False
+
+    def note_validated(self, epoch: int) -> None:
+        """A validation has been done."""
+        self.owed, self._settled = False, epoch
+
+
 def run_epochs(
     trainer: Trainer,
     num_epochs: int,
-    validate_every: int | None,
+    validations: Validations,
     completed: Callable[[], int],
     train: Callable[[], dict[str, Any]],
     validate: Callable[[], dict[str, Any]],
@@ -35,6 +77,7 @@ def run_epochs(
 
     ::
 
+        if the state was saved between an epoch and its validation: validate()
         while fewer are completed and nobody has asked to stop:
             train()
             if it is time to: validate()
@@ -48,10 +91,11 @@ def run_epochs(
             completed(),
             completed() + num_epochs,
         )
+    if validations.owed and validations.due_after(completed()):
+        validate()
     while trainer.stop_reason is None and completed() < num_epochs:
         history.append(train())
-        done = completed()
-        if validate_every and (done % validate_every == 0 or done >= num_epochs):
+        if validations.due_after(completed()):
             history[-1] = {**validate(), **history[-1]}
     if trainer.stop_reason is not None and completed() < num_epochs:
         history.stop_reason = trainer.stop_reason

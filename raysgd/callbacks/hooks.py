@@ -67,10 +67,13 @@ class Hooks:
     # ---- attaching, starting, ending
 
     def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
+        held = [entry.callback for entry in self._entries]
+        for place, callback in enumerate(callbacks):
+            # of all before the first is attached: those of a call that is refused are to be gone
+            if any(other is callback for other in (*held, *callbacks[:place])):
+                raise ValueError(f"The same {type(callback).__name__} is given twice.")
         added = []
         for callback in callbacks:
-            if any(entry.callback is callback for entry in self._entries):
-                raise ValueError(f"The same {type(callback).__name__} is given twice.")
             name, taken = type(callback).__name__, [entry.key for entry in self._entries]
             number = next(n for n in range(1, len(taken) + 2) if _key(name, n) not in taken)
             added.append(_Entry(callback, _key(name, number), num_seen))

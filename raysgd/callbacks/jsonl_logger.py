@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, folder_for
+from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for
 from raysgd.callbacks.values import jsonable, scalars
 from raysgd.elastic.events import Event
 
@@ -26,8 +26,8 @@ class JsonlLogger(LoggerCallback):
     A line is written and flushed as it comes, and no file is held open in between. The first line
     of ``metrics.jsonl``, and one more for each time that the run is resumed, tells of the run::
 
-        {"kind": "run", "time": ..., "version": ..., "config": {...}, "num_workers": 2,
-         "min_workers": 1}
+        {"kind": "run", "time": ..., "version": ..., "config": {...}, "epoch": 0, "global_step": 0,
+         "num_workers": 2, "min_workers": 1}
         {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
@@ -53,7 +53,7 @@ class JsonlLogger(LoggerCallback):
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl"):
-            _end_line(folder / name)
+            end_line(folder / name)
         self._write(
             trainer,
             "metrics.jsonl",
@@ -62,6 +62,8 @@ class JsonlLogger(LoggerCallback):
                 "time": time.time(),
                 "version": importlib.import_module("raysgd").__version__,
                 "config": _writable(trainer.config),
+                "epoch": trainer.epoch,
+                "global_step": trainer.global_step,
                 "num_workers": trainer.num_workers,
                 "min_workers": trainer.min_workers,
             },
@@ -94,16 +96,6 @@ class JsonlLogger(LoggerCallback):
         path = folder_for(self, trainer, self.folder) / name
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
-
-
-def _end_line(path: Path) -> None:
-    """End the last line of a file whose writer was killed in the midst of it."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
 
 
 def _writable(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,16 @@ def _learning_rates(operator: Any) -> dict[str, float]:
     optimizers, rates = operator._parts.optimizers, {}
     for number, optimizer in enumerate(optimizers):
         name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        groups = optimizer.param_groups
-        for place, group in enumerate(groups):
-            key = name if len(groups) == 1 else f"{name}/group{place}"
-            rates[key] = float(group["lr"])
+        found = _rates_of(optimizer)
+        for place, rate in enumerate(found):
+            rates[name if len(found) == 1 else f"{name}/group{place}"] = rate
     return rates
+
+
+def _rates_of(optimizer: Any) -> list[float]:
+    """Return the rate of each parameter group of torch's, or the one of Keras."""
+    if hasattr(optimizer, "param_groups"):
+        return [float(group["lr"]) for group in optimizer.param_groups]
+    rate = optimizer.learning_rate
+    # several workers hold a variable each, which is no number for Python
+    return [float(rate.numpy() if hasattr(rate, "numpy") else rate)]

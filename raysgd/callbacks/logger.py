@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.elastic.events import Event
 
-__all__ = ["LoggerCallback", "check_folder", "folder_for"]
+__all__ = ["LoggerCallback", "check_folder", "end_line", "folder_for"]
 
 _PLACES = {"folder": "runs/1", "path": "runs/1/metrics.csv"}
 """What callbacks call the place that they write to, and an example of one."""
@@ -99,3 +99,13 @@ def _no_folder(callback: Callback) -> ValueError:
         f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "
         "logdir='runs/1'."
     )
+
+
+def end_line(path: Path) -> None:
+    """End the last line of a file whose writer was killed in the midst of it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

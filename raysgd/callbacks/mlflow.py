@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.lazy import import_for
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 _ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
+_LONGEST_NAME = 240
+"""Characters of a name: MLflow takes 250, and what takes the place of parts adds to it."""
 _MOST_TEXT = 500
 """Characters that every MLflow server takes as the value of a parameter."""
 
@@ -67,6 +70,7 @@ class MLflowLogger(LoggerCallback):
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
         self._open(trainer)
+        self._failed = False  # a call that failed before has been got over
         values = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
         values["workers/num_workers"] = trainer.num_workers
         entities = import_for("MLflowLogger", "mlflow.entities")
@@ -120,6 +124,9 @@ class MLflowLogger(LoggerCallback):
         self._failed = False
         uri = self._tracking_uri
         with folders_allowed(uri):
+            if is_folder(uri):
+                # as it is MLflow would take a percent sign in it for the beginning of a code
+                uri = Path(uri).expanduser().absolute().as_uri()
             client = mlflow.MlflowClient(tracking_uri=uri)
             if self.run_id is not None:
                 client.update_run(self.run_id, status="RUNNING")
@@ -131,11 +138,17 @@ class MLflowLogger(LoggerCallback):
         self._client = client
 
 
+def is_folder(uri: str | None) -> TypeGuard[str]:
+    """Whether a tracking URI is the path of a folder."""
+    if uri is None or uri in ("databricks", "databricks-uc"):
+        return False
+    return "://" not in uri and not uri.startswith(("file:", "uc:"))
+
+
 @contextmanager
 def folders_allowed(uri: str | None) -> Iterator[None]:
     """Let MLflow write into a folder, which it wants to be asked for, if a folder was given."""
-    is_folder = uri is not None and ("://" not in uri or uri.startswith("file:"))
-    if not is_folder or _ALLOW_FOLDERS in os.environ:
+    if not (is_folder(uri) or (uri or "").startswith("file:")) or _ALLOW_FOLDERS in os.environ:
         yield
         return
     os.environ[_ALLOW_FOLDERS] = "true"
@@ -153,10 +166,20 @@ def experiment_id(client: Any, name: str) -> str:
 
 def log_config(client: Any, run_id: str, config: Mapping[str, Any]) -> None:
     """Write the numbers and texts in a config as the parameters of a run."""
-    for name, value in scalars(config).items():
-        client.log_param(run_id, name_for_mlflow(name), str(value)[:_MOST_TEXT])
+    # MLflow refuses a second value, and two names may become one
+    given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
+    for name, value in given.items():
+        client.log_param(run_id, name, value[:_MOST_TEXT])
 
 
 def name_for_mlflow(name: str) -> str:
-    """Return a name with nothing in it that MLflow refuses."""
-    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
+    """Return a name with nothing in it that MLflow refuses.
+
+    >>> name_for_mlflow("train/f1: cat")
+    'train/f1_ cat'
+    >>> name_for_mlflow("train/../f1//cat/")
+    'train/_/f1/_/cat/_'
+    """
+    allowed = "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name[:_LONGEST_NAME])
+    # MLflow wants a path that leads to no other place
+    return "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))

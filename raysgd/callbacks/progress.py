@@ -120,6 +120,11 @@ class _Bar:
         self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr)
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
+        if total != self._bar.total and not self._bar.disable:
+            # a notebook's bar takes a new total by this alone, which also starts its clock anew
+            began = self._bar.start_t
+            self._bar.reset(total)
+            self._bar.start_t = began
         self._bar.total = total
         self._bar.set_postfix(shown, refresh=False)
         self._bar.n = num_batches

@@ -35,6 +35,12 @@ class TensorBoardLogger(LoggerCallback):
         self.needs_logdir = folder is None
         self._writer: Any = None
         self._end_of_session: Any = None
+        self._began_at = 0
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Note where training goes on from."""
+        super().on_train_start(trainer)
+        self._began_at = trainer.global_step
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
@@ -65,12 +71,12 @@ class TensorBoardLogger(LoggerCallback):
             writer.close()
 
     def _opened(self, trainer: Trainer) -> Any:
-        """Return the writer; not made before the trainer stands where it will go on from."""
+        """Return the writer."""
         if self._writer is None:
             tensorboard = import_for("TensorBoardLogger", "torch.utils.tensorboard")
             folder = folder_for(self, trainer, self._folder, "tensorboard")
             # what a run that was killed had written beyond the step it goes on from is hidden
-            purge_step = trainer.global_step + 1 if trainer.global_step else None
+            purge_step = self._began_at + 1
             self._writer = tensorboard.SummaryWriter(str(folder), purge_step=purge_step)
             self._write_config(trainer.config)
         return self._writer
@@ -80,7 +86,7 @@ class TensorBoardLogger(LoggerCallback):
         experiment, start, self._end_of_session = summary.hparams(scalars(config), {})
         self._writer.file_writer.add_summary(experiment)
         self._writer.file_writer.add_summary(start)
-        shown = {key: _shown(value) for key, value in config.items()}
+        shown = {str(key): _shown(value) for key, value in config.items()}
         self._writer.add_text("config", f"```json\n{json.dumps(shown, indent=1)}\n```")
 
 

@@ -59,6 +59,7 @@ class WandbLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
+        self._failed = False  # a call that failed before has been got over
         values = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
         values["workers/num_workers"] = trainer.num_workers
         self._opened(trainer).log({**values, _STEP: trainer.global_step})

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from raysgd import ElasticConfig, TFTrainer
+from raysgd.callbacks import LearningRateLogger
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
 from tests.conftest import restart_when_created, wait_until
@@ -28,11 +29,13 @@ def labels_in_order(operator):
 
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_two_workers_learn_the_digits_and_stay_identical(keras, ray_cluster, tmp_path):
-    with make_trainer({"keras": keras, "data": "tf"}) as trainer:
+    config = {"keras": keras, "data": "tf"}
+    with make_trainer(config, callbacks=[LearningRateLogger()]) as trainer:
         for epoch in range(1, 7):
             trained, validated = trainer.train(), trainer.validate()
             assert trained["epoch"] == epoch
             assert trained["num_samples"] == 1440
+            assert trained["lr"] == pytest.approx(0.01)
             assert validated["num_samples"] == 357  # 12 batches over two workers, the last of 5
             assert len(hashes(trainer)) == 1
         assert validated["val_accuracy"] >= 0.95

@@ -34,12 +34,39 @@ def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
     assert torch.__version__ in lines["torch"]
     assert "available" in lines["gloo"]
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
+    assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
+    assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
 
 
-def test_the_doctor_names_a_cluster_that_is_not_there():
-    result = invoke("doctor", "--address", "127.0.0.1:1")
+def test_the_doctor_says_that_ray_tune_is_not_all_there(monkeypatch):
+    there = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "pyarrow" else there(name)
+    )
+    assert "missing" in next(line for line in invoke("doctor").output.splitlines() if "pya" in line)
+
+
+def test_the_doctor_asks_the_cluster_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "gloo" in result.stdout, "what is here is shown all the same"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_the_doctor_names_a_cluster_that_is_not_there(address):
+    result = invoke("doctor", "--address", address)
+    assert result.exit_code == 1
+    assert f"No Ray cluster at '{address}'" in result.stderr
+
+
+def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
+    there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
+    monkeypatch.setattr("raysgd.execution.placement.overview", lambda address: there)
+    cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-2:]
+    assert re.fullmatch("CPU +4 +2.5 free", cpus)
+    assert re.fullmatch("object_store_memory +3.0 GiB +1.0 GiB free", memory)
 
 
 def test_a_report_is_made_again(tmp_path):

@@ -94,6 +94,15 @@ def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
     assert "No call was finished" in make_report(tmp_path).read_text()
 
 
+def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
+    values = {f"val_f1_{n}": n / 10 for n in range(10)}
+    values |= {"profile/mean_fwd_s": 1.0, "profile/mean_grad_s": 2.0, "lr-0": 0.1, "lr-1": 0.2}
+    write(tmp_path, [run(), call(120, 10, 5, **values)])
+    text = make_report(tmp_path).read_text()
+    titles = re.findall(r"<section><h2>(.*?)</h2>", text)
+    assert titles == ["f1", "profile", "lr", "Calls"]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_factory):
     path = make_report(folder)

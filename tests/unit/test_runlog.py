@@ -72,6 +72,15 @@ def test_a_file_of_something_else_is_named(tmp_path):
         RunLog.read(tmp_path)
 
 
+def test_a_record_of_something_else_is_named(tmp_path):
+    write(tmp_path, [run(), {"epoch": 1, "loss": 0.5}])
+    with pytest.raises(ValueError, match=r"line 2: this is no record of a run: it lacks kind, tim"):
+        RunLog.read(tmp_path)
+    write(tmp_path, [run()], [{"kind": "lost"}])
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 1: .* it lacks time"):
+        RunLog.read(tmp_path)
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl.*logdir="):
         RunLog.read(tmp_path)
@@ -102,6 +111,33 @@ def test_steps_that_a_restart_redoes_are_no_goodput():
     log = RunLog([run(100)], [call(120, 20, 12)], events)
     # 16 s of training for 12 steps and 4 that were done twice
     assert goodput(log) == pytest.approx(16 * 12 / 16 / 20)
+
+
+def test_what_broke_a_run_has_ended_with_it():
+    """The next one on the folder stands still for its own losses alone."""
+    events = [
+        event("started", 101),
+        event("user_error", 115, 3),
+        event("started", 205),
+        event("grown", 230, 8, seconds=0.5),
+    ]
+    log = RunLog([run(100), run(200)], [call(112, 10, 3), call(250, 40, 20)], events)
+    assert goodput(log) == pytest.approx((10 + 40 - 0.5) / 150)
+
+
+def test_calls_beyond_which_a_later_run_began_were_in_vain():
+    resumed = {**run(200), "global_step": 5}
+    calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
+    log = RunLog([run(100), resumed], calls, [])
+    assert [c["time"] for c in log.kept("train")] == [110, 220, 230]
+    assert RunLog([run(100), run(200)], calls, []).kept("train") == calls, "of an older version"
+
+
+def test_steps_that_a_resumed_run_does_again_are_no_goodput():
+    resumed = {**run(200), "global_step": 4}
+    log = RunLog([run(100), resumed], [call(120, 20, 10), call(230, 30, 16)], [])
+    # 50 s of training for 16 steps and 6 that were done twice
+    assert goodput(log) == pytest.approx(50 * 16 / 22 / 130)
 
 
 def test_without_a_finished_call_there_is_none():

@@ -10,6 +10,7 @@ import ray
 from ray.tune import Trainable
 
 from raysgd import TorchTrainer
+from raysgd.callbacks import Callback
 from raysgd.tune import BaseTorchTrainable
 from raysgd.utils import BATCH_SIZE
 from tests.operators import Classifier
@@ -268,6 +269,23 @@ def test_a_trial_is_reused_for_another_with_nothing_of_the_first_left(make_trial
     assert trial.train()["epoch"] == 1
     with pytest.raises(RuntimeError, match="shut down"):
         first.train()
+
+
+class Counting(Callback):
+    """Adds how many epochs it has seen."""
+
+    num_epochs = 0
+
+    def on_epoch_end(self, trainer, metrics):
+        self.num_epochs += 1
+        metrics["num_epochs_seen"] = self.num_epochs
+
+
+def test_each_trial_has_callbacks_of_its_own(make_trial):
+    trial = make_trial(callbacks=[Counting()])
+    assert [trial.train()["num_epochs_seen"] for _ in range(2)] == [1, 2]
+    assert trial.reset({})
+    assert trial.train()["num_epochs_seen"] == 1
 
 
 def test_stop_shuts_the_trainer_down(make_trial):

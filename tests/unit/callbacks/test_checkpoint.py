@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping
+from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.unit.callbacks.spy import Spy
@@ -76,6 +76,88 @@ def test_a_run_that_was_cut_off_goes_on_with_the_next_sample(make_trainer, tmp_p
     assert resumed.get_local_operator().trained == seen[48:]
     left, right = weights(whole), weights(resumed)
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+class CutOff(Callback):
+    """Ends a run when an epoch is trained and saved, and not validated yet."""
+
+    stage = 2
+
+    def __init__(self, epoch):
+        self._epoch = epoch
+
+    def on_epoch_end(self, trainer, metrics):
+        if metrics["epoch"] == self._epoch:
+            raise KeyboardInterrupt
+
+
+class Reading(Callback):
+    """Looks at a metric of training when it sees a validation, as tables do."""
+
+    def on_validation_end(self, trainer, metrics):
+        assert trainer.latest_metrics["lr"] == 0.1
+        assert trainer.latest_metrics["val_loss"] == metrics["val_loss"]
+
+
+def test_a_run_that_is_cut_off_again_and_again_misses_no_validation(make_trainer, tmp_path):
+    """It stops early where it would have, and trains no more when it is started once again."""
+
+    def run(*more):
+        saving = CheckpointCallback(tmp_path)
+        scores = Scripted([3, 2, 2.5, 2.5, 2.5, 1])
+        others = [LearningRateLogger(), Reading(), EarlyStopping("score")]
+        return make_trainer(callbacks=[scores, *others, saving, *more])
+
+    for epoch in range(1, 6):
+        trainer = run(CutOff(epoch))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(9)
+        assert trainer.epoch == epoch
+    for _ in range(2):
+        trainer = run()
+        history = trainer.fit(9)
+        assert (history, trainer.epoch) == ([], 5)
+        assert "score has not improved for 3 values" in history.stop_reason
+
+
+def test_so_does_one_that_is_saved_in_a_pause_after_the_last_step_of_an_epoch(
+    make_trainer, tmp_path
+):
+    saving = CheckpointCallback(tmp_path, every=5)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(callbacks=[saving, CutOff(2)]).fit(3)
+    spy = Spy()
+    make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(3)
+    assert spy.hooks[2:] == [
+        "on_validation_end",
+        "on_epoch_end",
+        "on_validation_end",
+        "on_train_end",
+    ]
+
+
+def test_what_was_validated_before_it_was_saved_is_not_validated_again(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")]).fit(2)
+    spy = Spy()
+    make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(3)
+    assert spy.hooks[1:3] == ["on_event", "on_epoch_end"]
+    trainer = make_trainer()
+    trainer.fit(1)
+    assert "validation_due" not in trainer.state_dict()
+
+
+def test_a_run_that_goes_on_in_mid_epoch_does_not_validate_first(make_trainer, tmp_path):
+    class CutOffAt8(Spy):
+        def on_pause(self, trainer):
+            raise KeyboardInterrupt
+
+    saving = CheckpointCallback(tmp_path, every=7)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(callbacks=[saving, CutOffAt8(pause_every=8)]).fit(2)
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)])
+    trainer.fit(2)
+    assert spy.hooks[1:4] == ["on_event", "on_epoch_end", "on_validation_end"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, caplog):

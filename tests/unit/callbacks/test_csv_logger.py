@@ -46,3 +46,11 @@ def test_a_table_that_is_there_is_gone_on_with(make_trainer, tmp_path):
     assert [row["kind"] for row in found] == ["train", "validate", "train", "validate", "train"]
     assert found[2]["late, with a comma"] == "0.5"
     assert found[4]["late, with a comma"] == ""
+
+
+def test_a_row_that_is_cut_off_spoils_none_that_follows(make_trainer, tmp_path):
+    make_trainer(callbacks=[CsvLogger()], logdir=tmp_path).fit(1)
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:-20])  # its writer was killed
+    make_trainer(callbacks=[CsvLogger()], logdir=tmp_path).train()
+    assert [row["kind"] for row in rows(path)] == ["train", "validate", "train"]

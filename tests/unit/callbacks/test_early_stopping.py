@@ -66,6 +66,27 @@ def test_it_watches_metrics_of_training_as_well(make_trainer):
     assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
 
 
+def test_of_a_metric_that_both_have_it_watches_that_of_validation(make_trainer, tmp_path):
+    """Though that of training is better by far, and still improves."""
+
+    class Overfitting(Callback):
+        stage = -1
+
+        def on_epoch_end(self, trainer, metrics):
+            metrics["loss"] = 0.5 / metrics["epoch"]
+
+        def on_validation_end(self, trainer, metrics):
+            metrics["loss"] = [3, 2, 2.5, 2.5, 2.5, 2.5][trainer.epoch - 1]
+
+    trainer = make_trainer(callbacks=[Overfitting(), EarlyStopping("loss")])
+    assert len(trainer.fit(3)) == 3
+    stopping = EarlyStopping("loss")
+    other = make_trainer(callbacks=[Overfitting(), stopping])
+    other.load(trainer.save(tmp_path / "state.pt"))
+    assert [entry["epoch"] for entry in other.fit(6)] == [4, 5]
+    assert (stopping.best, stopping.num_waited) == (2, 3)
+
+
 def test_what_it_has_seen_survives_a_file(make_trainer, tmp_path):
     values = [3, 2, 2.5, 2.5, 2.5, 1]
     trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])

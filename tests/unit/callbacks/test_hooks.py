@@ -464,11 +464,12 @@ def test_a_callback_is_attached_once(make_trainer):
     spy = Spy()
     with pytest.raises(ValueError, match="Spy is given twice"):
         make_trainer(callbacks=[spy, spy])
-    trainer = make_trainer(callbacks=[spy])
+    trainer, other = make_trainer(callbacks=[spy]), Spy()
     with pytest.raises(ValueError, match="Spy is given twice"):
-        trainer.fit(1, callbacks=[Spy(), spy])
+        trainer.fit(1, callbacks=[other, spy])
     trainer.fit(1)
     assert spy.hooks.count("on_epoch_end") == 1
+    assert other.hooks == [], "what is refused leaves none attached"
 
 
 def test_a_hook_that_nothing_calls_is_pointed_out(make_trainer, caplog):

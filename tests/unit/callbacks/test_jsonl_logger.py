@@ -60,6 +60,8 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
             "layers": [8, 4],
             "rate": "inf",
         },
+        "epoch": 0,
+        "global_step": 0,
         "num_workers": 1,
         "min_workers": 1,
     }

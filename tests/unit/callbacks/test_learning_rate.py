@@ -64,3 +64,25 @@ def test_a_worker_that_is_lost_just_then_ends_no_run(make_trainer, monkeypatch, 
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_event"])
 def test_only_training_has_rates(make_trainer, hook):
     assert "lr" not in make_trainer(callbacks=[LearningRateLogger()]).validate()
+
+
+@pytest.mark.parametrize("flavor", ["keras", "tf_keras"])
+def test_optimizers_of_keras_have_a_rate_too(flavor):
+    pytest.importorskip("tensorflow")
+    from raysgd import TFTrainer
+    from tests.tf_operators import Digits, keras_of
+
+    class Decaying(Digits):
+        def setup(self, config):
+            schedules = keras_of(config).optimizers.schedules
+            rate = schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
+            super().setup({**config, "lr": rate})
+
+    for operator_cls, expected in ((Digits, 0.125), (Decaying, 0.25)):
+        with TFTrainer(
+            training_operator_cls=operator_cls,
+            config={"keras": flavor, "lr": 0.125, "num_samples": 128, "optimizer": "SGD"},
+            use_local=True,
+            callbacks=[LearningRateLogger()],
+        ) as trainer:
+            assert trainer.train()["lr"] == expected

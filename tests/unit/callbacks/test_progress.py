@@ -1,5 +1,6 @@
 """The progress of calls, in a terminal and in a file."""
 
+import functools
 import io
 import sys
 from types import SimpleNamespace
@@ -88,6 +89,43 @@ def test_a_bar_counts_on_where_a_call_pauses_or_loses_a_worker(terminal):
     bar.on_progress(trainer, "train", [])
     bar.on_progress(trainer, "train", [progress(1, total=2, step=104)])
     assert "4/5" in terminal.getvalue()
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """Bars as notebooks have them, with widgets that note what they are told."""
+    from tqdm import notebook
+
+    def widget(**given):
+        return SimpleNamespace(layout=SimpleNamespace(), style=SimpleNamespace(), **given)
+
+    for name in ("IProgress", "HTML", "TqdmHBox"):
+        monkeypatch.setattr(notebook, name, widget, raising=False)
+    monkeypatch.setattr(notebook, "display", lambda container: None, raising=False)
+    monkeypatch.setattr(module, "tqdm", notebook.tqdm)
+    monkeypatch.setattr(module, "_is_interactive", lambda: True)
+
+
+def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    began = bar._display._bar.start_t
+    bar.on_progress(trainer, "train", [progress(2, loss=0.5)])
+    _, drawn, right = bar._display._bar.container.children
+    assert (drawn.value, drawn.max) == (2, 5)
+    assert "loss=0.5" in right.value
+    assert bar._display._bar.start_t == began
+    bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99, "train_loss": 0.25})
+    assert (drawn.value, drawn.max, drawn.bar_style) == (5, 5, "success")
+
+
+def test_bars_that_are_turned_off_are_no_error(terminal, monkeypatch):
+    """As ``TQDM_DISABLE=1`` does, which tqdm reads when it is imported."""
+    monkeypatch.setattr(module, "tqdm", functools.partial(module.tqdm, disable=True))
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [progress(2)])
+    bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99})
+    assert terminal.getvalue() == ""
 
 
 @pytest.fixture

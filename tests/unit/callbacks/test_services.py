@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from mlflow import MlflowClient
 
 from raysgd.callbacks import (
+    Callback,
     CheckpointCallback,
     MLflowLogger,
     TensorBoardLogger,
@@ -132,12 +134,37 @@ def test_what_was_trained_in_vain_is_hidden_when_a_run_is_resumed(make_trainer, 
     assert steps == [5, 10]
 
 
+def test_a_run_that_begins_anew_hides_the_one_before(make_trainer, tmp_path, board):
+    make_trainer(callbacks=[TensorBoardLogger(tmp_path)]).fit(3)
+    make_trainer(callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
+    assert [step for step, _ in scalar(board(tmp_path), "train/train_loss")] == [5]
+
+
+def test_a_logger_of_fit_hides_what_comes_after_the_state_that_was_loaded(
+    make_trainer, tmp_path, board
+):
+    trainer = make_trainer()
+    trainer.fit(1, callbacks=[TensorBoardLogger(tmp_path)])
+    path = trainer.save(tmp_path / "state.pt")
+    trainer.fit(3, callbacks=[TensorBoardLogger(tmp_path)])
+    again = make_trainer()
+    again.load(path)
+    again.fit(2, callbacks=[TensorBoardLogger(tmp_path)])
+    assert [step for step, _ in scalar(board(tmp_path), "train/num_samples")] == [5, 10]
+
+
+def test_configs_with_odd_keys_are_shown(make_trainer, tmp_path, board):
+    config = {("a", 1): 2, "rate": float("nan")}
+    make_trainer(Recorder, config, callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
+    shown = texts(board(tmp_path), "config")[0][1]
+    assert "('a', 1)" in shown
+    assert '"rate": "nan"' in shown
+
+
 # ---- MLflow
 
 
 def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
-    from mlflow import MlflowClient
-
     folder = tmp_path / "mlruns"
     logger = MLflowLogger(folder, experiment="digits", run_name="first", tags={"team": "vision"})
     trainer = make_trainer(Recorder, CONFIG, callbacks=[logger])
@@ -169,6 +196,41 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
             trainer.fit(3)
         (run,) = client.search_runs([experiment.experiment_id])
         assert run.info.status == "FAILED"
+
+        trainer.get_local_operator().fail = lambda *arguments: None
+        trainer.validate()
+        fail_at(trainer, 13)
+        with pytest.raises(ValueError, match="bad batch"):
+            trainer.train()
+        trainer.get_local_operator().fail = lambda *arguments: None
+        trainer.train()  # the failure has been got over
+        trainer.shutdown()
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("name", ["a//b", "../a", "", ".", "/a", "a/", "a/./b", "a:b", "a" * 300])
+def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, name):
+    class Adding(Callback):
+        stage = -1
+
+        def on_epoch_end(self, trainer, metrics):
+            metrics[name] = 0.5
+
+    logger = MLflowLogger(tmp_path / "mlruns")
+    config = {name: 1, "a;b": 2}
+    make_trainer(Recorder, config, callbacks=[Adding(), logger]).fit(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        found = MlflowClient(str(tmp_path / "mlruns")).get_run(logger.run_id).data
+    assert 0.5 in found.metrics.values()
+    assert "2" in found.params.values()
+
+
+def test_mlflow_writes_into_the_folder_that_it_was_given(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_trainer(callbacks=[MLflowLogger("~/ü #1:2 %20?")]).fit(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["ü #1:2 %20?"]
 
 
 def test_mlflow_goes_on_with_the_run_that_was_saved(make_trainer, tmp_path, monkeypatch):

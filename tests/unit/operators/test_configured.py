@@ -1,5 +1,6 @@
 """Optimizers, schedulers and loaders by config or by subclass."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -105,6 +106,12 @@ def test_each_part_can_be_overridden():
     operator = run_operator(Own, {"width": 1})
     assert type(operator.optimizer) is torch.optim.Rprop
     assert len(operator.validation_loader.dataset) == 2
+
+
+def test_a_function_that_returns_no_data_is_an_error():
+    for made in ("digits.csv", np.zeros((3, 2))):
+        with pytest.raises(ValueError, match="data must be a torch Dataset, a tensor"):
+            build(train_data=lambda config, made=made: made)
 
 
 def test_no_data_is_an_error_only_where_they_are_needed():

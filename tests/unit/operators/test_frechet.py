@@ -43,3 +43,19 @@ def test_one_feature_is_enough_and_one_sample_is_not():
     expected = (real.mean() - fake.mean()) ** 2 + (real.std() - fake.std()) ** 2
     assert moments(real, fake).compute() == pytest.approx(expected.item(), rel=1e-5)
     assert math.isnan(moments(real[:1], fake[:1]).compute())
+
+
+def test_features_that_are_not_finite_give_nan():
+    """A generator that has diverged: no reason to end the run."""
+    fake = cloud(1)
+    fake[3, 2] = math.nan
+    assert math.isnan(moments(cloud(0), fake).compute())
+    fake[3, 2] = math.inf
+    assert math.isnan(moments(cloud(0), fake).compute())
+
+
+def test_features_of_any_shape_are_taken_as_rows():
+    real, fake = cloud(0, features=6), cloud(1, features=6)
+    expected = moments(real, fake).compute()
+    assert moments(real.reshape(-1, 2, 3), fake.reshape(-1, 2, 3)).compute() == expected
+    assert moments(real[:, 0], fake[:, 0]).compute() == moments(real[:, :1], fake[:, :1]).compute()

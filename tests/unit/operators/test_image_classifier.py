@@ -1,5 +1,7 @@
 """Classes of images: what is learned, and the definitions of loss, mixup and accuracies."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -97,3 +99,21 @@ def test_top_k_above_the_number_of_classes_is_refused():
     operator = run_operator(ImageClassifier, {"model": Fixed(), "top_k": 5})
     with pytest.raises(ValueError, match=r"config\['top_k'\]=5 must be at most .* 3"):
         operator.validate(iter([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]))
+
+
+def test_top_k_above_the_number_of_classes_is_refused_before_an_epoch_is_trained():
+    operator = run_operator(ImageClassifier, {"model": Fixed(), "top_k": 5})
+    with pytest.raises(ValueError, match=r"config\['top_k'\]=5 must be at most .* 3"):
+        operator.train_batch((torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)), {})
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_models_may_take_several_features_and_give_an_object_with_logits(alpha):
+    class Two(Fixed):
+        def forward(self, scores, more):
+            return SimpleNamespace(logits=super().forward(scores) + more)
+
+    operator = run_operator(ImageClassifier, {"model": Two(), "mixup_alpha": alpha})
+    batch = (torch.eye(3), torch.zeros(3, 1), torch.arange(3))
+    assert operator.train_batch(batch, {})["num_samples"] == 3
+    assert operator.validate(iter([batch]))["val_accuracy"] == 1

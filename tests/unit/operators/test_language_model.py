@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from raysgd import TorchTrainer
+from raysgd.metrics import Sums
 from raysgd.operators import LanguageModel
+from raysgd.operators.language_model import _perplexity
 from raysgd.testing import run_operator
 from tests.unit.operators.samples import library_text
 
@@ -144,8 +146,23 @@ def test_accumulated_batches_are_weighted_by_their_tokens():
         ({**SMALL, "num_heads": 3}, r"config\['num_heads'\]=3 must divide .*=32"),
         ({**SMALL, "train_data": torch.zeros(1, dtype=torch.long)}, "two tokens at least"),
         ({**SMALL, "train_data": torch.zeros(9)}, r"of torch\.float32"),
+        ({**SMALL, "train_data": torch.arange(129)}, "the token 128, and .*=128 .* up to 127"),
     ],
 )
 def test_wrong_configs_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         run_operator(LanguageModel, config)
+
+
+def test_sequences_that_the_model_is_not_made_for_are_refused():
+    operator = run_operator(LanguageModel, SMALL)
+    with pytest.raises(ValueError, match=r"40 tokens is longer than the 32 .*sequence_length"):
+        operator.train_batch((torch.zeros(2, 41, dtype=torch.long),), {})
+
+
+def test_a_perplexity_of_a_loss_that_is_not_finite():
+    perplexity = [
+        Sums(_perplexity, total=total, weight=1).compute() for total in (math.nan, math.inf, 800.0)
+    ]
+    assert math.isnan(perplexity[0])
+    assert perplexity[1:] == [math.inf, math.inf]

@@ -7,6 +7,7 @@ import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
 
+from raysgd import TorchTrainer
 from raysgd.operators import Regressor
 from raysgd.operators.regressor import R2
 from raysgd.testing import run_operator
@@ -53,6 +54,21 @@ def test_targets_may_be_ints():
     operator = run_operator(Regressor, {"model": torch.nn.Linear(2, 1)})
     batch = (torch.zeros(4, 2), torch.arange(4))
     assert operator.train_batch(batch, {})["train_loss"].compute() > 0
+
+
+@pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_targets_keep_their_precision(loss, dtype):
+    """Also where the output has but 16 bits."""
+    data = (torch.zeros(2, 2), torch.tensor([1001, 70001], dtype=dtype))
+    config = {"model": torch.nn.Linear(2, 1, bias=False), "loss": loss}
+    config |= {"train_data": data, "validation_data": data}
+    for amp in ({}, {"use_fp16": True, "amp_dtype": torch.float16}):
+        with TorchTrainer(
+            training_operator_cls=Regressor, config=config, use_local=True, use_gpu=False, **amp
+        ) as trainer:
+            trainer.train()
+            assert trainer.validate()["val_mae"] == pytest.approx(35501, rel=1e-7)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e8])

@@ -47,6 +47,23 @@ def test_batches_may_be_dicts_or_tuples():
     assert operator.train_batch(batches[0], {})["num_samples"] == 3
 
 
+def test_a_model_with_other_classes_is_refused():
+    """Its confusion matrix would be one of something else."""
+
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = torch.nn.Embedding(9, 4)
+
+        def forward(self, input_ids):
+            return self.scores(input_ids[:, -1])
+
+    operator = run_operator(SequenceClassifier, {"model": Other(), "num_classes": 2})
+    batch = (torch.zeros(3, 5, dtype=torch.long), torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match=r"shape \(3, 4\).*'num_classes'\]=2 need \(3, 2\)"):
+        operator.validate(iter([batch]))
+
+
 def test_metrics_are_as_defined():
     class Scores(torch.nn.Module):
         def __init__(self):
