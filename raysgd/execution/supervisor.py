@@ -126,6 +126,7 @@ class Supervisor:
         self._rejoins = rejoins and (backend is None or backend.rejoins)
         self._generation = 0
         self.progress = Progress()
+        self._seen_step = 0
         """How far training is, as of the last call or the last new generation."""
         self.events: list[Event] = []
         """What happened to the group, oldest first."""
@@ -263,9 +264,11 @@ class Supervisor:
                 since = self.progress.global_step
                 self.measured_from = dict.fromkeys(self.members, since) | self.measured_from
             members = list(self.members if rank is None else [self.members[rank]])
+            self._seen_step = self.progress.global_step
             attempt = self._run(members, method, arguments, on_wait)
             if attempt.outcomes:
                 self.progress = furthest([o.progress for o in attempt.outcomes.values()])
+                self._seen_step = self.progress.global_step
             if attempt.lost:
                 self._lose(attempt.lost, max_losses)
             elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
@@ -329,6 +332,7 @@ class Supervisor:
         if on_wait is not None:
             on_wait(list(progress.values()))
         if progress:
+            self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
             first = next(iter(progress))
             self.snapshots.follow(first, progress[first])
         watch.mention_uneven()
@@ -574,12 +578,9 @@ class Supervisor:
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _cause(member, error)
             since = self.measured_from.get(member, self.progress.global_step)
-            self._record(
-                "lost",
-                [member],
-                cause=said,
-                num_batches=max(0, self.progress.global_step - since),
-            )
+            # where nobody is left to ask, what was seen of the call counts
+            step = max(self.progress.global_step, self._seen_step)
+            self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
             self._causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._recruiting.lost(self._group.slot_of(member))
@@ -745,13 +746,14 @@ class Supervisor:
         cause: str = "",
         seconds: float = 0.0,
         num_batches: int = 0,
+        step: int | None = None,
     ) -> None:
         event = Event(
             kind=kind,
             generation=self._generation,
             ranks=tuple(self._ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
-            step=self.progress.global_step,
+            step=self.progress.global_step if step is None else step,
             cause=cause,
             seconds=seconds,
             num_batches=num_batches,

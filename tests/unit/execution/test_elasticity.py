@@ -489,6 +489,8 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert steps_of(outcomes) == [60] * 3
     assert kinds(supervisor) == ["started", "lost", "lost", "lost", "restarted"]
     assert supervisor.events[-1].step in (10, 20)  # not the start, and nothing that was not done
+    lost = [event.step for event in supervisor.events if event.kind == "lost"]
+    assert all(supervisor.events[-1].step <= step <= 25 for step in lost)
     assert supervisor.losses_in_call == 1
     assert supervisor._group.num_starts == 2
 
