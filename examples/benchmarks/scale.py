@@ -10,9 +10,8 @@ CPUs, which they share. For each number of workers, in a group of its own:
   torch, once a worker.
 - *call*: ``train(num_steps=1)``, beside one call of a Ray actor that does nothing.
 - *resume*: after a SIGKILL, from when the driver begins to make a new generation of the survivors
-  until all are in it with the state of the furthest. Twice, with a small and a large model: the
-  difference is the time of the broadcast.
-- *join*: the same for a generation with a newcomer.
+  until all are in it with the state of the furthest. Twice, with a small and a large model.
+- *join*: the same for a generation with a newcomer, to which the state is sent.
 """
 
 import argparse
