@@ -326,7 +326,10 @@ class _SmallReduction(Work):
         Raises:
             RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
         """
-        self._mesh.finish(self._reduction, (timeout or self._timeout).total_seconds())
+        if timeout:
+            self._mesh.finish(self._reduction, timeout.total_seconds(), give_up=False)
+        else:
+            self._mesh.finish(self._reduction, self._timeout.total_seconds())
         return True
 
     def get_future(self) -> Future[Any]:
@@ -356,13 +359,13 @@ class _SmallReduction(Work):
             ended.set_result(self._tensors)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well."""
+        """Whether it has ended."""
         self._mesh.look()
-        return self._reduction.done
+        return self._reduction.done or self._mesh.broken
 
     def is_success(self) -> bool:
-        """Whether it has ended, well."""
-        return self.is_completed()
+        """Whether it has ended, and well."""
+        return self.is_completed() and self._reduction.done
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it is about."""

@@ -33,8 +33,10 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _HEADER = struct.Struct("=QQ")
 _HELLO = struct.Struct("=Q32s")
-_LONGEST_POLL_S = 3600.0
-"""The system counts milliseconds in an int."""
+_HELLO_S = 5.0
+"""How long one that connects may take to say who it is."""
+_POLL_S = 0.1
+"""How long to wait at most until looking again whether another thread has taken what had come."""
 
 
 class MeshAddress(NamedTuple):
@@ -59,6 +61,7 @@ class Reduction:
         self._tensor = tensor
         self._content = tensor.detach().contiguous()
         self._combine = combine
+        self.number = number
         self.at_end = at_end
         num_bytes = tensor.numel() * tensor.element_size()
         self._header = _HEADER.pack(number, num_bytes)
@@ -91,7 +94,6 @@ class Reduction:
         if self._content.numel():
             self._reduce(own_rank)
         self.done = True
-        self.at_end()
 
     def _reduce(self, own_rank: int) -> None:
         terms = {own_rank: self._content}
@@ -129,8 +131,8 @@ class _Peer:
                 self.unsent[0] = self.unsent[0][num_bytes:]
         return went
 
-    def receive(self, own_rank: int) -> bool:
-        """Receive what has come; return whether anything had."""
+    def receive(self, own_rank: int, at_end: Callable[[Reduction], None]) -> bool:
+        """Receive what has come, with a call for each end; return whether anything had come."""
         came = False
         while self.awaited:
             wanted = self.awaited[0]
@@ -148,6 +150,8 @@ class _Peer:
             self.num_received = 0
             self.awaited.popleft()
             wanted.take(self.rank, own_rank)
+            if wanted.done:
+                at_end(wanted)
         return came
 
     @property
@@ -171,6 +175,7 @@ class Mesh:
         self._listener = socket.create_server((host, 0), backlog=64)
         self.address = MeshAddress(host, self._listener.getsockname()[1], secrets.token_hex(16))
         self._peers: list[_Peer] = []
+        self._unended: dict[int, Reduction] = {}
         self._lock = threading.Lock()
         self._num_started = 0
         self._broken = ""
@@ -192,6 +197,8 @@ class Mesh:
                 while len(connections) < len(addresses) - 1:
                     self._accept(connections)
         except OSError as error:
+            for connection in connections.values():
+                connection.close()
             self._break(f"Workers cannot connect to each other: {error}", error)
         for rank, connection in sorted(connections.items()):
             connection.setblocking(False)
@@ -203,8 +210,11 @@ class Mesh:
     def _accept(self, connections: dict[int, socket.socket]) -> None:
         """Accept a connection, and keep it if it is another rank's."""
         connection, _ = self._listener.accept()
-        connection.settimeout(self._timeout_s)
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        connection.settimeout(_HELLO_S)
+        hello = b""
+        with contextlib.suppress(OSError):
+            while len(hello) < _HELLO.size and (part := connection.recv(_HELLO.size - len(hello))):
+                hello += part
         if len(hello) == _HELLO.size:
             rank, key = _HELLO.unpack(hello)
             if hmac.compare_digest(key, self.address.key.encode()):
@@ -231,6 +241,7 @@ class Mesh:
             self._check()
             others = [peer.rank for peer in self._peers]
             started = Reduction(self._num_started, tensor, combine, others, at_end)
+            self._unended[self._num_started] = started
             self._num_started += 1
             message = memoryview(started.message())
             for peer in self._peers:
@@ -245,26 +256,45 @@ class Mesh:
         """Whether messages wait for room: `finish` has to be called before other waits."""
         return any(peer.unsent for peer in self._peers)
 
-    def finish(self, wanted: Reduction, timeout_s: float) -> None:
+    def finish(self, wanted: Reduction, timeout_s: float, give_up: bool = True) -> None:
         """Wait until a result is in its tensor, and all that this rank has to say is under way.
+
+        Args:
+            wanted: what `start` returned.
+            timeout_s: how long to wait, in seconds.
+            give_up: whether nobody is to use the mesh any more when that is over.
 
         Raises:
             RuntimeError: if a connection broke, after `interrupt`, or after `timeout_s` seconds.
         """
         ends = time.monotonic() + timeout_s
-        with self._lock:
-            while not wanted.done or self.has_unsent:
-                if self._advance():
-                    continue
+        while True:
+            with self._lock:
+                while self._is_wanting(wanted) and self._advance():
+                    pass
+                if not self._is_wanting(wanted):
+                    return
                 rest_s = ends - time.monotonic()
                 if rest_s <= 0:
                     late = [peer.rank for peer in self._peers if peer.events]
-                    self._break(f"{timeout_s:g} s are over: timed out, waiting for ranks {late}")
+                    reason = f"{timeout_s:g} s are over: timed out, waiting for ranks {late}"
+                    if give_up:
+                        self._break(reason)
+                    raise RuntimeError(f"gloo/ {reason}.")
                 poll = select.poll()
                 for peer in self._peers:
                     if peer.events:
                         poll.register(peer.socket, peer.events)
-                poll.poll(min(rest_s, _LONGEST_POLL_S) * 1000)
+            # other threads may begin, and end, reductions meanwhile
+            poll.poll(1000 * min(rest_s, _POLL_S))
+
+    def _is_wanting(self, wanted: Reduction) -> bool:
+        return not wanted.done or self.has_unsent
+
+    @property
+    def broken(self) -> bool:
+        """Whether all that is under way has failed, and all to come will."""
+        return bool(self._broken)
 
     def look(self) -> None:
         """Take what has come without waiting, unless another thread is about to."""
@@ -282,12 +312,16 @@ class Mesh:
         for peer in self._peers:
             try:
                 moved |= peer.send()
-                moved |= receive and peer.receive(self._rank)
+                moved |= receive and peer.receive(self._rank, self._end)
             except OSError as error:
                 self._break(f"The connection to rank {peer.rank} broke: {error}", error)
             except RuntimeError as error:
                 self._break(str(error))
         return moved
+
+    def _end(self, reduction: Reduction) -> None:
+        del self._unended[reduction.number]
+        reduction.at_end()
 
     def _check(self) -> None:
         if self._broken:
@@ -308,10 +342,7 @@ class Mesh:
         """Interrupt, and let go of the connections."""
         self.interrupt()
         with self._lock:
-            unended = {id(awaited): awaited for peer in self._peers for awaited in peer.awaited}
-            for reduction in unended.values():
-                reduction.at_end()
-            for peer in self._peers:
-                peer.awaited.clear()
+            while self._unended:
+                self._unended.popitem()[1].at_end()
         for sock in (self._listener, *(peer.socket for peer in self._peers)):
             sock.close()

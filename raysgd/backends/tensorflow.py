@@ -30,7 +30,6 @@ _LOST = ("AbortedError", "CancelledError", "DeadlineExceededError", "Unavailable
 _QUIET_S = 0.7
 """How long no data may have come from other workers before none are on their way."""
 _CONNECT_S = 0.1
-_PACKAGE = f"{os.sep}tensorflow{os.sep}python{os.sep}"
 _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to remote")
 
 
@@ -60,7 +59,7 @@ class TensorflowBackend(Backend):
         self._held: socket.socket | None = None
         self._rank = 0
         self._workers: list[tuple[str, int]] = []
-        self._calls = Calls(_PACKAGE)
+        self._calls = Calls("tensorflow.python")
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""

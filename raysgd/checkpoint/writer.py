@@ -17,8 +17,8 @@ __all__ = ["BackgroundWriter"]
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 19
-"""Training comes first: its processes are those of Ray, which have 15."""
+_NICENESS = 15
+"""That of Ray's workers: what is written behind does not come before training."""
 _MENTION_S = 30.0
 """After how long to say what is waited for."""
 

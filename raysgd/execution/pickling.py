@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 __all__ = ["Packed", "dumps", "pack", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
@@ -33,9 +35,8 @@ class Packed:
         """
         if own:
             return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.beside])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return pickle.loads(self.data, buffers=self.beside)
+        _hush()
+        return pickle.loads(self.data, buffers=self.beside)
 
 
 def dumps(value: Any) -> bytes:
@@ -101,6 +102,16 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not vars(tensor)
     )
+
+
+@functools.cache
+def _hush() -> None:
+    """Have torch say now, to nobody, what it says once a process of an array that is read only."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:

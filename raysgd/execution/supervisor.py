@@ -146,6 +146,7 @@ class Supervisor:
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
         self._dissolved: list[Member] = []
+        self._dissolving: dict[Member, Future[bool]] = {}
         self._entering: list[Member] = []
         self._paused_at: int | None = None
         self._failed_rejoins = 0
@@ -181,7 +182,7 @@ class Supervisor:
             raise
 
     def _start(self, timeout_s: float, queue: Any = None) -> None:
-        self._dissolved = []
+        self._dissolved, self._dissolving = [], {}
         self._group.start(timeout_s, queue)
         self._number_members()
         self._first_step("create", [self._created] * len(self.members), "start")
@@ -309,7 +310,7 @@ class Supervisor:
                 attempt.interrupted_by_us |= bool(self._dissolved)
                 self._end(attempt)
                 if self._dissolved and not attempt.has_reason:
-                    raise CollectiveError(watch.dissolved())
+                    raise CollectiveError(watch.dissolved()) from attempt.error()
         except BaseException:
             # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
             self.state = State.BROKEN
@@ -393,10 +394,21 @@ class Supervisor:
 
     def _dissolve(self, ended: Sequence[Member]) -> None:
         """Let the collectives fail that need workers which have ended; they end by no other way."""
-        left = [member for member in self.members if member not in self._dissolved]
-        answers = {member: member.control("dissolve", member in ended) for member in left}
-        wait(answers.values(), timeout=_ANSWER_S)
-        self._dissolved += [m for m, f in answers.items() if not _error_of(f) and f.result()]
+        for member in self.members:
+            # once at a time: it may take as long as what is under way in the group
+            if member not in self._dissolved and member not in self._dissolving:
+                self._dissolving[member] = member.control("dissolve", member in ended)
+        wait(self._dissolving.values(), timeout=_ANSWER_S)
+        for member, answer in list(self._dissolving.items()):
+            if answer.done():
+                del self._dissolving[member]
+                if not _error_of(answer) and answer.result():
+                    self._dissolved.append(member)
+
+    @property
+    def _is_dissolved(self) -> bool:
+        """Whether the group is of no use any more, or may be so at any moment."""
+        return bool(self._dissolved or self._dissolving)
 
     def _end(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
@@ -461,7 +473,7 @@ class Supervisor:
                 self._restart()
             elif len(self.members) + len(self._recruiting.ready()) < min_workers:
                 self._await_newcomers(min_workers)
-            elif self.state is State.BROKEN or self._dissolved or self._recruiting.ready():
+            elif self.state is State.BROKEN or self._is_dissolved or self._recruiting.ready():
                 if self._rejoins:
                     self._renew(max_losses)
                 else:
@@ -550,7 +562,7 @@ class Supervisor:
             self.measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
             self._failed_rejoins = 0
-            self._dissolved = []
+            self._dissolved, self._dissolving = [], {}
             self.state = State.READY
             return {}
         # a newcomer that was lost is given up; the others join the next time, unless one of them

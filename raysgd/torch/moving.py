@@ -17,12 +17,16 @@ def moved(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not callable(_to(batch)):
         return type(batch)(*(moved(item, device) for item in batch))
+    if callable(to := _to(batch)):
+        return to(device)
     if isinstance(batch, tuple | list):
         return type(batch)(moved(item, device) for item in batch)
     if isinstance(batch, dict):
         return {key: moved(item, device) for key, item in batch.items()}
     return batch
+
+
+def _to(batch: Any) -> Any:
+    return getattr(batch, "to", None)

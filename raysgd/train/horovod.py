@@ -94,7 +94,7 @@ class FunctionHorovod(HorovodGroup):
         super().__init__("horovod", timeout_s, framework=None)
         self._variables = dict(variables)
         self._num_unseen = 0
-        self._calls = [Calls(f"{os.sep}{name}{os.sep}") for name in ("horovod", "tensorflow")]
+        self._calls = [Calls("horovod"), Calls("tensorflow")]
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         """Set the environment."""

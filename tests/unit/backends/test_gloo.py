@@ -269,6 +269,7 @@ if rank == 0:
             assert "gloo/" in str(error), error
         else:
             raise SystemExit("not interrupted")
+    assert work.is_completed() and not work.is_success()
 else:
     try:
         dist.all_reduce(torch.ones(3))

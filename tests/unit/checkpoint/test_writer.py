@@ -167,12 +167,12 @@ def test_what_is_submitted_is_written(tmp_path):
     assert step_of(read_file(tmp_path / "state.pt")) == 4
 
 
-def test_writing_gives_way_to_training():
+def test_writing_does_not_come_before_training():
     found = []
     writer = BackgroundWriter()
     writer.submit(
         lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), ""
     )
     writer.wait()
-    assert found == [19]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+    assert found == [15]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 15

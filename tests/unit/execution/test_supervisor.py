@@ -665,3 +665,29 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(start):
         broken.call("work")
     broken.shutdown()
     assert broken._group.shutdowns == [True]
+
+
+def test_a_group_that_takes_long_to_dissolve_is_asked_once(start, monkeypatch):
+    """Horovod crashes where it is shut down a second time meanwhile."""
+    supervisor = start(2)
+    first, second = supervisor.members
+    answers, asked = {first: Future(), second: Future()}, []
+    with monkeypatch.context() as patched:
+        patched.setattr(supervisor_module, "_ANSWER_S", 0.0)
+        for member in supervisor.members:
+
+            def control(method, ended, member=member):
+                asked.append(member)
+                return answers[member]
+
+            patched.setattr(member, "control", control)
+        for _ in range(3):
+            supervisor._dissolve([first])
+        assert asked == [first, second]
+        assert supervisor._is_dissolved  # it may be so at any moment
+        answers[first].set_result(True)
+        answers[second].set_result(False)
+        supervisor._dissolve([first])
+        assert supervisor._dissolved == [first]
+        supervisor._dissolve([first])
+        assert asked == [first, second, second]
