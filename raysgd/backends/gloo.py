@@ -101,7 +101,9 @@ class GlooGroup(ProcessGroup):
             return _Collective(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
         timeout = options.timeout if options.timeout > datetime.timedelta() else self._timeout
-        return _SmallReduction(self._running, self._mesh, tensors, combine, timeout)
+        return _SmallReduction(
+            self._running, self._mesh, tensors, combine, timeout, options.asyncOp
+        )
 
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
@@ -293,6 +295,10 @@ def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> A
     return _COMBINATIONS.get(options.reduceOp.op)  # type: ignore[attr-defined]
 
 
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _SmallReduction(Work):
     """A reduction by the mesh."""
 
@@ -303,6 +309,7 @@ class _SmallReduction(Work):
         tensors: list[torch.Tensor],
         combine: Any,
         timeout: datetime.timedelta,
+        is_async: bool,
     ) -> None:
         super().__init__()
         self._mesh, self._tensors, self._timeout = mesh, tensors, timeout
@@ -317,7 +324,8 @@ class _SmallReduction(Work):
         except BaseException:
             at_end()
             raise
-        if mesh.has_unsent:  # else the others would wait until somebody waits here
+        if is_async and not _in_backward_pass():
+            # the others would wait until somebody waits here, which nobody need ever do
             self._finish_elsewhere(Future())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -339,10 +347,10 @@ class _SmallReduction(Work):
         in its thread saves waking another one.
         """
         ended: Future[Any] = Future()
-        if torch._C._current_graph_task_id() == -1:
-            self._finish_elsewhere(ended)
-        else:
+        if _in_backward_pass():
             self._finish(ended)
+        else:
+            self._finish_elsewhere(ended)
         return ended.then(_value)
 
     def _finish_elsewhere(self, ended: Future[Any]) -> None:

@@ -35,8 +35,9 @@ _HEADER = struct.Struct("=QQ")
 _HELLO = struct.Struct("=Q32s")
 _HELLO_S = 5.0
 """How long one that connects may take to say who it is."""
-_POLL_S = 0.1
-"""How long to wait at most until looking again whether another thread has taken what had come."""
+_CLOSE_S = 5.0
+_LONGEST_WAIT_S = 3600.0
+"""The system counts milliseconds in an int."""
 
 
 class MeshAddress(NamedTuple):
@@ -177,6 +178,12 @@ class Mesh:
         self._peers: list[_Peer] = []
         self._unended: dict[int, Reduction] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._reads = False
+        """Whether a thread reads the sockets."""
+        self._wakes = socket.socketpair()
+        for end in self._wakes:
+            end.setblocking(False)
         self._num_started = 0
         self._broken = ""
 
@@ -249,6 +256,8 @@ class Mesh:
                 peer.unsent.append(message)
             with contextlib.suppress(RuntimeError):  # who waits for the result will be told
                 self._advance(receive=False)
+            if self._reads:  # not yet for this one
+                self._wake()
             return started
 
     @property
@@ -259,6 +268,8 @@ class Mesh:
     def finish(self, wanted: Reduction, timeout_s: float, give_up: bool = True) -> None:
         """Wait until a result is in its tensor, and all that this rank has to say is under way.
 
+        Of several threads that wait one reads the sockets for all.
+
         Args:
             wanted: what `start` returned.
             timeout_s: how long to wait, in seconds.
@@ -268,25 +279,38 @@ class Mesh:
             RuntimeError: if a connection broke, after `interrupt`, or after `timeout_s` seconds.
         """
         ends = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                while self._is_wanting(wanted) and self._advance():
-                    pass
-                if not self._is_wanting(wanted):
-                    return
-                rest_s = ends - time.monotonic()
+        with self._changed:
+            while self._is_wanting(wanted):
+                self._check()
+                rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
                 if rest_s <= 0:
                     late = [peer.rank for peer in self._peers if peer.events]
                     reason = f"{timeout_s:g} s are over: timed out, waiting for ranks {late}"
                     if give_up:
                         self._break(reason)
                     raise RuntimeError(f"gloo/ {reason}.")
-                poll = select.poll()
-                for peer in self._peers:
-                    if peer.events:
-                        poll.register(peer.socket, peer.events)
-            # other threads may begin, and end, reductions meanwhile
-            poll.poll(1000 * min(rest_s, _POLL_S))
+                if self._reads:
+                    self._changed.wait(rest_s)
+                elif not self._advance():
+                    self._poll(rest_s)
+
+    def _poll(self, timeout_s: float) -> None:
+        """Wait, without the lock, until something can be sent or received."""
+        poll = select.poll()
+        poll.register(self._wakes[0], select.POLLIN)
+        for peer in self._peers:
+            if peer.events:
+                poll.register(peer.socket, peer.events)
+        self._reads = True
+        self._lock.release()
+        try:
+            ready = dict(poll.poll(1000 * timeout_s))
+        finally:
+            self._lock.acquire()
+            self._reads = False
+            self._changed.notify_all()
+        if self._wakes[0].fileno() in ready:
+            self._wakes[0].recv(4096)
 
     def _is_wanting(self, wanted: Reduction) -> bool:
         return not wanted.done or self.has_unsent
@@ -322,6 +346,12 @@ class Mesh:
     def _end(self, reduction: Reduction) -> None:
         del self._unended[reduction.number]
         reduction.at_end()
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Let the thread that reads look anew what to poll for."""
+        with contextlib.suppress(OSError):  # closed, or told often enough
+            self._wakes[1].send(b"1")
 
     def _check(self) -> None:
         if self._broken:
@@ -337,6 +367,7 @@ class Mesh:
         for sock in (self._listener, *(peer.socket for peer in self._peers)):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._wake()
 
     def close(self) -> None:
         """Interrupt, and let go of the connections."""
@@ -344,5 +375,6 @@ class Mesh:
         with self._lock:
             while self._unended:
                 self._unended.popitem()[1].at_end()
-        for sock in (self._listener, *(peer.socket for peer in self._peers)):
+            self._changed.wait_for(lambda: not self._reads, _CLOSE_S)
+        for sock in (self._listener, *self._wakes, *(peer.socket for peer in self._peers)):
             sock.close()

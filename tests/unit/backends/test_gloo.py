@@ -1,8 +1,6 @@
 """The gloo group whose waits can be ended."""
 
 import datetime
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -96,7 +94,7 @@ def test_after_an_interruption_every_collective_fails(group):
 
 
 PEER = """
-import datetime, sys, threading, time
+import datetime, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from raysgd.backends.gloo import GlooGroup
@@ -118,6 +116,8 @@ if rank == 1:
         group.interrupt()
     threading.Thread(target=interrupt, daemon=True).start()
 print("ready", flush=True)
+if rank == 0:  # in the midst of it
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
 try:
     operations[operation]()
     print("done", flush=True)
@@ -146,7 +146,7 @@ def test_who_waits_for_half_a_message_is_woken(operation, monkeypatch):
     ]
     try:
         assert [peer.stdout.readline() for peer in peers] == ["ready\n"] * 2
-        os.kill(peers[0].pid, signal.SIGKILL)
+        peers[0].wait(30)
         said = []
         reader = threading.Thread(target=lambda: said.append(peers[1].stdout.readline()))
         reader.start()
@@ -247,16 +247,17 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     assert number.item() == expected
 assert mesh._num_started == before + 4
 
-# dropped, and its message is too long to be sent at once: it reaches the other rank nevertheless
+# what nobody waits for, and is too long to be sent at once, reaches the other rank nevertheless
 gloo.SMALL_BYTES = 2**40
-full = torch.ones(10_000_000)
-if rank == 0:
-    dist.all_reduce(full, async_op=True)
-    dist.recv(small, 1)
-else:
-    dist.all_reduce(full)
-    dist.send(small, 0)
-dist.barrier()
+for _ in range(5):
+    full = torch.ones(10_000_000)
+    if rank == 0:
+        dist.all_reduce(full, async_op=True)
+        dist.recv(small, 1)
+    else:
+        dist.all_reduce(full)
+        dist.send(small, 0)
+    dist.barrier()
 
 if rank == 0:
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -270,10 +271,12 @@ if rank == 0:
         else:
             raise SystemExit("not interrupted")
     assert work.is_completed() and not work.is_success()
+    store.set("interrupted", "")
 else:
+    store.wait(["interrupted"])
     try:
+        dist.all_reduce(torch.ones(3))  # to which what the other rank said before may have come
         dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(3))  # the other rank's first may have come before it ended
     except RuntimeError as error:
         assert "gloo/ The connection to rank 0 broke" in str(error), error
     else:

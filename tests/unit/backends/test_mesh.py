@@ -149,6 +149,7 @@ def test_threads_wait_for_several_at_once():
         early = first.start(tensors[0], torch.add, lambda: None)
         with ThreadPoolExecutor(2) as threads:
             waits = [threads.submit(first.finish, early, PATIENCE_S)]
+            wait_until(lambda: first._reads, PATIENCE_S)
             # the thread that waits does not keep another from beginning
             late = first.start(tensors[1], torch.add, lambda: None)
             waits.append(threads.submit(first.finish, late, PATIENCE_S))
@@ -171,6 +172,7 @@ def waiting(mesh):
 
     thread = threading.Thread(target=wait)
     thread.start()
+    wait_until(lambda: mesh._reads, PATIENCE_S)
     return thread, errors, ended
 
 
@@ -192,6 +194,16 @@ def test_a_rank_that_goes_is_noticed_at_once():
         made[2].close()
         thread.join(PATIENCE_S)
         assert errors[0].startswith("gloo/ The connection to rank 2 broke")
+
+
+def test_a_wait_may_be_longer_than_the_system_counts(pair):
+    first, second = pair
+    started = first.start(torch.ones(3), torch.add, lambda: None)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.finish, started, 1e9)
+        wait_until(lambda: first._reads, PATIENCE_S)
+        second.finish(second.start(torch.ones(3), torch.add, lambda: None), 1e9)
+        waiting.result(PATIENCE_S)
 
 
 def test_waits_are_bounded():
@@ -224,6 +236,7 @@ def test_connecting_is_given_up_after_a_while():
         other = mesh.address._replace(port=silent.getsockname()[1])
         with pytest.raises(RuntimeError, match=r"gloo/ Workers cannot connect.*timed out"):
             mesh.connect([mesh.address, other])
+        mesh.close()
 
 
 def test_connecting_is_interrupted():
@@ -234,3 +247,4 @@ def test_connecting_is_interrupted():
         mesh.interrupt()
         with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):
             connecting.result(PATIENCE_S)
+    mesh.close()

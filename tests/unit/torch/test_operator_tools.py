@@ -55,7 +55,7 @@ def test_tensors_anywhere_in_a_batch_go_to_the_device():
     assert moved[3].left.is_meta
     assert moved[3].right == 1
     assert moved[4] is None
-    edge = namedtuple("edge", "frm to")
+    edge = collections.namedtuple("edge", "frm to")
     assert operator.to_device(edge(tensor, tensor)).to.is_meta
     assert not tensor.is_meta
 
