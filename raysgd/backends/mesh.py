@@ -321,11 +321,13 @@ class Mesh:
         return bool(self._broken)
 
     def look(self) -> None:
-        """Take what has come without waiting, unless another thread is about to."""
+        """Take what has come without waiting, unless another thread does so."""
         if self._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(RuntimeError):  # who waits for it will be told
-                    self._advance()
+                # who reads may be about to wait for what would be taken here
+                if not self._reads:
+                    with contextlib.suppress(RuntimeError):  # who waits for it will be told
+                        self._advance()
             finally:
                 self._lock.release()
 

@@ -39,7 +39,7 @@ def reduced(made, tensors, combine=torch.add):
     """Reduce one tensor of each rank, and return them."""
 
     def reduce(mesh):
-        mesh.finish(mesh.start(tensors[made.index(mesh)], combine, lambda: None), PATIENCE_S)
+        mesh.finish(mesh.start(tensors[made.index(mesh)], combine, lambda: None), PATIENCE_S / 2)
 
     on_all(made, reduce)
     return tensors
@@ -120,6 +120,25 @@ def test_what_has_come_is_taken_without_waiting(pair):
     wait_until(lambda: first.look() or started.done, PATIENCE_S)
     assert (mine.tolist(), ended) == ([2.0] * 3, [True])
     second.look()
+
+
+def test_who_looks_takes_nothing_from_who_waits(pair):
+    """It might be about to wait for what has come by then."""
+    over = threading.Event()
+
+    def look():
+        while not over.is_set():
+            for mesh in pair:
+                mesh.look()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(100):
+            reduced(pair, [torch.ones(3), torch.ones(3)])
+    finally:
+        over.set()
+        looking.join()
 
 
 def test_ranks_that_reduce_different_things_are_told():
