@@ -91,7 +91,7 @@ class Runner(Protocol):
 
     @property
     def imports(self) -> Sequence[str]:
-        """Names of modules that a spare process imports ahead."""
+        """Names of modules that it will need, which a worker or a spare process imports ahead."""
 
     def prepare(self, context: WorkerContext) -> None:
         """Adjust the process (threads, devices) before the process group exists."""

@@ -21,6 +21,7 @@ from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.pickling import Packed, dumps, pack
+from raysgd.loading import loading
 
 __all__ = ["Outcome", "Worker", "group_size_here"]
 
@@ -106,15 +107,19 @@ class Worker:
             function: Callable[[], None] | None = _unpickled(hook)
             if function is not None:
                 function()
-            self._runner = _unpickled(runner)
-            self._backend = _unpickled(backend)
+            with loading() if self._remote else contextlib.nullcontext():
+                self._runner = _unpickled(runner)
+                self._backend = _unpickled(backend)
+                if self._remote:
+                    self.import_ahead(self._runner.imports)
 
         return self._attempt(create)
 
     def import_ahead(self, modules: Sequence[str]) -> None:
         """Import what the runner will need, before there is one."""
-        for module in modules:
-            importlib.import_module(module)
+        with loading():
+            for module in modules:
+                importlib.import_module(module)
 
     def keep_in_process(self) -> None:
         """Say that driver and worker share a process: nothing is pickled."""

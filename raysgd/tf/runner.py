@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
 from raysgd.hosting.runner import OperatorRunner
 from raysgd.hosting.snapshots import full_state
+from raysgd.loading import loading
 
 __all__ = ["TFRunner", "TFRunnerOptions"]
 
@@ -86,7 +88,11 @@ class TFRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         """Make the strategy, and create the operator in its scope."""
-        import tensorflow as tf
+        with contextlib.nullcontext() if context.in_driver else loading():
+            import tensorflow as tf
+
+            from raysgd.tf.building import build_operator, communication_of
+            from raysgd.tf.components import TFSettings
 
         options = self._options
         if not (context.in_driver or options.use_horovod):
@@ -96,9 +102,6 @@ class TFRunner(OperatorRunner):
                 f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
                 "TensorFlow in it sees none. Install one with CUDA there, or pass use_gpu=False."
             )
-        from raysgd.tf.building import build_operator, communication_of
-        from raysgd.tf.components import TFSettings
-
         operator_cls, given = options.unwrapped()
         config = worker_config(given, context.world_size)
         settings = TFSettings(
@@ -179,7 +182,8 @@ class TFRunner(OperatorRunner):
 
 
 def _set_threads(context: WorkerContext) -> None:
-    import tensorflow as tf
+    with loading():
+        import tensorflow as tf
 
     threads = max(1, int(context.num_cpus))
     tf.config.threading.set_intra_op_parallelism_threads(threads)

@@ -32,6 +32,8 @@ class StoppedError(Exception):
 class FakeRunner:
     """Each rank does what its `script` says, a function of the runner."""
 
+    imports = ()
+
     def setup(self, context):
         self.contexts = [context]
         self.leaders = []

@@ -1,5 +1,6 @@
 """What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
 
+import gc
 import pickle
 import sys
 import threading
@@ -16,6 +17,8 @@ from raysgd.execution.worker import Outcome, Worker
 
 class FakeRunner:
     """A runner whose method `run` calls what it is given."""
+
+    imports = ()
 
     def __init__(self):
         self.calls = []
@@ -89,6 +92,12 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_frozen():
+    yield
+    gc.unfreeze()
 
 
 class PlainError(Exception):
@@ -281,11 +290,28 @@ def test_the_hook_runs_before_the_runner_is_unpickled():
 class Loud:
     """Says when it is unpickled."""
 
+    imports = ()
+
     def __getstate__(self):
         return {"name": "runner"}
 
     def __setstate__(self, state):
         Loud.heard(state["name"])
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_process_of_its_own_loads_ahead_what_the_runner_will_need(monkeypatch, remote):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    frozen = gc.get_freeze_count()
+    worker = Worker()
+    runner = FakeRunner()
+    runner.imports = ["colorsys"]
+    if not remote:
+        worker.keep_in_process()
+    assert worker.create(None, runner, None, []).kind == "ok"
+    assert ("colorsys" in sys.modules) == remote
+    assert (gc.get_freeze_count() > frozen) == remote
+    assert gc.isenabled()
 
 
 def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path):
