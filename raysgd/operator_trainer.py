@@ -225,7 +225,7 @@ class OperatorTrainer:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
@@ -235,11 +235,16 @@ class OperatorTrainer:
         callbacks want to be saved, and between an epoch of `fit` and its validation
         ``validation_due``, the newest metrics.
 
+        Args:
+            copy: False leaves large tensors and arrays in the shared memory of Ray, where they
+                must not be written to, and which they fill until you let go of them: enough for
+                what is to be written to a file.
+
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._check_open()
-        return self._state(own=True)
+        return self._state(own=copy)
 
     def _state(self, own: bool) -> dict[str, Any]:
         callbacks = self._hooks.state_dict()

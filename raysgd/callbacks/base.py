@@ -86,8 +86,8 @@ class Trainer(Protocol):
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the operator of every worker."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        """Return the state; without a `copy` it must not be written to."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""

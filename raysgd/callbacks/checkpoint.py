@@ -144,7 +144,7 @@ class CheckpointCallback(Callback):
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # before the state is copied, so that there is one at a time
-        state = trainer.state_dict()
+        state = trainer.state_dict(copy=False)
         if self._monitor is not None:
             metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
         save = functools.partial(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
+from raysgd.callbacks import CheckpointCallback
 from raysgd.errors import CheckpointError
 from tests.distributed.test_exactness import Ledger, ledger_of
 from tests.operators import Classifier, make_data, parameters, replica_hash
@@ -118,6 +119,47 @@ def test_the_model_is_a_copy_and_the_workers_keep_theirs(ray_cluster):
         assert torch.equal(trainer.apply_all_operators(parameters)[0], before[0])
         assert isinstance(model, torch.nn.Sequential)
         assert trainer.get_model(to_cpu=True)(torch.zeros(1, 8)).shape == (1, 2)
+
+
+class Wide(Classifier):
+    """Large enough for its weights to travel through shared memory."""
+
+    def setup(self, config):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 50_000), torch.nn.Linear(50_000, 2))
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(make_data(40), batch_size=10))
+
+
+def test_a_state_without_a_copy_lies_in_shared_memory_and_stays_as_it_is(ray_cluster, tmp_path):
+    with TorchTrainer(training_operator_cls=Wide, config={}, num_workers=1) as trainer:
+        shared = trainer.state_dict(copy=False)["models"][0]["0.weight"]
+        own = trainer.state_dict()["models"][0]["0.weight"]
+        assert lies_in_shared_memory(shared)
+        assert not lies_in_shared_memory(own)
+        trainer.train()
+        assert not torch.equal(trainer.get_model()[0].weight, own)
+        assert torch.equal(shared, own)
+
+        # what is written to a file needs no copy
+        copies = []
+        state_dict = trainer.state_dict
+        trainer.state_dict = lambda copy=True: copies.append(copy) or state_dict(copy)
+        callback = CheckpointCallback(tmp_path, every="epoch", resume=False)
+        trainer.fit(2, callbacks=[callback])
+        assert copies == [False]
+
+
+def lies_in_shared_memory(tensor):
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            first, last = (int(number, 16) for number in line.split(maxsplit=1)[0].split("-"))
+            if first <= tensor.data_ptr() < last:
+                return "plasma" in line
+    raise AssertionError("no such memory")
 
 
 def test_a_state_of_another_model_is_refused_and_the_trainer_works_on(ray_cluster, tmp_path):
