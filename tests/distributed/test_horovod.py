@@ -101,8 +101,10 @@ def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluste
     for num_workers, batch_size in ((2, 16), (1, 32)):
         config = {"shuffle": False, "batch_size": batch_size}
         with make_trainer(config=config, num_workers=num_workers) as trainer:
+            before = trainer.apply_all_operators(parameters)[0]
             trainer.train(num_steps=20)
             found.append(trainer.apply_all_operators(parameters)[0])
+            assert (found[-1] - before).abs().max() > 0.01
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
 
 

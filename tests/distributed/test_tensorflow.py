@@ -65,8 +65,10 @@ def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluste
         for data in ("arrays", "tf"):
             config = {**settings, "batch_size": batch_size, "data": data}
             with make_trainer(config, num_workers=num_workers) as trainer:
+                before = trainer.apply_all_operators(weights)[0]
                 trainer.train(num_steps=20)
                 results[num_workers, data] = trainer.apply_all_operators(weights)[0]
+                assert np.abs(results[num_workers, data] - before).max() > 0.01
     for data in ("arrays", "tf"):
         np.testing.assert_allclose(results[2, data], results[1, data], atol=1e-5)
 
