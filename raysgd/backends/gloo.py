@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from raysgd.backends.mesh import Mesh
 
-__all__ = ["SMALL_BYTES", "GlooGroup"]
+__all__ = ["SMALL_BYTES", "Entry", "GlooGroup"]
 
 _COLLECTIVES = (
     "_allgather_base",
@@ -64,23 +64,66 @@ _SMALL_TYPES = {
 }
 
 
+class Entry:
+    """The way into one group of gloo's, which `interrupt` ends at any time, also ahead.
+
+    gloo connects in the constructor of its group, and waits there for five times its timeout where
+    a peer has died since it gave its address. Nothing wakes it, so that it waits elsewhere; what
+    comes of it too late is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._answer: SimpleQueue[Any] = SimpleQueue()
+
+    def interrupt(self) -> None:
+        """Let `connect` raise RuntimeError."""
+        self._answer.put(_interruption())
+
+    def connect(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """Return gloo's group, connected."""
+        answer = self._answer
+
+        def connect() -> None:
+            try:
+                answer.put(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+            except Exception as error:
+                answer.put(error)
+
+        threading.Thread(target=connect, name="raysgd-gloo-connect", daemon=True).start()
+        made = answer.get()
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+
 class GlooGroup(ProcessGroup):
     """Does what gloo does, and `interrupt` ends every wait.
 
     Operations that are not overridden here reach gloo through the base class, and wait as it does.
     """
 
+    entry = Entry()
+    """By which the next group is entered: torch.distributed calls the constructor, and has no
+    argument for it."""
+
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._mesh: Mesh | None = None
         self._timeout = timeout
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._gloo: Any = self.entry.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         self._running = _Running()
 
     @staticmethod
-    def init(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> GlooGroup:
+    def init(
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        entry: Entry | None = None,
+    ) -> GlooGroup:
         """Make such a group torch.distributed's default one."""
+        GlooGroup.entry = entry or Entry()
         if _NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
         dist.init_process_group(_NAME, store=store, rank=rank, world_size=size, timeout=timeout)

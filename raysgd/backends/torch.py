@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.backends.base import Backend
-from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.gloo import Entry, GlooGroup
 from raysgd.backends.mesh import Mesh, MeshAddress
 from raysgd.backends.network import (
     LOOPBACK,
@@ -30,7 +30,8 @@ from raysgd.context import WorkerContext
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""How long connecting to workers that are all there may take, for it cannot be interrupted."""
+"""How long connecting to workers that are all there may take; gloo beside NCCL takes it five times
+where one of them dies meanwhile, since it cannot be interrupted there."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
 """The same for torch's own store: before it connects it asks for the name of the store's address,
 and a name server that does not answer costs seconds."""
@@ -66,6 +67,7 @@ class TorchBackend(Backend):
         self._client: StoreClient | None = None
         self._listening: set[tuple[str, int]] = set()
         self._made = False
+        self._entry: Entry | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._set_interface = False
@@ -91,6 +93,7 @@ class TorchBackend(Backend):
                 "shut the other trainer with use_local=True down) first."
             )
         alone = rendezvous is None
+        entry = self._entry = Entry()
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
                 LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
@@ -103,7 +106,7 @@ class TorchBackend(Backend):
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank)
             # All are here before any connects: who waits here is woken when the driver closes the
-            # store, and who waits for a connection by nothing but a time limit.
+            # store, at once, and knows who is missing.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
             place = None if self._mesh is None else self._mesh.address
             store.set(everyone[context.world_rank], json.dumps(place))
@@ -114,7 +117,7 @@ class TorchBackend(Backend):
         self._made = True
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            self._group = GlooGroup.init(store, *ranks)
+            self._group = GlooGroup.init(store, *ranks, entry)
             if self._mesh is not None and mesh_addresses:
                 self._mesh.connect(mesh_addresses)
                 self._group.use(self._mesh, self._timeout)
@@ -141,6 +144,8 @@ class TorchBackend(Backend):
                 endpoint.shut_down()
         if (client := self._client) is not None:
             client.interrupt()
+        if (entry := self._entry) is not None:
+            entry.interrupt()
         if (mesh := self._mesh) is not None:
             mesh.interrupt()
         if (group := self._group) is not None:
@@ -169,7 +174,7 @@ class TorchBackend(Backend):
         if self._made and dist.is_initialized():
             dist.destroy_process_group()
         self._made = False
-        self._client = None
+        self._client = self._entry = None
 
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether gloo, NCCL or the store raised `error`."""

@@ -4,13 +4,14 @@ import datetime
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.gloo import Entry, GlooGroup
 from tests.conftest import wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -54,6 +55,25 @@ def test_collectives_do_what_they_do_in_gloo(group):
     dist.all_gather_object(objects, {"a": 1})
     dist.broadcast_object_list(objects, 0)
     assert objects == [{"a": 1}]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_who_waits_for_a_peer_to_connect_can_be_interrupted(ahead, monkeypatch):
+    """The peer gave its address, and died before it connected."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    entry, store = Entry(), HashStore()
+    if ahead:
+        entry.interrupt()
+    else:
+        # gloo sets its own address, and waits for the one of the other rank
+        thread = threading.Thread(
+            target=lambda: (wait_until(lambda: store.num_keys() > 0), entry.interrupt())
+        )
+        thread.start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        entry.connect(store, 0, 2, TIMEOUT)
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
 
 
 def test_a_collective_can_be_waited_for_later(group):

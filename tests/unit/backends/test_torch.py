@@ -3,7 +3,11 @@
 import datetime
 import os
 import pickle
+import signal
 import socket
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -179,3 +183,38 @@ def test_collectives_work_in_the_group(backend):
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [1, 1, 1]
+
+
+PEER = """
+import datetime, os, pickle, signal, sys
+from raysgd.backends.gloo import GlooGroup
+from raysgd.backends.store import StoreClient
+
+class Dying(StoreClient):
+    # gives its address to the others, and dies before one connects to it
+    def set(self, key, value):
+        super().set(key, value)
+        if not key.startswith("here/"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+timeout = datetime.timedelta(seconds=60)
+store = Dying(pickle.loads(bytes.fromhex(sys.argv[1])).store, timeout)
+store.set("here/1", "null")
+store.get("here/0")
+GlooGroup.init(store, 1, 2, timeout)
+"""
+
+
+def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend):
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [sys.executable, "-c", PEER, pickle.dumps(rendezvous).hex()]
+    context = WorkerContext(distributed=True, world_rank=0, world_size=2)
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(arguments, env=environment) as peer:
+        entered = pool.submit(backend.setup, context, rendezvous)
+        assert peer.wait(60) == -signal.SIGKILL
+        began = time.monotonic()
+        backend.interrupt()
+        error = entered.exception(60)
+        assert time.monotonic() - began < 5
+    assert backend.is_communication_error(error)
