@@ -18,11 +18,11 @@ def loading() -> Iterator[None]:
     after it 0.2 s (torch) to 0.5 s (TensorFlow) at some moments of training; and it writes to
     memory that forked loader processes would otherwise share. See :func:`gc.freeze`.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    threshold = gc.get_threshold()
+    gc.set_threshold(0)  # no switch: what is loaded may turn that off, for good
     try:
         yield
     finally:
         gc.freeze()
-        if was_enabled:
-            gc.enable()
+        if gc.get_threshold()[0] == 0:
+            gc.set_threshold(*threshold)

@@ -236,9 +236,9 @@ class OperatorTrainer:
         ``validation_due``, the newest metrics.
 
         Args:
-            copy: False leaves large tensors and arrays in the shared memory of Ray, where they
-                must not be written to, and which they fill until you let go of them: enough for
-                what is to be written to a file.
+            copy: False leaves large tensors and arrays of workers that are Ray actors in Ray's
+                shared memory, which is enough for what is to be written to a file. Do not write
+                to them, and let go of them soon: they fill that memory, and end with it.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.

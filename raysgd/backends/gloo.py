@@ -89,11 +89,16 @@ class Entry:
             except Exception as error:
                 answer.put(error)
 
-        threading.Thread(target=connect, name="raysgd-gloo-connect", daemon=True).start()
+        if answer.empty():  # not interrupted yet
+            threading.Thread(target=connect, name="raysgd-gloo-connect", daemon=True).start()
         made = answer.get()
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        self._answer = SimpleQueue()  # what comes later goes with the thread
+        try:
+            if isinstance(made, BaseException):
+                raise made
+            return made
+        finally:
+            del made  # an exception would hold this frame, which holds it
 
 
 class GlooGroup(ProcessGroup):
@@ -110,7 +115,8 @@ class GlooGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._mesh: Mesh | None = None
         self._timeout = timeout
-        self._gloo: Any = self.entry.connect(store, rank, size, timeout)
+        entry, GlooGroup.entry = GlooGroup.entry, Entry()
+        self._gloo: Any = entry.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         self._running = _Running()
 

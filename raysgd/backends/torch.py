@@ -115,6 +115,8 @@ class TorchBackend(Backend):
                 mesh_addresses = [MeshAddress(*place) for place in places]
         before = listeners()
         self._made = True
+        # one that failed to connect was counted, and ranks meet under the number of their group
+        dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
             self._group = GlooGroup.init(store, *ranks, entry)

@@ -110,16 +110,15 @@ class Worker:
             with loading() if self._remote else contextlib.nullcontext():
                 self._runner = _unpickled(runner)
                 self._backend = _unpickled(backend)
-                if self._remote:
-                    self.import_ahead(self._runner.imports)
 
         return self._attempt(create)
 
     def import_ahead(self, modules: Sequence[str]) -> None:
-        """Import what the runner will need, before there is one."""
-        with loading():
-            for module in modules:
-                importlib.import_module(module)
+        """Import what the runner will need; a spare does so before there is one."""
+        if missing := [module for module in modules if module not in sys.modules]:
+            with loading():
+                for module in missing:
+                    importlib.import_module(module)
 
     def keep_in_process(self) -> None:
         """Say that driver and worker share a process: nothing is pickled."""
@@ -128,7 +127,13 @@ class Worker:
     def prepare(self, context: WorkerContext) -> Outcome:
         """Adjust the process before the process group is made."""
         self._rank = context.world_rank
-        return self._attempt(lambda: self._hosted.prepare(context))
+
+        def prepare() -> None:
+            self._hosted.prepare(context)
+            if self._remote:
+                self.import_ahead(self._hosted.imports)
+
+        return self._attempt(prepare)
 
     def enter(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False

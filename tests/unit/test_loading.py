@@ -9,31 +9,51 @@ from raysgd.loading import loading
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    was_enabled = gc.isenabled()
+    threshold = gc.get_threshold()
     yield
     gc.unfreeze()
-    gc.enable() if was_enabled else gc.disable()
+    gc.enable()
+    gc.set_threshold(*threshold)
+
+
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def many_lists():
+    return [[] for _ in range(100 * gc.get_threshold()[0] or 100_000)]
 
 
 def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
-    assert gc.isenabled()
+    before = collections()
+    assert many_lists()
+    assert collections() > before
     with loading():
-        assert not gc.isenabled()
-        loaded = [{} for _ in range(1000)]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= len(loaded)
+        before = collections()
+        loaded = many_lists()
+        assert collections() == before
     looked_through = {id(thing) for thing in gc.get_objects()}
     assert not looked_through & {id(thing) for thing in loaded}
+    assert many_lists()
+    assert collections() > before
 
 
 def test_it_goes_on_where_loading_fails():
+    threshold = gc.get_threshold()
     with pytest.raises(ImportError), loading():
         raise ImportError
-    assert gc.isenabled()
+    assert gc.get_threshold() == threshold
 
 
-def test_it_stays_off_where_the_user_has_turned_it_off():
+def test_what_the_user_has_set_before_or_in_a_module_stays():
     gc.disable()
     with loading():
         pass
     assert not gc.isenabled()
+    gc.enable()
+    with loading():
+        gc.disable()
+    assert not gc.isenabled()
+    with loading():
+        gc.set_threshold(50_000)
+    assert gc.get_threshold()[0] == 50_000
