@@ -254,7 +254,10 @@ class Worker:
         if not self._remote:
             return Outcome(kind, error, progress)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
-        return Outcome(kind, _packed_error(error), progress, where)
+        # an error that only followed from another is told of and never caught by its type: as
+        # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
+        packed = _packed_error(error) if kind == "user" else pack(_as_text(error))
+        return Outcome(kind, packed, progress, where)
 
     def _safe_progress(self) -> Progress:
         """Return the progress, also where a half-built runner has none."""
@@ -298,7 +301,11 @@ def _packed_error(error: BaseException) -> Packed:
             return packed
     except Exception:
         pass
-    return pack(RemoteError(f"{type(error).__qualname__}: {error}"))
+    return pack(_as_text(error))
+
+
+def _as_text(error: BaseException) -> RemoteError:
+    return RemoteError(f"{type(error).__qualname__}: {error}")
 
 
 def _host() -> str:

@@ -222,6 +222,16 @@ def test_failures_of_communication_are_told_from_others(worker):
     assert call(worker, while_handling).kind == "communication"
 
 
+def test_an_error_that_only_followed_is_told_of_without_the_modules_of_its_type(worker):
+    """The driver would import TensorFlow to read one of its errors, which takes seconds."""
+    outcome = call(worker, fail_with(ConnectionError("no answer")))
+    assert outcome.kind == "communication"
+    told = outcome.exception()
+    assert type(told) is RemoteError
+    assert str(told) == "ConnectionError: no answer"
+    assert "raise error" in str(told.__cause__)
+
+
 def test_a_ring_of_causes_does_not_hang(worker):
     first, second = PlainError("a"), PlainError("b")
     first.__cause__, second.__cause__ = second, first
