@@ -9,7 +9,7 @@
     ├── InsufficientResourcesError   (RuntimeError)  the cluster has no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
-    └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
+    └── RemoteError                  (RuntimeError)  an exception that does not travel as itself
 
 An exception that user code raises on a worker is none of these: it reaches the caller as
 itself, with a :class:`RemoteTraceback` as its ``__cause__`` that says where it was raised.
@@ -135,7 +135,11 @@ class CallbackError(RaySGDError, RuntimeError):
 
 
 class RemoteError(RaySGDError, RuntimeError):
-    """Stands in for an exception of user code that cannot be pickled; names its type and text."""
+    """Stands in for an exception of a worker; names its type and text.
+
+    For one that cannot be pickled, for a SystemExit, and, as the cause of a CollectiveError, for
+    one that only followed from another failure.
+    """
 
 
 class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself

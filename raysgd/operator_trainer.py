@@ -76,8 +76,9 @@ class OperatorTrainer:
                 call stopped and starting over as the loader ends.
             profile: add ``profile``, the mean seconds of the stages of a step.
             reduce_results: whether to merge the workers' metrics into one dict.
-            max_retries: how many workers may be lost in this call. The survivors go on with
-                what is left, as long as there are ``min_workers``.
+            max_retries: how often workers may be lost in this call; those that are lost together
+                count once. The survivors go on with what is left, as long as there are
+                ``min_workers``.
             info: handed to ``train_epoch`` and, in ``batch_info["info"]``, to ``train_batch``.
             dataset: trains on it instead of the registered train loader.
 
@@ -88,7 +89,7 @@ class OperatorTrainer:
 
         Raises:
             ValueError: if `num_steps` is below 1 or `max_retries` below 0.
-            WorkerLostError: if more workers are lost than `max_retries`, or too few are left.
+            WorkerLostError: if workers are lost more often than `max_retries`, or too few are left.
             BaseException: what user code raised. The steps that were done stay done, and the
                 trainer can be used on.
         """
@@ -167,7 +168,8 @@ class OperatorTrainer:
             validate_every: validate after each epoch whose number it divides, and after the
                 last one; None for never. Without a validation loader there is no validation.
             callbacks: called in this `fit` alone, after those that the trainer was made with.
-            max_retries: how many workers may be lost in one epoch, and in one validation.
+            max_retries: how often workers may be lost in one epoch. (A validation allows three
+                losses, as `validate` does.)
             info: handed to the operator, as in `train`.
 
         Returns:

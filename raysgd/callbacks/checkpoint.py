@@ -30,7 +30,8 @@ class CheckpointCallback(Callback):
         folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
             the trainer's ``logdir``.
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
-        keep: how many checkpoints to keep, besides the newest; None for all.
+        keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
+            besides.
         monitor: name of the metric by which the best are kept; without one the newest are.
         mode: "min" if smaller values of the metric are better, or "max".
         blocking: False: copy the state, and write it while training goes on.

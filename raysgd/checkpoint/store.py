@@ -45,7 +45,8 @@ class CheckpointStore:
     Args:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
             checkpoint.
-        keep: how many checkpoints to keep, besides the newest; None for all.
+        keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
+            besides.
         monitor: name of the metric by which the best are kept; without one the newest are.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job; a folder with checkpoints of another one is refused.

@@ -35,7 +35,7 @@ class Event:
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]
-    """World ranks concerned, as they were in that generation."""
+    """World ranks concerned, as they were in that generation; -1: a newcomer that never joined."""
     nodes: tuple[str, ...] = ()
     """Ray's ids of the nodes of those ranks."""
     step: int = 0

@@ -66,6 +66,10 @@ class Recruiting:
     def lost(self, slot: Any) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join."""
         self._lost_slots.append(slot)
+        self.try_again()
+
+    def try_again(self) -> None:
+        """Forget the newcomers that failed: the reason may be another one, or mended."""
         self._failures, self._retry_at = 0, 0.0
 
     def has_room(self) -> bool:
@@ -164,7 +168,7 @@ class Recruiting:
             self._recruits.remove(recruit)
             if recruit.slot in self._lost_slots:
                 self._lost_slots.remove(recruit.slot)
-        self._failures, self._retry_at = 0, 0.0
+        self.try_again()
         self.resized()
 
     def stop(self) -> None:

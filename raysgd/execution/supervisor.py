@@ -641,6 +641,7 @@ class Supervisor:
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
         if not config.grow or self._group.options.inline:
             raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
+        self._recruiting.try_again()
         limit = time.monotonic() + self._timeout_s
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())

@@ -20,6 +20,7 @@ from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
+from raysgd.execution.forks import end_forks_with_this_process
 from raysgd.execution.pickling import Packed, dumps, pack
 from raysgd.loading import loading
 
@@ -101,6 +102,9 @@ class Worker:
         They come pickled one by one, since unpickling the runner imports what the hook may want to
         configure; in the driver's process they come as they are.
         """
+
+        if self._remote:
+            end_forks_with_this_process()
 
         def create() -> None:
             sys.path.extend(path for path in import_path if path not in sys.path)

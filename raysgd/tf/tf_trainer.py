@@ -76,7 +76,8 @@ class TFTrainer(OperatorTrainer):
         min_workers: the fewest to start with, and to go on with after losses.
         resources_per_worker: further Ray resources of each worker.
         backend: "tensorflow", the strategy, or "horovod".
-        timeout_s: bound, in seconds, of each collective and of the workers' setup.
+        timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
+            setup.
         use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or
             "mixed_float16", "mixed_bfloat16". With float16 the loss is scaled.
         use_tqdm: whether to show a progress bar.

@@ -80,8 +80,8 @@ class TorchTrainer(OperatorTrainer):
         backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl with GPUs, else
             gloo. With Horovod models are not wrapped; its DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
-        timeout_s: bound, in seconds, of each collective and of the workers' setup;
-            ``NCCL_TIMEOUT_S`` in the environment overrides it for nccl.
+        timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
+            setup; ``NCCL_TIMEOUT_S`` in the driver's environment overrides it for nccl.
         use_fp16: True: mixed precision by ``torch.amp``; "apex": by NVIDIA Apex, which every worker
             needs to have.
         amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``; None: float16 on GPUs,

@@ -108,8 +108,10 @@ def test_chaos_with_none_to_spare_lets_all_be_lost(ray_cluster):
 
 def test_chaos_spares_the_last_worker(ray_cluster):
     faults = [Fault(rank=rank, after_s=0.0) for rank in (0, 1)]
-    with ledger_trainer(2, num_samples=600, elastic=ElasticConfig(grow=False)) as trainer:
+    elastic = ElasticConfig(grow=False)
+    with ledger_trainer(2, num_samples=600, elastic=elastic, until_size=1) as trainer:
         with Chaos(trainer, faults) as injected:
+            wait_until(lambda: injected.injected)
             metrics = trainer.train()
         assert len(injected.injected) == 1
         assert "restarted" not in kinds(trainer)

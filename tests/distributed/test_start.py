@@ -141,7 +141,7 @@ def test_room_that_comes_ends_the_wait(two_cpus_taken, caplog):
 
 
 def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster):
-    for _ in range(3):
+    for _ in range(2):
         with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
             assert trainer.num_workers == 4
 

@@ -674,6 +674,17 @@ def test_without_newcomers_in_the_end_the_call_fails_and_the_state_can_be_read(w
     assert len(supervisor.call("work", any_size=True)) == 2
 
 
+def test_a_later_call_tries_newcomers_again_that_were_given_up(world):
+    """The user may have mended what `setup` complained of."""
+    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=2)
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(supervisor, 100, max_losses=1)
+    every_new(world, setup_error=None)
+    assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 3
+
+
 def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
     supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=1)
     world.room = 2
