@@ -92,7 +92,8 @@ def main():
         newest.write_bytes(damaged)
         path, state, passed_over = store.restore()
         print(f"one bit of {newest.name} was flipped: passed over, and {Path(path).name} taken")
-        assert [Path(name).name for name, _ in passed_over] == [newest.name]
+        if [Path(name).name for name, _ in passed_over] != [newest.name]:
+            raise SystemExit("another checkpoint was passed over than the damaged one")
 
         with TorchTrainer(
             training_operator_cls=Ledger, num_workers=args.num_workers_after, use_gpu=args.use_gpu

@@ -138,7 +138,7 @@ def main():
     # a batch that any number of the workers can share, so that the epoch has no uneven end
     batch_size = 8 * math.lcm(*range(1, args.num_workers + 1))
     num_samples = num_steps * batch_size
-    if "RAY_ADDRESS" not in os.environ:
+    if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
         # workers that mostly sleep need no core each
         ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
     kills = schedule(args.seed, num_kills, args.num_workers, num_steps=num_epochs * num_steps)
@@ -173,6 +173,7 @@ def main():
         f"replicas: the {len(prints)} workers hold {'' if same else 'DIFFERENT models, not '}"
         f"bit-identical models ({prints[0][:12]})"
     )
+    print(f"done in {time.time() - started:.1f} s")
     if not (once and same):
         raise SystemExit(1)
 

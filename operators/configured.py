@@ -61,7 +61,8 @@ class ConfiguredOperator(TrainingOperator):
     ``batch_size``                   32          samples that each worker takes at a step;
                                                  ``config[BATCH_SIZE]`` sets those of all workers
     ``num_loader_workers``           0           processes that load data, for each worker
-    ``seed``                         None        of torch's random numbers from `setup` on
+    ``seed``                         None        of torch's random numbers from `setup` on; what
+                                                 training draws differs from worker to worker
     ===============================  ==========  ================================================
 
     Data sets and tensors get a DataLoader, which shuffles those to train on; iterables
@@ -112,6 +113,10 @@ class ConfiguredOperator(TrainingOperator):
             train_loader=self.make_loader(self.build_train_data(config), shuffle=True),
             validation_loader=self.make_loader(self.build_validation_data(config), shuffle=False),
         )
+        if self.options["seed"] is not None and self.world_rank > 0:
+            # alike until here, for models and data; from now on no two workers may drop the same
+            # activations or draw the same noise
+            torch.manual_seed((self.options["seed"] + self.world_rank * 65_537) % 2**63)
 
     # ---- what users override
 

@@ -194,9 +194,11 @@ class GAN(ConfiguredOperator):
         model = unwrap(self.generator)
         was_training = model.training
         model.eval()
-        with torch.no_grad(), self.autocast():
-            made: torch.Tensor = model(self.noise(num_samples, generator))
-        model.train(was_training)
+        try:
+            with torch.no_grad(), self.autocast():
+                made: torch.Tensor = model(self.noise(num_samples, generator))
+        finally:
+            model.train(was_training)
         return in_full_precision(made).cpu()
 
     def _built(self, name: str, config: dict[str, Any]) -> torch.nn.Module:

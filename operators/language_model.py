@@ -162,18 +162,20 @@ class LanguageModel(SupervisedOperator):
         model, text = unwrap(self.model), list(tokens)
         was_training = model.training
         model.eval()
-        with torch.no_grad():
-            for _ in range(num_tokens):
-                seen = torch.tensor([text[-self.options["sequence_length"] :]]).to(self.device)
-                with self.autocast():
-                    output = model(seen)
-                scores = in_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
-                if temperature == 0:
-                    text.append(int(scores.argmax()))
-                    continue
-                chances = torch.softmax(scores / temperature, dim=0)
-                text.append(int(torch.multinomial(chances, 1, generator=generator)))
-        model.train(was_training)
+        try:
+            with torch.no_grad():
+                for _ in range(num_tokens):
+                    seen = torch.tensor([text[-self.options["sequence_length"] :]]).to(self.device)
+                    with self.autocast():
+                        output = model(seen)
+                    scores = in_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
+                    if temperature == 0:
+                        text.append(int(scores.argmax()))
+                        continue
+                    chances = torch.softmax(scores / temperature, dim=0)
+                    text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        finally:
+            model.train(was_training)
         return text[len(tokens) :]
 
 

@@ -12,6 +12,10 @@ RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
 """Actors that Ray Data keeps as long as the cluster lives; they take no CPU."""
 
 
+SOON_S = 2.0
+"""Within how many seconds a failure has to reach the caller, or a death the driver."""
+
+
 def wait_until(condition, timeout_s=20.0):
     """Wait for a condition, which is what tests wait for, never for a time."""
     deadline = time.monotonic() + timeout_s

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -67,6 +68,7 @@ def calls_rows(result):
 def scale_rows(result):
     for workers, row in result["workers"].items():
         yield f"a call that does nothing, {workers} workers, ms", ms(row["call"])
+        yield f"the same of as many empty Ray actors, {workers} workers, ms", ms(row["ray"])
     for workers, row in result["workers"].items():
         if "join" in row:
             sizes = f"{result['floats']['small']:,} / {result['floats']['large']:,} floats"
@@ -86,7 +88,7 @@ def recovery_rows(result):
 
 def saving_rows(result):
     added = sorted(100 * (pair["ratio"] - 1) for pair in result["pairs"])
-    middle = added[len(added) // 2]
+    middle = statistics.median(added)
     yield (
         "a save that does not block, time added to training, %",
         f"{middle:.1f} ({added[0]:.1f} to {added[-1]:.1f})",

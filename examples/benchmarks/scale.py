@@ -8,7 +8,8 @@ CPUs, which they share. For each number of workers, in a group of its own:
 
 - *start*: from the constructor to the first finished step. On few CPUs most of it is the import of
   torch, once a worker.
-- *call*: ``train(num_steps=1)``, beside one call of a Ray actor that does nothing.
+- *call*: ``train(num_steps=1)``, beside one call each of as many Ray actors that do nothing: what
+  Ray and the processors ask of any call.
 - *resume*: after a SIGKILL, from when the driver begins to make a new generation of the survivors
   until all are in it with the state of the furthest. Twice, with a small and a large model.
 - *join*: the same for a generation with a newcomer, to which the state is sent.
@@ -50,15 +51,15 @@ class Actor:
 
 
 def time_calls(trainer, runs):
-    """Return the seconds of a call of the trainer, and of a Ray call, in turn."""
-    actor = Actor.remote()
-    ray.get(actor.answer.remote())
+    """Return the seconds of a call of the trainer, and of as many Ray calls, in turn."""
+    actors = [Actor.remote() for _ in range(trainer.num_workers)]
+    ray.get([actor.answer.remote() for actor in actors])
     calls, plain = [], []
     for _ in range(WARM_UP + runs):
         began = time.perf_counter()
         trainer.train(num_steps=1)
         middle = time.perf_counter()
-        ray.get(actor.answer.remote())
+        ray.get([actor.answer.remote() for actor in actors])
         calls.append(middle - began)
         plain.append(time.perf_counter() - middle)
     return {"call": spread(calls[WARM_UP:]), "ray": spread(plain[WARM_UP:])}
@@ -115,7 +116,7 @@ def main():
     calls, losses = (5, 1) if args.smoke_test else (args.calls, args.losses)
     ray.init("local", num_cpus=max(2, os.cpu_count()), include_dashboard=False, log_to_driver=False)
     result = {"machine": machine(), "floats": {"small": SMALL, "large": large}, "workers": {}}
-    print(f"\n{'workers':>8}{'start':>9}{'call':>10}{'Ray call':>10}", end="")
+    print(f"\n{'workers':>8}{'start':>9}{'call':>10}{'Ray alone':>10}", end="")
     print(f"{'resume':>10}{'large':>9}{'join':>10}{'large':>9}")
     for number in groups:
         small = time_group(number, SMALL, calls, losses)

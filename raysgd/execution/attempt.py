@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from raysgd.errors import CollectiveError
 from raysgd.execution.members import Member, is_loss
@@ -32,10 +31,6 @@ class Attempt:
 
     def __init__(self, futures: Mapping[Member, Future[Outcome]]) -> None:
         self._pending = {future: member for member, future in futures.items()}
-        # `concurrent.futures.wait` would take up with each of them anew for each one that returns
-        self._news = threading.Event()
-        for future in self._pending:
-            future.add_done_callback(lambda _: self._news.set())
         self.outcomes: dict[Member, Outcome] = {}
         self.lost: dict[Member, BaseException] = {}
         self.first_error: tuple[Member, Outcome] | None = None
@@ -70,10 +65,7 @@ class Attempt:
         Returns:
             Whether one has.
         """
-        self._news.clear()  # first, so that what returns during the look is seen by the next
-        done = [future for future in self._pending if future.done()]
-        if self._pending and not done and self._news.wait(max(0.0, timeout_s)):
-            done = [future for future in self._pending if future.done()]
+        done, _ = wait(self._pending, timeout=max(0.0, timeout_s), return_when=FIRST_COMPLETED)
         for future in done:
             member = self._pending.pop(future)
             error = future.exception()

@@ -20,7 +20,7 @@ def end_forks_with_this_process() -> None:
     """Let every process that is forked from this one end within milliseconds of its death.
 
     Processes that run another program (``subprocess``) are not concerned, since that closes what
-    they inherited. Where the system cannot tell of a death (it takes Linux 5.3), nothing is changed.
+    they inherited. Where the system cannot tell of a death (that takes Linux 5.3) nothing changes.
     """
     if hasattr(os, "pidfd_open"):
         os.register_at_fork(after_in_child=partial(_end_with, os.getpid()))

@@ -103,10 +103,9 @@ class Worker:
         configure; in the driver's process they come as they are.
         """
 
-        if self._remote:
-            end_forks_with_this_process()
-
         def create() -> None:
+            if self._remote:
+                end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
             function: Callable[[], None] | None = _unpickled(hook)
             if function is not None:

@@ -1,10 +1,7 @@
-"""Faults that users inject, and the example that shows them."""
+"""Faults that users inject."""
 
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,8 +13,6 @@ from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import wait_until
 from tests.distributed.test_elastic import check_ledger, kinds, ledger_trainer
 from tests.operators import Classifier
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 
 
 def ended(pid):
@@ -135,19 +130,3 @@ def test_what_goes_wrong_while_injecting_reaches_the_caller(ray_cluster):
         Chaos(trainer, [Fault(rank=0, after_s=0.0)]) as injected,
     ):
         injected._thread.join()
-
-
-def test_the_example_ends_with_every_sample_trained_on_once():
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--smoke-test"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "lost" in done.stdout
-    assert "exactly once an epoch" in done.stdout
-    assert "bit-identical" in done.stdout

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.execution import recruiting
 from raysgd.utils import BATCH_SIZE
-from tests.conftest import wait_until
+from tests.conftest import SOON_S, wait_until
 from tests.distributed.test_exactness import Ledger, ledger_of
 from tests.distributed.test_failures import Faulty, order, reached
 from tests.operators import Classifier, replica_hash

@@ -173,16 +173,3 @@ def test_an_epoch_trains_each_sample_once(ray_cluster, num_workers, loader_worke
         assert int((ledger == 1).sum()) == 205 - repeats
         assert repeats < num_workers
         assert metrics["epoch"] == 1
-
-
-def test_the_global_batch_is_shared(ray_cluster):
-    with pytest.warns(UserWarning, match=r"BATCH_SIZE\]=21 .* batch is 20 \(10 a worker\)"):
-        trainer = TorchTrainer(
-            training_operator_cls=Ledger,
-            config={"num_samples": 100, "loader_workers": 0, BATCH_SIZE: 21},
-            num_workers=2,
-        )
-    with trainer:
-        assert trainer.config[BATCH_SIZE] == 20
-        assert trainer.apply_all_operators(lambda op: op.config[BATCH_SIZE]) == [10, 10]
-        assert trainer.train(num_steps=1)["num_samples"] == 20

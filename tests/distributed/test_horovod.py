@@ -5,6 +5,7 @@ import torch
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.testing import chaos
+from tests.conftest import wait_until
 from tests.operators import Classifier, make_data, make_model, parameters, replica_hash
 
 pytest.importorskip("horovod")
@@ -84,8 +85,7 @@ def test_workers_stay_identical_also_after_losses_and_errors(ray_cluster, tmp_pa
             assert trainer.train()["epoch"] == 4
         assert trainer.global_step >= step + 16
         assert before[0] in pids(trainer)  # the survivor kept its process
-        while trainer.num_workers < 2:
-            trainer.train()
+        wait_until(lambda: trainer.num_workers == 2 or not trainer.train(), timeout_s=60)
         assert len(hashes(trainer)) == 1
         kinds = [event.kind for event in trainer.events]
         assert "lost" in kinds

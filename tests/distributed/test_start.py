@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -132,18 +131,26 @@ def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_ta
     assert caught.value.requested == {"CPU": 1}
 
 
-def test_room_that_comes_ends_the_wait(two_cpus_taken, caplog):
-    timer = threading.Timer(1.5, remove_placement_group, [two_cpus_taken])
-    timer.start()
-    with TorchTrainer(training_operator_cls=Classifier, num_workers=4, min_workers=4) as trainer:
-        assert trainer.num_workers == 4
-    timer.join()
+def test_room_that_comes_ends_the_wait(two_cpus_taken):
+    def give_back():
+        wait_until(waiting_requests)
+        remove_placement_group(two_cpus_taken)
+
+    asked = {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 2}
+    with ThreadPoolExecutor(1) as pool:
+        given_back = pool.submit(give_back)
+        with TorchTrainer(training_operator_cls=Classifier, **asked) as trainer:
+            assert given_back.done()  # so it waited
+            assert trainer.num_workers == 2
+        given_back.result()
 
 
 def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster):
     for _ in range(2):
-        with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
-            assert trainer.num_workers == 4
+        with TorchTrainer(
+            training_operator_cls=Classifier, num_workers=2, num_cpus_per_worker=2
+        ) as trainer:
+            assert trainer.num_workers == 2
 
 
 def test_threads_are_the_cpus_of_a_worker(ray_cluster):

@@ -52,10 +52,11 @@ def test_two_workers_learn_the_digits_and_stay_identical(keras, ray_cluster, tmp
         (held,) = hashes(trainer)
         trainer.train(num_steps=2)
         assert hashes(trainer) != {held}
-        with pytest.raises(CheckpointError, match="models"):
-            trainer.load_state_dict({**state, "models": []})
         orders = trainer.apply_all_operators(labels_in_order)
         assert orders[0] == orders[1]  # though the data set shuffles without a seed
+        # last, since all workers start anew after an exception
+        with pytest.raises(CheckpointError, match="models"):
+            trainer.load_state_dict({**state, "models": []})
 
 
 def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluster):
@@ -64,7 +65,9 @@ def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluste
     for num_workers, batch_size in ((2, 16), (1, 32)):
         for data in ("arrays", "tf"):
             config = {**settings, "batch_size": batch_size, "data": data}
-            with make_trainer(config, num_workers=num_workers) as trainer:
+            with make_trainer(
+                config, num_workers=num_workers, use_local=num_workers == 1
+            ) as trainer:
                 before = trainer.apply_all_operators(weights)[0]
                 trainer.train(num_steps=20)
                 results[num_workers, data] = trainer.apply_all_operators(weights)[0]
@@ -93,7 +96,7 @@ def test_a_lost_worker_costs_no_finished_step(ray_cluster):
         chaos.kill(trainer, 0)
         chaos.kill(trainer, 1)
         assert trainer.train()["epoch"] == 3
-        assert trainer.global_step == 23 + 2 * 23 - 0
+        assert trainer.global_step == 3 * 23
 
         # a user's error: the last committed step is kept, and no retry is spent
         trainer.apply_all_operators(fail_at_the_60th)
@@ -143,7 +146,7 @@ def test_horovod_takes_the_place_of_the_strategy(ray_cluster):
         assert trainer.train()["epoch"] == 1
         assert trainer.global_step == 45
         assert len(hashes(trainer)) == 1
-    with make_trainer({**config, "batch_size": 32}, num_workers=1) as trainer:
+    with make_trainer({**config, "batch_size": 32}, num_workers=1, use_local=True) as trainer:
         trainer.train(num_steps=20)
         found.append(trainer.apply_all_operators(weights)[0])
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)

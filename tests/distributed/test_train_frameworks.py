@@ -10,10 +10,8 @@ import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import RunConfig, ScalingConfig, Trainer
-from tests.conftest import wait_until
+from tests.conftest import SOON_S, wait_until
 
-SOON_S = 2.0
-"""How soon an error has to be there."""
 QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
 
 

@@ -64,8 +64,8 @@ def lose_a_worker(trainer, info):
     metrics = trainer.train()
     chaos.kill(trainer, 1)
     trainer.train()
-    while trainer.num_workers < 2:  # the newcomer joins at the start of a call
-        trainer.validate()
+    # the newcomer joins at the start of a call
+    wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(), timeout_s=60)
     return {
         **metrics,
         "bundles": [list(group["bundles"].values()) for group in groups],

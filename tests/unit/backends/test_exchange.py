@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raysgd.backends.exchange import Exchange, exchanged
+from tests.conftest import wait_until
 
 
 @pytest.fixture
@@ -34,8 +35,7 @@ def test_who_waits_is_told_that_the_exchange_is_closed(exchange):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not exchange._held:
-        pass
+    wait_until(lambda: exchange._held)
     exchange.close()
     thread.join(20)
     assert isinstance(errors[0], ConnectionError)

@@ -61,8 +61,7 @@ def test_a_worker_that_is_lost_just_then_ends_no_run(make_trainer, monkeypatch, 
     assert "No learning rates of epoch 1" in caplog.text
 
 
-@pytest.mark.parametrize("hook", ["on_validation_end", "on_event"])
-def test_only_training_has_rates(make_trainer, hook):
+def test_only_training_has_rates(make_trainer):
     assert "lr" not in make_trainer(callbacks=[LearningRateLogger()]).validate()
 
 

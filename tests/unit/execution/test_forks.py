@@ -66,8 +66,8 @@ def test_without_it_the_connection_stays_open(listening):
 def test_what_has_already_lost_its_parent_ends_at_once():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    script = "import os, sys; from raysgd.execution import forks; forks._end_with(int(sys.argv[1]))"
-    assert subprocess.run([sys.executable, "-c", script, str(gone.pid)], check=False).returncode == 1
+    script = f"from raysgd.execution import forks; forks._end_with({gone.pid})"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 1
 
 
 def test_where_the_system_tells_of_no_death_nothing_changes(monkeypatch):

@@ -114,7 +114,7 @@ class TwoArgumentsError(Exception):
 # ---- values
 
 
-@pytest.mark.parametrize("value", [7, None, b"bytes", {"a": [1]}, lambda: 3], ids=str)
+@pytest.mark.parametrize("value", [7, None, b"bytes", {"a": [1]}, len])
 def test_a_value_comes_back(worker, value):
     outcome = call(worker, lambda: value)
     assert isinstance(outcome.payload, Packed)

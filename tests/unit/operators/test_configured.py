@@ -128,6 +128,18 @@ def test_a_seed_makes_models_alike():
     assert weights[0] == weights[1]
 
 
+def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
+    """Dropout and noise that were alike on all workers would be that of one."""
+    models, draws = [], []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(ConfiguredOperator, "world_rank", rank)
+        operator = build(model=lambda config: torch.nn.Linear(2, 1), seed=3)
+        models.append(operator.model.weight.tolist())
+        draws.append(torch.rand(1).item())
+    assert models[0] == models[1] == models[2]
+    assert draws[0] == draws[2] != draws[1]
+
+
 def test_accumulation_and_clipping_come_from_the_config():
     updates = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._parts.updates
     assert (updates.accumulation_steps, updates.max_grad_norm) == (3, 0.5)

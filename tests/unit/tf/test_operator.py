@@ -27,7 +27,6 @@ def test_it_learns(build, keras, data):
     assert losses[1] < losses[0]
     found = operator.validate(batches(operator, "validation"))
     assert found["num_samples"] == 357
-    assert found["val_accuracy"] == pytest.approx(found["val_accuracy"])
     assert found["val_accuracy"] > 0.7
 
 

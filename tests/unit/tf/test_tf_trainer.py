@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd import TFTrainer
-from raysgd.tf import TrainingOperator, tf_trainer
+from raysgd.tf import TrainingOperator
 from tests.tf_operators import Digits, digits, keras_of, make_model
 
 pytest.importorskip("tensorflow")
@@ -37,11 +37,12 @@ def test_saved_and_loaded_it_is_where_it_was(trainer, tmp_path):
 
 
 def test_the_model_can_be_had(trainer):
+    trainer.train(num_steps=40)
     model = trainer.get_model()
     (_, _), (images, labels) = digits()
     share = (model.predict(images, verbose=0).argmax(axis=1) == labels).mean()
-    trainer.validate(num_steps=12)
-    assert share > 0.8
+    assert trainer.validate()["val_accuracy"] == pytest.approx(share, abs=1e-6)
+    assert share > 0.3  # of ten classes
 
 
 def test_schedulers_of_pytorch_are_refused(trainer):
@@ -96,12 +97,3 @@ def test_functions_work_too(tmp_path):
 def test_arguments_that_cannot_be_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         TFTrainer(**{"training_operator_cls": Digits, **arguments})
-
-
-def test_without_tensorflow_the_error_names_the_extra(monkeypatch):
-    def missing(asked_by):
-        raise ImportError(f'{asked_by}: pip install "raysgd[tensorflow]"')
-
-    monkeypatch.setattr(tf_trainer, "check_tensorflow", missing)
-    with pytest.raises(ImportError, match="TFTrainer"):
-        TFTrainer(training_operator_cls=Digits)

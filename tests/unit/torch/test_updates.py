@@ -561,8 +561,13 @@ def test_what_would_train_wrongly_is_refused(function, config, precision, messag
 @pytest.mark.parametrize("function", [by_hand, half_by_hand, zeroing, twice, without_step])
 @pytest.mark.parametrize("precision", [{}, {"use_fp16": True}])
 def test_without_scaler_accumulation_and_clipping_any_mixture_works(function, precision):
-    with local(with_train_batch(function), {"num_samples": 16, "batch_size": 4}) as trainer:
+    config = {"num_samples": 16, "batch_size": 4}
+    with local(with_train_batch(function), config, **precision) as trainer:
+        before = parameters(trainer.get_local_operator()).clone()
         trainer.train()
+        assert trainer.global_step == 4
+        changed = not torch.equal(parameters(trainer.get_local_operator()), before)
+        assert changed == (function is not without_step)
 
 
 def test_a_loop_by_hand_is_left_alone_also_with_a_scaler():
