@@ -266,6 +266,8 @@ PUBLIC = [
     "raysgd.train",
     "raysgd.train.backend",
     "raysgd.train.callbacks",
+    "raysgd.train.horovod",
+    "raysgd.train.tensorflow",
     "raysgd.train.torch",
     "raysgd.tune",
     "raysgd.utils",

@@ -114,7 +114,9 @@ class TwoArgumentsError(Exception):
 # ---- values
 
 
-@pytest.mark.parametrize("value", [7, None, b"bytes", {"a": [1]}, len])
+@pytest.mark.parametrize(
+    "value", [7, None, b"bytes", {"a": [1]}, pytest.param(lambda: 3, id="function")]
+)
 def test_a_value_comes_back(worker, value):
     outcome = call(worker, lambda: value)
     assert isinstance(outcome.payload, Packed)
