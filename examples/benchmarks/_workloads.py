@@ -1,6 +1,8 @@
 """What all sides of a benchmark train: two models, their data, and how figures are summed up."""
 
+import importlib.metadata
 import os
+import platform
 import statistics
 
 import torch
@@ -105,4 +107,11 @@ def in_turn(runs, sides, warm_up=1):
 
 def machine():
     """Say where the figures come from."""
-    return {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
+    return {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": importlib.metadata.version("ray"),
+        "raysgd": importlib.metadata.version("raysgd"),
+    }

@@ -23,8 +23,6 @@ import argparse
 import json
 import math
 import os
-import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -32,10 +30,10 @@ from pathlib import Path
 
 import ray
 import torch
+from _workloads import machine, spread
 from ray.util.placement_group import placement_group, remove_placement_group
 from torch.utils.data import DataLoader, Dataset
 
-import raysgd
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
@@ -240,14 +238,7 @@ def time_growths(num_workers, runs, step_s):
 
 
 def summary(figures):
-    return {
-        name: {
-            "median": statistics.median(run[name] for run in figures),
-            "min": min(run[name] for run in figures),
-            "max": max(run[name] for run in figures),
-        }
-        for name in figures[0]
-    }
+    return {name: spread([run[name] for run in figures]) for name in figures[0]}
 
 
 def shown(figure):
@@ -269,16 +260,7 @@ def main():
     # more CPUs than there are, perhaps: the workers mostly sleep
     ray.init("local", num_cpus=max(4, os.cpu_count()), include_dashboard=False, log_to_driver=False)
     result = {
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load_before": os.getloadavg(),
-            "python": sys.version.split()[0],
-        },
-        "versions": {
-            "torch": torch.__version__,
-            "ray": ray.__version__,
-            "raysgd": raysgd.__version__,
-        },
+        "machine": machine(),
         "runs": runs,
         "loss": {},
         "growth": {},
@@ -304,7 +286,6 @@ def main():
             f"{size - 1} to {size}           {shown(row['full_size_s']):>24}"
             f"{shown(row['growth_pause_s']):>24}{row['redone']['max']:9}"
         )
-    result["machine"]["load_after"] = os.getloadavg()
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))

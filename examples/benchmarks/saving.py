@@ -13,16 +13,15 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import ray
 import torch
+from _workloads import machine
 from torch.utils.data import DataLoader, TensorDataset
 
-import raysgd
 from raysgd import TorchTrainer, TrainingOperator
 
 WIDTH = 2048
@@ -102,9 +101,7 @@ def main():
         f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
     )
     if args.json:
-        versions = {"torch": torch.__version__, "ray": ray.__version__}
-        versions |= {"raysgd": raysgd.__version__, "python": sys.version.split()[0]}
-        result = {"cpus": os.cpu_count(), "versions": versions, "bytes": size, "pairs": rows}
+        result = {"machine": machine(), "bytes": size, "pairs": rows}
         args.json.write_text(json.dumps(result, indent=2))
 
 

@@ -17,6 +17,7 @@ CPUs, which they share. For each number of workers, in a group of its own:
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.utils.data import TensorDataset
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.testing import chaos
 
-WARM_UP = 3
+WARM_UP, IN_TURN = 3, 10
 SMALL, LARGE = 1_000, 25_000_000  # floats
 GIVE_UP_S = 300.0
 
@@ -54,15 +55,22 @@ def time_calls(trainer, runs):
     """Return the seconds of a call of the trainer, and of as many Ray calls, in turn."""
     actors = [Actor.remote() for _ in range(trainer.num_workers)]
     ray.get([actor.answer.remote() for actor in actors])
-    calls, plain = [], []
-    for _ in range(WARM_UP + runs):
-        began = time.perf_counter()
-        trainer.train(num_steps=1)
-        middle = time.perf_counter()
-        ray.get([actor.answer.remote() for actor in actors])
-        calls.append(middle - began)
-        plain.append(time.perf_counter() - middle)
-    return {"call": spread(calls[WARM_UP:]), "ray": spread(plain[WARM_UP:])}
+    sides = {
+        "call": lambda: trainer.train(num_steps=1),
+        "ray": lambda: ray.get([actor.answer.remote() for actor in actors]),
+    }
+    seconds = {side: [] for side in sides}
+    # several at a time: after each other's call, both would find all processors' caches cold
+    for _ in range(math.ceil(runs / IN_TURN)):
+        for side, call in sides.items():
+            for number in range(WARM_UP + IN_TURN):
+                began = time.perf_counter()
+                call()
+                if number >= WARM_UP:
+                    seconds[side].append(time.perf_counter() - began)
+    for actor in actors:
+        ray.kill(actor)
+    return {side: spread(found) for side, found in seconds.items()}
 
 
 def time_losses(trainer, runs):

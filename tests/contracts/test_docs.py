@@ -78,6 +78,7 @@ def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
     if any(NEEDS_RAY.search(block.code) for block in snippets(path)):
         request.getfixturevalue("ray_cluster")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where runs of functions are kept
     # classes and functions of __main__ travel to the workers whole, as those of a script do
     namespace = {"__name__": "__main__"}
     if path not in (QUICKSTART, ROOT / "README.md"):

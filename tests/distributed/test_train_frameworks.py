@@ -40,7 +40,7 @@ def learn_with_tensorflow(config):
     policy = shard.options().experimental_distribute.auto_shard_policy
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.SGD(0.2)
         optimizer.build(model.trainable_variables)
     saved = train.load_checkpoint()
     if saved:
@@ -48,7 +48,8 @@ def learn_with_tensorflow(config):
 
     def replica_step(x, y):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            # of this worker's samples; the strategy sums the gradients of all
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2) / train.world_size()
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss

@@ -571,7 +571,7 @@ def test_wrong_registration_on_two_workers_leaves_none_behind(ray_cluster):
 
 
 class Moody(Classifier):
-    """Does in a batch what the caller's information says; has no validation loader at first."""
+    """Does in a batch what the caller's information says; has no validation loader."""
 
     own_state = {}  # noqa: RUF012  replaced as a whole, never changed
 
