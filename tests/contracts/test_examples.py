@@ -28,3 +28,19 @@ def test_an_example_runs(name, ray_cluster, monkeypatch, capsys, tmp_path):
 
 def test_the_list_of_what_they_say_is_of_examples_that_are_there():
     assert all((FOLDER / f"{name}.py").exists() for name in SAYS)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (FOLDER / "benchmarks").glob("[a-z]*.py"))
+)
+def test_a_benchmark_can_be_started(name, monkeypatch, capsys):
+    """What they show is not for tests; that they find what they import is."""
+    if name == "all":
+        pytest.importorskip("matplotlib")
+    path = FOLDER / "benchmarks" / f"{name}.py"
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert not ended.value.code
+    assert "--smoke-test" in capsys.readouterr().out
