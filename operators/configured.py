@@ -113,9 +113,11 @@ class ConfiguredOperator(TrainingOperator):
             train_loader=self.make_loader(self.build_train_data(config), shuffle=True),
             validation_loader=self.make_loader(self.build_validation_data(config), shuffle=False),
         )
+
+    def _seed_worker(self) -> None:
+        # alike until here, for models and data; from now on no two workers may drop the same
+        # activations or draw the same noise
         if self.options["seed"] is not None and self.world_rank > 0:
-            # alike until here, for models and data; from now on no two workers may drop the same
-            # activations or draw the same noise
             torch.manual_seed((self.options["seed"] + self.world_rank * 65_537) % 2**63)
 
     # ---- what users override

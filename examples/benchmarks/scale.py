@@ -115,7 +115,7 @@ def time_group(num_workers, floats, calls, losses):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--calls", type=int, default=50, help="counted calls a group")
+    parser.add_argument("--calls", type=int, default=50, help="counted calls a group, in tens")
     parser.add_argument("--losses", type=int, default=3, help="losses a group")
     parser.add_argument("--smoke-test", action="store_true", help="two workers, a small model")
     parser.add_argument("--json", type=Path, help="write the result there")

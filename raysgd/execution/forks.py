@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 from functools import cache, partial
 
@@ -22,18 +23,24 @@ def end_forks_with_this_process() -> None:
     Processes that run another program (``subprocess``) are not concerned, since that closes what
     they inherited. Where the system cannot tell of a death (that takes Linux 5.3) nothing changes.
     """
-    if hasattr(os, "pidfd_open"):
-        os.register_at_fork(after_in_child=partial(_end_with, os.getpid()))
-
-
-def _end_with(pid: int) -> None:
+    if not hasattr(os, "pidfd_open"):
+        return
     try:
-        death = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(1)
+        # opened here, as no child might find this process by its number (another PID namespace)
+        death = os.pidfd_open(os.getpid())
     except OSError:
         return
-    threading.Thread(target=_await, args=(death,), name="raysgd-parent", daemon=True).start()
+    os.register_at_fork(after_in_child=partial(_end_with, death))
+
+
+def _end_with(death: int) -> None:
+    thread = threading.Thread(target=_await, args=(death,), name="raysgd-parent", daemon=True)
+    # what the child blocks it has blocked for all of its threads, but for this one if it could
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _await(death: int) -> None:

@@ -255,8 +255,11 @@ class Supervisor:
         self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
         self._begun, self._losses_before_call = False, 0
         self.measured_from = dict(measured_from or {})
+        min_workers = 1 if any_size else self.min_workers
+        if len(self.members) < min_workers:
+            self._recruiting.try_again()  # once a call: there their number has an end
         while True:
-            self._make_ready(max_losses, 1 if any_size else self.min_workers)
+            self._make_ready(max_losses, min_workers)
             if arguments_from is not None:
                 arguments = {**arguments, **arguments_from(self.progress)}
                 arguments_from = None
@@ -641,7 +644,6 @@ class Supervisor:
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
         if not config.grow or self._group.options.inline:
             raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
-        self._recruiting.try_again()
         limit = time.monotonic() + self._timeout_s
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())

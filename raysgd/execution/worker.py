@@ -259,7 +259,8 @@ class Worker:
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
         # an error that only followed from another is told of and never caught by its type: as
         # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
-        packed = _packed_error(error) if kind == "user" else pack(_as_text(error))
+        bare = _bare(error)
+        packed = _packed_error(bare) if kind == "user" else pack(_as_text(bare))
         return Outcome(kind, packed, progress, where)
 
     def _safe_progress(self) -> Progress:
@@ -293,13 +294,21 @@ def _packed(value: Any) -> Packed:
         raise TypeError(f"A worker cannot send {say()} back to the driver: {error}") from error
 
 
-def _packed_error(error: BaseException) -> Packed:
-    """Pack an exception; one that does not survive it is replaced by a RemoteError."""
-    # the frames stay here: what they hold may be large, and is often not picklable
+def _bare(error: BaseException) -> BaseException:
+    """Strip an exception of its frames, and of those of what led to it.
+
+    They hold batches, tensors and process groups: whoever keeps the exception, as a future of
+    torch's does, would keep them too.
+    """
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
+    return bare
+
+
+def _packed_error(error: BaseException) -> Packed:
+    """Pack an exception; one that does not survive it is replaced by a RemoteError."""
     try:
-        packed = pack(bare)
+        packed = pack(error)
         if isinstance(packed.value(), BaseException):
             return packed
     except Exception:
@@ -308,7 +317,11 @@ def _packed_error(error: BaseException) -> Packed:
 
 
 def _as_text(error: BaseException) -> RemoteError:
-    return RemoteError(f"{type(error).__qualname__}: {error}")
+    try:
+        text = str(error)
+    except Exception as unprintable:
+        text = f"(its text cannot be had: {type(unprintable).__qualname__})"
+    return RemoteError(f"{type(error).__qualname__}: {text}")
 
 
 def _host() -> str:

@@ -156,6 +156,7 @@ def build_operator(
         )
     # after setup, so that torch.manual_seed there decides the order of the epochs
     operator._parts.reseed(torch.initial_seed() % 2**62)
+    operator._seed_worker()
     return operator
 
 

@@ -268,6 +268,9 @@ class TrainingOperator(OperatorTools):
             serialize_data_creation,
         )
 
+    def _seed_worker(self) -> None:
+        """Seed what this worker draws from now on; called after `setup`. Leaves it as it is."""
+
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     """Return the share of positions where the largest entry along dimension 1 is the target."""

@@ -106,7 +106,7 @@ def test_a_lost_worker_is_replaced_and_no_step_is_lost(
         ):
             metrics = trainer.train()
         # the processes of a DataLoader would keep the death a secret for 5 s
-        assert trainer.events[1].time - killed_at[0] < SOON_S
+        assert trainer.events[1].time - killed_at[0] < 2 * SOON_S
         assert trainer.num_workers == num_workers
         assert set(pids[:-1]) < set(trainer.apply_all_workers(os.getpid))
         check_ledger(trainer, metrics)

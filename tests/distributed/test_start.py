@@ -131,7 +131,9 @@ def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_ta
     assert caught.value.requested == {"CPU": 1}
 
 
-def test_room_that_comes_ends_the_wait(two_cpus_taken):
+def test_room_that_comes_ends_the_wait(two_cpus_taken, monkeypatch):
+    monkeypatch.setattr(placement, "_SETTLE_S", 0.0)  # what comes so soon is not waited for
+
     def give_back():
         wait_until(waiting_requests)
         remove_placement_group(two_cpus_taken)

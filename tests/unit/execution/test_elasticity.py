@@ -682,6 +682,15 @@ def test_a_later_call_tries_newcomers_again_that_were_given_up(world):
     assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 3
 
 
+def test_newcomers_that_never_manage_to_join_end_the_call(world):
+    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=3)
+    every_new(world, join_error=ValueError("no way in"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(supervisor, 100, max_losses=1)
+    assert kinds(supervisor).count("newcomer_failed") == 3
+
+
 def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
     supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=1)
     world.room = 2

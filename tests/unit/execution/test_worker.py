@@ -234,6 +234,28 @@ def test_an_error_that_only_followed_is_told_of_without_the_modules_of_its_type(
     assert "raise error" in str(told.__cause__)
 
 
+def test_an_exception_whose_text_cannot_be_had_is_told_of_all_the_same(worker):
+    class MuteError(ConnectionError):
+        def __str__(self):
+            raise KeyError
+
+    outcome = call(worker, fail_with(MuteError()), inline=True)
+    assert outcome.kind == "communication"
+    assert "MuteError: (its text cannot be had: KeyError)" in str(outcome.exception())
+
+
+@pytest.mark.parametrize("error", [ConnectionError("peer"), PlainError("bad batch")])
+def test_an_exception_that_somebody_keeps_keeps_no_frames(worker, error):
+    def fail():
+        try:
+            raise KeyError("first")
+        except KeyError as reason:
+            raise error from reason
+
+    call(worker, fail, inline=True)
+    assert error.__traceback__ is error.__cause__ is error.__context__ is None
+
+
 def test_a_ring_of_causes_does_not_hang(worker):
     first, second = PlainError("a"), PlainError("b")
     first.__cause__, second.__cause__ = second, first
