@@ -26,22 +26,26 @@ __all__ = [
     "unknown_argument",
 ]
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def suggests(init: _Init) -> _Init:
-    """Let an ``__init__`` say of an argument that is unknown which one may be meant."""
-    own = inspect.signature(init).parameters
+def suggests(method: _Method) -> _Method:
+    """Let a method, such as ``__init__``, say of an unknown argument which one may be meant."""
+    own = inspect.signature(method).parameters
+    is_init = method.__name__ == "__init__"
 
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name not in own:  # a subclass that passes it on may take more
+            if name not in own:
+                if not is_init:
+                    raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
+                # a subclass that passes it on may take more
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
-        init(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    return cast(_Init, checked)
+    return cast(_Method, checked)
 
 
 def unknown_argument(trainer: str, name: str, known: Iterable[str]) -> TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from raysgd.execution.supervisor import Supervisor
 from raysgd.metrics import NUM_SAMPLES, merge_workers
 
 __all__ = ["CallResult", "Calls"]
+
+logger = logging.getLogger(__name__)
 
 
 class CallResult(NamedTuple):
@@ -40,6 +43,7 @@ class Calls:
         self._hooks = hooks
         self._numbers = itertools.count()
         self._measured_from: dict[Any, int] | None = None
+        self._doubted: set[str] = set()
 
     def make(self, method: str, *, own: bool = True, **arguments: Any) -> list[Any]:
         """Call a method of the runner, and return what it returned, by rank.
@@ -105,7 +109,7 @@ class Calls:
         finally:
             self._measured_from = None
         completed = supervisor.progress.epoch > begun[0].epoch
-        merged = self._merged(results, num_losses + num_lost_paused > 0)
+        merged = self._merged("train", results, num_losses + num_lost_paused > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
     def validate(
@@ -126,7 +130,7 @@ class Calls:
             info=dict(info or {}),
             num_steps=num_steps,
         )
-        merged = self._merged(results, self._supervisor.losses_in_call > 0)
+        merged = self._merged("validate", results, self._supervisor.losses_in_call > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
     def _timed(self, trainer: Trainer, method: str, **arguments: Any) -> tuple[list[Any], float]:
@@ -135,10 +139,41 @@ class Calls:
         results = self.make(method, on_wait=watcher, **arguments)
         return results, time.perf_counter() - started
 
-    def _merged(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
+    def _merged(
+        self, method: str, results: Sequence[Mapping[str, Any]], lost: bool
+    ) -> dict[str, Any]:
         merged = merge_workers(results)
-        covered = self._supervisor.progress.num_covered
+        progress = self._supervisor.progress
+        doubt = _doubt(method, results, progress.unshared)
+        if doubt is not None and method not in self._doubted:
+            self._doubted.add(method)  # once is enough
+            logger.warning(doubt)
+        covered = progress.num_covered
         if lost and covered is not None:
             # the steps are done, though what a lost worker measured of them is gone with it
             merged[NUM_SAMPLES] = covered
         return merged
+
+
+def _doubt(method: str, results: Sequence[Mapping[str, Any]], unshared: bool) -> str | None:
+    """Say what is most likely wrong with what several workers measured; None where nothing is."""
+    if len(results) < 2:
+        return None
+    first, *others = results
+    means = {name: mean for name, mean in first.items() if isinstance(mean, float)}
+    telling = {name: mean for name, mean in means.items() if not mean.is_integer()}
+    if unshared and telling and all(other.items() >= telling.items() for other in others):
+        name, mean = next(iter(telling.items()))
+        return (
+            f"All {len(results)} workers measured the same in {method}() ({name}={mean:g}): each "
+            "seems to read all of the loader, which is none that can be shared out. Let each read "
+            "a part of its own, by self.world_rank and self.world_size. If all shall read it, say "
+            "so by add_dist_sampler=False."
+        )
+    if method == "validate" and means and NUM_SAMPLES not in first:
+        return (
+            f"validate() of the operator returns no {NUM_SAMPLES!r}, so that each worker counts "
+            "the same, however many samples it has: its means are not exact then. Return it beside "
+            "them."
+        )
+    return None

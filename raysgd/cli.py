@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -91,18 +91,15 @@ def doctor(
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     rows += _torch_rows()
-    problem = None
+    _show(rows)
     try:
-        rows += _cluster_rows(address)
+        of_cluster = list(_cluster_rows(address))
     except (OSError, ValueError) as error:  # there is none, or this is no address
-        problem = f"No Ray cluster at {address!r}: {error}"
-    width = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, found, use in rows:
-        note = f"for {use}" if found == "missing" else use if name not in _PACKAGES else ""
-        typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
-    if problem is not None:
-        typer.echo(problem, err=True)
-        raise typer.Exit(1)
+        typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
+        raise typer.Exit(1) from error
+    if of_cluster:
+        typer.echo(f"\nRay cluster at {address}:")
+        _show(of_cluster)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -133,6 +130,13 @@ def bench(
         raise typer.Exit(1)
     command = [sys.executable, str(folder / f"{name}.py"), *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def _show(rows: Sequence[tuple[str, str, str]]) -> None:
+    width = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, found, use in rows:
+        note = f"for {use}" if found == "missing" else use if name not in _PACKAGES else ""
+        typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
 
 
 def _version(name: str) -> str | None:

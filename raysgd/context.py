@@ -59,6 +59,8 @@ class Progress:
     num_covered: int | None = None
     """Samples that all workers together, lost ones included, have trained on in the newest call;
     None where the loader is not shared out by us."""
+    unshared: bool = False
+    """Whether the loader of the newest call was to be shared out, and is of a kind that cannot."""
     step_s: float = 0.0
     """Mean seconds of a step in the stretch under way; 0 where that is unknown."""
     snapshot: int | None = None

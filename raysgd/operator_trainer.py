@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from raysgd import checkpoint
+from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback, LastCall
 from raysgd.callbacks.fit import History, Validations, run_epochs
 from raysgd.callbacks.hooks import Hooks, checked_callbacks
@@ -60,6 +61,7 @@ class OperatorTrainer:
 
     # ---- training
 
+    @suggests
     def train(
         self,
         num_steps: int | None = None,
@@ -112,6 +114,7 @@ class OperatorTrainer:
             return metrics
         return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
 
+    @suggests
     def validate(
         self,
         num_steps: int | None = None,
@@ -146,6 +149,7 @@ class OperatorTrainer:
             self._show("on_validation_end", result.merged, result.call)
         return result.merged if reduce_results else [dict(each) for each in result.by_worker]
 
+    @suggests
     def fit(
         self,
         num_epochs: int,
@@ -426,8 +430,12 @@ class OperatorTrainer:
             where = "shut down"
         else:
             where = f"{self.num_workers} of {self.max_workers} workers"
-        place = f"epoch {self.epoch}, step {self.global_step}"
-        return f"<{type(self).__name__} of {self._operator_name}: {where}, {place}>"
+        within = ", in another" if self._supervisor.progress.in_epoch else ""
+        done = f"{self._num_completed} epoch{'s' * (self._num_completed != 1)} done{within}"
+        return (
+            f"<{type(self).__name__} of {self._operator_name}: {where}, {done}, "
+            f"step {self.global_step}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -544,7 +552,8 @@ class OperatorTrainer:
                 )
         if self._supervisor.state is State.CLOSED:
             raise RuntimeError(
-                f"This {type(self).__name__} is shut down; create a new one to train on."
+                f"This {type(self).__name__} is shut down, and what its workers held is gone: call "
+                "save() or get_model() before, and create a new one to train on."
             )
         self._writer.raise_failure()
 

@@ -54,7 +54,8 @@ def make_report(folder: str | Path) -> Path:
     folder = Path(folder)
     log = RunLog.read(folder)
     path = folder / "report.html"
-    text = _page(folder.resolve().name, log)
+    script = _plotly_script(folder)  # first: it says what to install
+    text = _page(folder.resolve().name, log, script)
     temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -64,9 +65,8 @@ def make_report(folder: str | Path) -> Path:
 # ---- the page
 
 
-def _page(name: str, log: RunLog) -> str:
+def _page(name: str, log: RunLog, script: str) -> str:
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
-    script = _plotly_script()  # first: it says what to install
     charts = [*_metric_charts(log), _speed_chart(log), _worker_chart(log)]
     body = "".join(
         f"<section><h2>{html.escape(title)}</h2>{drawing}{note}</section>"
@@ -244,12 +244,12 @@ def _drawn(figure: Any, axis: str) -> str:
     return drawing
 
 
-def _plotly_script() -> str:
+def _plotly_script(folder: Path) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            'The report needs plotly: pip install "raysgd[callbacks]", then raysgd report RUNDIR.'
+            f'It needs plotly: pip install "raysgd[callbacks]", then: raysgd report {folder}'
         ) from error
     return f"<script>{get_plotlyjs()}</script>"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
+from raysgd.errors import CheckpointError
 
 if TYPE_CHECKING:
     from raysgd.checkpoint import CheckpointStore
@@ -92,10 +93,17 @@ class CheckpointCallback(Callback):
         restored = self._store.restore()  # logs what it passes over
         if restored is None:
             return
-        trainer.load_state_dict(restored.state)
+        try:
+            trainer.load_state_dict(restored.state)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{restored.path} is not of what is trained here. Give another folder (or logdir), "
+                f"or empty this one to begin anew. {error}"
+            ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
-        logger.info(
-            "Going on from %s: epoch %d, step %d.",
+        # seen by default: the script's own learning rate, for one, has no effect now
+        logger.warning(
+            "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
             restored.path,
             trainer.epoch,
             trainer.global_step,

@@ -231,9 +231,10 @@ class Hooks:
 
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
         name = type(entry.callback).__name__
+        trained = "" if hook == "on_train_start" else "What was trained is trained. "
         failure = CallbackError(
-            f"The callback {name} failed in {hook}: {error!r}. What was trained is trained, and "
-            "the trainer can be used on.",
+            f"The callback {name} failed in {hook}: {error!r}. {trained}"
+            "The trainer can be used on.",
             callback=name,
             hook=hook,
         )

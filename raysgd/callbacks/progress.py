@@ -87,15 +87,18 @@ class ProgressBar(Callback):
 
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any], loss: str) -> None:
         if self._display is not None:
-            num_batches = round(metrics.get(BATCH_COUNT, 0))
-            shown = self._told(trainer, metrics.get(NUM_SAMPLES, 0), metrics.get(loss))
+            # loops that users write need not say how much they have read
+            counted = metrics.get(BATCH_COUNT)
+            num_batches = None if counted is None else round(counted)
+            shown = self._told(trainer, metrics.get(NUM_SAMPLES), metrics.get(loss))
             self._display.finish(label, num_batches, shown)
         self._close()
 
-    def _told(self, trainer: Trainer, num_samples: float, loss: Any) -> dict[str, str]:
+    def _told(self, trainer: Trainer, num_samples: float | None, loss: Any) -> dict[str, str]:
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
         shown = {"loss": f"{loss:.4g}"} if isinstance(loss, int | float) else {}
-        shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
+        if num_samples is not None:
+            shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
         return shown
 
@@ -108,7 +111,7 @@ class ProgressBar(Callback):
 class _Display(Protocol):
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None: ...
 
-    def finish(self, label: str, num_batches: int, shown: dict[str, str]) -> None: ...
+    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -130,9 +133,10 @@ class _Bar:
         self._bar.n = num_batches
         self._bar.refresh()
 
-    def finish(self, label: str, num_batches: int, shown: dict[str, str]) -> None:
+    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
         self._bar.set_description(label, refresh=False)
-        self.show(num_batches, num_batches, shown)
+        num_shown = int(self._bar.n) if num_batches is None else num_batches
+        self.show(num_shown, num_shown or None, shown)
 
     def close(self) -> None:
         self._bar.close()
@@ -151,15 +155,16 @@ class _Lines:
             self._next = time.monotonic() + self._every_s
             self._write(self._label, f"{num_batches}/{total or '?'}", shown)
 
-    def finish(self, label: str, num_batches: int, shown: dict[str, str]) -> None:
-        self._write(label, f"{num_batches}/{num_batches}", shown)
+    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
+        self._write(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
 
     def close(self) -> None:
         pass
 
-    def _write(self, label: str, done: str, shown: dict[str, str]) -> None:
-        told = ", ".join(f"{name}={value}" for name, value in shown.items())
-        print(f"{label}: {done} batches, {told}", file=sys.stderr, flush=True)
+    def _write(self, label: str, done: str | None, shown: dict[str, str]) -> None:
+        told = [] if done is None else [f"{done} batches"]
+        told += [f"{name}={value}" for name, value in shown.items()]
+        print(f"{label}: {', '.join(told)}", file=sys.stderr, flush=True)
 
 
 def _is_interactive() -> bool:

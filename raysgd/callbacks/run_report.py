@@ -21,10 +21,15 @@ class RunReport(Callback):
     stage = 2  # when all that is logged has been written
     needs_logdir = True
 
+    def __init__(self) -> None:
+        self._said = ""
+
     def on_train_end(self, trainer: Trainer) -> None:
         """Make the page; a run does not fail for the want of it."""
         assert trainer.logdir is not None
         try:
             make_report(trainer.logdir)
         except (ImportError, OSError, ValueError) as error:
-            logger.warning("No report.html was made: %s", error)
+            if str(error) != self._said:  # runs end more than once: each fit() is one
+                self._said = str(error)
+                logger.warning("No report.html was made. %s", error)

@@ -39,12 +39,21 @@ def read(source: Location, file: IO[bytes]) -> Any:
                 f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
                 f"loading never runs code from a file. {_ALLOW}\n{_refused(error)}"
             ) from error
-        # torch's own words advise to load without protection
-        said = "" if "weights_only" in str(error) else f": {first_line(error)}"
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
-            f"({type(error).__name__}{said})."
+            f"({_problem(file, error)})."
         ) from error
+
+
+def _problem(file: IO[bytes], error: BaseException) -> str:
+    """Say why torch cannot read a file, in words that tell a user something."""
+    if file.seek(0, io.SEEK_END) == 0:
+        return "it is empty"
+    # of what is no file of its own torch reads some bytes, until it stumbles; and its own words
+    # advise to load without protection
+    if isinstance(error, OSError | RuntimeError) and "weights_only" not in str(error):
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "torch.save has not written it"
 
 
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:

@@ -262,7 +262,7 @@ def reserve(
     if current is not None and not group_size_here():
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
-    _check_possible(bundle, min_workers)
+    _check_possible(bundle, min_workers, num_workers)
     sizes = start_sizes(
         num_workers,
         min_workers,
@@ -275,10 +275,12 @@ def reserve(
         if _granted(group, min(_SETTLE_S, timeout_s)):
             if size < num_workers:
                 logger.warning(
-                    "Starting with %d of %d workers: the cluster has no room for more now (%s).",
+                    "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
+                    "for more now.",
                     size,
                     num_workers,
                     _described(bundle),
+                    _described(ray.cluster_resources(), bundle),
                 )
             return Reservation(group, range(size), owned=True)
         if size == min_workers:
@@ -298,10 +300,10 @@ def reserve(
     waiting.leave(group)
     if queue is None:
         waiting.clear()
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers)
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
-def _check_possible(bundle: Mapping[str, float], min_workers: int) -> None:
+def _check_possible(bundle: Mapping[str, float], min_workers: int, num_workers: int) -> None:
     """Raise where waiting for room is in vain: nothing that may end in the meantime holds it.
 
     A cluster that this process started has the nodes that it has. What trainers of this thread
@@ -313,7 +315,7 @@ def _check_possible(bundle: Mapping[str, float], min_workers: int) -> None:
     total, held = ray.cluster_resources(), _sum([_held_here(), _held_around()])
     left = {name: amount - held.get(name, 0) for name, amount in total.items()}
     if workers_that_fit(left, bundle) < min_workers:
-        raise _no_room("", bundle, min_workers)
+        raise _no_room("", bundle, min_workers, num_workers)
 
 
 def _held_around() -> dict[str, float]:
@@ -333,10 +335,12 @@ def _held_here() -> dict[str, float]:
 
 
 def _no_room(
-    when: str, bundle: Mapping[str, float], min_workers: int
+    when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
     total, held = ray.cluster_resources(), _held_here()
     said = [f"No room {when}for {_demand(bundle, min_workers)}"]
+    if min_workers < num_workers:
+        said.append(f"That is min_workers; num_workers is {num_workers}.")
     if held and workers_that_fit(total, bundle) >= min_workers:
         said.append(
             f"Trainers that were made before and are not shut down hold {_described(held)}: call "
@@ -388,8 +392,8 @@ def _reserve_within(
         )
     if len(indexes) < num_workers:
         logger.warning(
-            "Starting with %d of %d workers (%s each): there is no room for more in the placement "
-            "group that this trainer runs in.",
+            "Starting with %d of %d workers, each with %s: there is no room for more in the "
+            "placement group that this trainer runs in.",
             len(indexes),
             num_workers,
             _described(bundle),

@@ -505,6 +505,12 @@ class Supervisor:
             self._recruiting.joined(recruits)
             newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
             self._record("grown", newcomers, seconds=seconds)
+            logger.warning(
+                "Workers %s have joined: going on with %d of %d.",
+                self._listed(newcomers),
+                len(self.members),
+                self.max_workers,
+            )
         else:
             self._record("resumed", self.members, seconds=seconds)
 

@@ -10,10 +10,12 @@ import importlib
 import os
 import pickle
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.backends import Backend
@@ -58,6 +60,12 @@ class Outcome:
         return error
 
 
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<",
+)
+"""How the names of files begin that are not the user's."""
 _GROUP_SIZE_HERE = 0
 """Of the group that this process is a worker of; 0 in all other processes."""
 
@@ -243,6 +251,7 @@ class Worker:
 
     def _failure(self, error: BaseException) -> Outcome:
         text = "".join(traceback.format_exception(error))
+        raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
             # raised as itself it would end the driver's program, and without a word
             error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
@@ -260,6 +269,8 @@ class Worker:
         # an error that only followed from another is told of and never caught by its type: as
         # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
         bare = _bare(error)
+        if raised_in:  # the last line that is seen, and often the only one that is read
+            bare.add_note(f"Raised on worker {self._rank}, {raised_in}; its traceback is above.")
         packed = _packed_error(bare) if kind == "user" else pack(_as_text(bare))
         return Outcome(kind, packed, progress, where)
 
@@ -279,6 +290,13 @@ def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def _raised_in(error: BaseException) -> str:
+    """Say which line of the user's an exception went through last; empty where it was none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _unpickled(value: Any) -> Any:

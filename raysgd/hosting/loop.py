@@ -47,6 +47,8 @@ class Loop:
         self._start: int | None = None
         self._shared_out = True
         self._source: Source | None = None
+        self.read: Source | None = None
+        """What the newest call reads."""
         self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
         """Copies of the state for the driver; none until the runner says how often."""
@@ -121,6 +123,7 @@ class Loop:
         if changed:
             self.forget_iteration()
         self._shared_out, self._source = source.sharded, source
+        self.read = source
         while (limit := self._left(until_epoch, until_step)) != 0:
             if self._pause_at is not None and self._parts.global_step >= self._pause_at:
                 raise PausedError
@@ -264,7 +267,7 @@ class Loop:
         self._profile(profile)
         self.num_covered = None
         parts, operator = self._parts, self.operator
-        source = parts.source("validation")
+        source = self.read = parts.source("validation")
         # the place moves only when all went well: a repetition begins where this call did
         offset, left = parts.validation_offset, num_steps
         with parts.validating():

@@ -14,6 +14,7 @@ from raysgd.hosting.loop import Loop
 from raysgd.hosting.parts import Parts
 from raysgd.hosting.places import check_place
 from raysgd.hosting.snapshots import Snapshots, full_state
+from raysgd.hosting.source import Source
 
 __all__ = ["OperatorRunner"]
 
@@ -104,11 +105,15 @@ class OperatorRunner(ABC):
             num_batches=self._loop.num_batches,
             total_batches=None if steps is None else steps.total_batches,
             num_covered=self._loop.num_covered,
+            unshared=self._is_unshared(self._loop.read),
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if steps is None else steps.step_s,
             snapshot=self._loop.snapshots.step,
             loss=None if meters is None else _number(meters.last("train_loss")),
         )
+
+    def _is_unshared(self, source: Source | None) -> bool:
+        return source is not None and not source.sharded and self._parts.settings.add_dist_sampler
 
     def request_stop(self, requested: bool) -> None:
         """Let the loop under way raise at its next step."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd.arguments import suggests
 from raysgd.hosting.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 
@@ -155,6 +156,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- what users call
 
+    @suggests
     def register(
         self, models: Any, optimizers: Any = None, criterion: Any = None, metrics: Any = None
     ) -> Any:
@@ -178,6 +180,7 @@ class TrainingOperator(OperatorBase):
         """
         return self._parts.register(models, optimizers, criterion, metrics)
 
+    @suggests
     def register_data(
         self,
         *,

@@ -243,6 +243,8 @@ def wrap_loader(
     with a DistributedSampler, decides for itself what a worker gets; an iterable cannot be
     shared out.
     """
+    if isinstance(loader, DataLoader):
+        _check_data_set(loader)
     if shard and isinstance(loader, DataLoader) and _can_shard(loader):
         return ShardedLoader(
             loader,
@@ -278,6 +280,17 @@ def _can_shard(loader: DataLoader[Any]) -> bool:
         and not isinstance(loader.sampler, DistributedSampler)
         and hasattr(loader.sampler, "__len__")
     )
+
+
+def _check_data_set(loader: DataLoader[Any]) -> None:
+    """Check that a loader has something to index, which it finds out when it is read."""
+    data: Any = loader.dataset
+    if not isinstance(data, IterableDataset) and not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"A DataLoader that was registered reads {data!r}, which has no __getitem__. Give the "
+            "DataLoader a list or a Dataset, or an IterableDataset whose __iter__ makes the "
+            "generator anew."
+        )
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

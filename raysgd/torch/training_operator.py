@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raysgd.arguments import suggests
 from raysgd.hosting.operator_base import checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.operator_tools import OperatorTools
@@ -173,6 +174,7 @@ class TrainingOperator(OperatorTools):
 
     # ---- what users call in setup
 
+    @suggests
     def register(
         self,
         *,
@@ -228,6 +230,7 @@ class TrainingOperator(OperatorTools):
             horovod_args,
         )
 
+    @suggests
     def register_data(
         self,
         *,

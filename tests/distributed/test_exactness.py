@@ -44,6 +44,35 @@ def num_small_reductions(operator):
     return torch.distributed.group.WORLD._mesh._num_started
 
 
+class Whole(Classifier):
+    """Registers lists, which each worker reads as a whole, and may measure like a beginner."""
+
+    def setup(self, config):
+        super().setup(config)
+        data = make_data(64)
+        loader = torch.utils.data.DataLoader(data, batch_size=32)
+        self.register_data(train_loader=list(loader), validation_loader=list(loader))
+
+    def validate(self, val_iterator, info=None):
+        metrics = super().validate(val_iterator, info)
+        return {"val_loss": metrics["val_loss"] + self.world_rank} if info else metrics
+
+
+def test_workers_that_all_read_the_same_are_pointed_out_once(ray_cluster, caplog):
+    with TorchTrainer(training_operator_cls=Whole, num_workers=2) as trainer:
+        for _ in range(2):
+            trainer.train()
+        assert caplog.text.count("All 2 workers measured the same in train()") == 1
+        trainer.validate()
+        assert caplog.text.count("All 2 workers measured the same in validate()") == 1
+
+
+def test_a_validation_that_does_not_say_what_it_weighs_is_pointed_out(ray_cluster, caplog):
+    with TorchTrainer(training_operator_cls=Whole, num_workers=2) as trainer:
+        trainer.validate(info={"own": True})
+    assert "no 'num_samples'" in caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_validation_equals_a_single_process(ray_cluster, num_workers, loader_workers):

@@ -88,6 +88,8 @@ def test_a_trainer_that_was_not_shut_down_is_named_at_once(ray_cluster):
         with pytest.raises(InsufficientResourcesError, match="No room for 1 worker") as caught:
             TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
         assert "not shut down" not in str(caught.value)
+        with pytest.raises(InsufficientResourcesError, match=r"min_workers; num_workers is 2\."):
+            TorchTrainer(**{**kept, "num_workers": 2})
 
 
 def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
@@ -115,9 +117,10 @@ def test_a_request_that_is_given_up_is_taken_back(ray_cluster):
     remove_placement_group(taken)
 
 
-def test_training_starts_with_what_fits(two_cpus_taken):
+def test_training_starts_with_what_fits(two_cpus_taken, caplog):
     with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
         assert (trainer.num_workers, trainer.max_workers) == (2, 4)
+        assert "with 2 of 4 workers, each with 1 CPU: the cluster has 4 CPU, and no" in caplog.text
         assert trainer.apply_all_operators(lambda op: op.world_size) == [2, 2]
         assert trainer.train()["num_samples"] == 1003
 

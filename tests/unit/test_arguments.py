@@ -105,6 +105,10 @@ def test_a_misspelled_argument_is_told_which_one_may_be_meant():
         def __init__(self, a, num_workers=1, *, logdir=None):
             self.given = a, num_workers, logdir
 
+        @arguments.suggests
+        def add(self, batch):
+            return batch
+
     class Passing(Base):
         def __init__(self, *, torch_config=None, **others):
             super().__init__(1, **others)
@@ -116,6 +120,9 @@ def test_a_misspelled_argument_is_told_which_one_may_be_meant():
         Base(1, num_worker=2)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'.$"):
         Base(1, zzz=2)
+    with pytest.raises(TypeError, match=r"^Base\.add\(\) got .*'bach'. Did you mean 'batch'\?$"):
+        Base(1).add(bach=1)
+    assert Base(1).add(batch=2) == 2
     for name, meant in (("torch_confg", "torch_config"), ("log_dir", "logdir")):
         with pytest.raises(TypeError, match=rf"Passing\(\) got .*{name!r}. Did you mean {meant!r}"):
             Passing(**{name: 1})

@@ -64,7 +64,8 @@ def test_the_doctor_names_a_cluster_that_is_not_there(address):
 def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
     there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
     monkeypatch.setattr("raysgd.execution.placement.overview", lambda address: there)
-    cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-2:]
+    heading, cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-3:]
+    assert heading == "Ray cluster at auto:"
     assert re.fullmatch("CPU +4 +2.5 free", cpus)
     assert re.fullmatch("object_store_memory +3.0 GiB +1.0 GiB free", memory)
 

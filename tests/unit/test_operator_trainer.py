@@ -10,7 +10,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
-from raysgd import checkpoint
+from raysgd import TorchTrainer, checkpoint
+from raysgd.calls import _doubt
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
 from tests.conftest import wait_until
@@ -567,8 +568,6 @@ def test_a_with_block_ends_the_trainer_whatever_happens(make_trainer):
 
 
 def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
-    from raysgd import TorchTrainer
-
     trainer = TorchTrainer(
         training_operator_cls=Recorder,
         config={"num_samples": 8, "batch_size": 8},
@@ -584,9 +583,73 @@ def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
 
 def test_a_trainer_shows_what_it_trains_and_how_far_it_is(make_trainer):
     trainer = make_trainer()
-    assert repr(trainer) == "<TorchTrainer of Classifier: 1 of 1 workers, epoch 0, step 0>"
+    shown = "<TorchTrainer of Classifier: {}>"
+    assert repr(trainer) == shown.format("1 of 1 workers, 0 epochs done, step 0")
     trainer.train()
+    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, step 5")
     trainer.train(num_steps=1)
-    assert repr(trainer) == "<TorchTrainer of Classifier: 1 of 1 workers, epoch 2, step 6>"
+    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, in another, step 6")
     trainer.shutdown()
-    assert repr(trainer) == "<TorchTrainer of Classifier: shut down, epoch 2, step 6>"
+    assert repr(trainer) == shown.format("shut down, 1 epoch done, in another, step 6")
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "meant"),
+    [
+        ("train", "num_step", "num_steps"),
+        ("validate", "profiles", "profile"),
+        ("fit", "validate_evry", "validate_every"),
+    ],
+)
+def test_a_misspelled_argument_of_a_call_is_told_which_one_may_be_meant(
+    make_trainer, method, wrong, meant
+):
+    said = rf"TorchTrainer\.{method}\(\) .*{wrong!r}\. Did you mean {meant!r}"
+    with pytest.raises(TypeError, match=said):
+        getattr(make_trainer(), method)(**{wrong: 1})
+
+
+class Listing(Classifier):
+    """Registers lists of batches, which nobody can share out."""
+
+    def setup(self, config):
+        super().setup(config)
+        lists = {f"{kind}_loader": list(getattr(self, f"{kind}_loader")) for kind in config["of"]}
+        self.register_data(**lists)
+
+
+@pytest.mark.parametrize("shared_by_us", [True, False])
+def test_a_call_knows_whether_its_loader_was_to_be_shared_out_and_could_not(shared_by_us):
+    with TorchTrainer(
+        training_operator_cls=Listing,
+        config={"num_samples": 40, "of": ["validation"]},
+        use_local=True,
+        use_gpu=False,
+        add_dist_sampler=shared_by_us,
+    ) as trainer:
+        trainer.train()
+        assert not trainer._supervisor.progress.unshared
+        trainer.validate()
+        assert trainer._supervisor.progress.unshared == shared_by_us
+
+
+@pytest.mark.parametrize(
+    ("method", "unshared", "first", "second", "said"),
+    [
+        ("train", True, {"loss": 0.3}, {"loss": 0.3}, "each seems to read all"),
+        ("train", True, {"loss": 0.3}, {"loss": 0.4}, None),
+        ("train", True, {"loss": 0.3}, {"other": 0.3}, None),
+        ("train", True, {"loss": 1.0}, {"loss": 1.0}, None),  # may be as it is on purpose
+        ("train", False, {"loss": 0.3}, {"loss": 0.3}, None),
+        ("train", False, {"loss": 0.3}, {"loss": 0.4}, None),  # all make as many steps
+        ("validate", False, {"loss": 0.3}, {"loss": 0.4}, "no 'num_samples'"),
+        ("validate", False, {"loss": 0.3, "num_samples": 3}, {"loss": 0.4}, None),
+        ("validate", False, {"note": "x"}, {"note": "x"}, None),
+        ("validate", False, {"loss": 0.3}, None, None),
+    ],
+)
+def test_what_is_most_likely_wrong_with_the_metrics_of_several_workers(
+    method, unshared, first, second, said
+):
+    doubt = _doubt(method, [m for m in (first, second) if m is not None], unshared)
+    assert doubt is None if said is None else said in doubt

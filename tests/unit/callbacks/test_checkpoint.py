@@ -8,6 +8,7 @@ import torch
 from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError
+from tests.operators import Classifier
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
 
@@ -273,6 +274,36 @@ def test_the_folder_of_another_job_is_refused(make_trainer, tmp_path):
         trainer.fit(1)
     assert "job 'Classifier'" in str(caught.value.__cause__)
     assert trainer.global_step == 0
+
+
+class Wider(Classifier):
+    """Another model than the one that its folder's checkpoints are of."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(8, 3)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+        self.register_data(train_loader=[], validation_loader=[])
+
+
+def test_a_checkpoint_of_another_model_is_named_with_what_to_do(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
+    trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
+    with pytest.raises(CallbackError, match="on_train_start") as caught:
+        trainer.fit(1)
+    assert "What was trained is trained" not in str(caught.value), "it has not begun"
+    said = str(caught.value.__cause__)
+    assert names(tmp_path)[0] in said
+    assert "another folder (or logdir), or empty this one" in said
+    assert "0.weight" in said
+
+
+def test_going_on_from_a_checkpoint_is_seen_by_default(make_trainer, tmp_path, caplog):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
+    assert "Going on" not in caplog.text
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
+    (record,) = [r for r in caplog.records if "Going on from" in r.message]
+    assert record.levelno >= logging.WARNING
+    assert names(tmp_path)[0] in record.message
 
 
 def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):

@@ -338,6 +338,7 @@ def test_an_exception_names_the_callback_and_spoils_nothing(make_trainer, caplog
     with pytest.raises(CallbackError, match=rf"Spy failed in {hook}: KeyError") as caught:
         trainer.train()
     assert (caught.value.callback, caught.value.hook) == ("Spy", hook)
+    assert "What was trained is trained." in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     assert hook in spies[1].hooks, "the other one was called"
     assert spies[1].hooks[-1] == "on_exception"

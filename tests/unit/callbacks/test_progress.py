@@ -217,3 +217,17 @@ def test_a_notebook_is_no_file(monkeypatch):
 def test_senseless_arguments_are_refused():
     with pytest.raises(ValueError, match="every_s=0"):
         ProgressBar(every_s=0)
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
+    terminal, monkeypatch, interactive
+):
+    monkeypatch.setattr(module, "_is_interactive", lambda: interactive)
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "validate", [])
+    bar.on_validation_end(trainer, {"val_loss": 0.5})
+    text = terminal.getvalue()
+    assert "loss=0.5, workers=2/3" in text
+    assert "0/0" not in text
+    assert "samples/s" not in text.splitlines()[-1].rpartition("\r")[2]

@@ -44,7 +44,7 @@ def every_new(world, **values):
 # ---- lost workers are replaced
 
 
-def test_a_lost_worker_is_replaced_while_the_others_train(world):
+def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     supervisor = world.make(3)
     survivors = [supervisor.members[0], supervisor.members[2]]
     world.at_step(20, lambda: world.lose(1))
@@ -66,6 +66,11 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world):
     # the newcomer takes the place by its node: rank 1, on the node of the one that was lost
     assert grown.nodes == ("node0",)
     assert grown.ranks == (1,)
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said[-2:] == [
+        "Going on with 2 of 3 workers.",
+        "Workers 1 have joined: going on with 3 of 3.",
+    ]
 
 
 def test_survivors_train_on_before_the_newcomer_is_ready(world):

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import re
 import sys
 import threading
 
@@ -164,6 +165,14 @@ def test_an_exception_of_the_user_arrives_as_itself_with_the_workers_traceback(w
     assert "worker 3" in text
     assert "raise error" in text
     assert "PlainError: bad batch" in text
+    (note,) = error.__notes__
+    assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
+
+
+def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():
+    error = Worker().call("apply", {}).exception()
+    assert "hosts nothing" in str(error)
+    assert not hasattr(error, "__notes__")
 
 
 def test_the_cause_of_an_exception_is_in_its_text(worker):

@@ -171,3 +171,11 @@ def test_validation_draws_the_same_noise_each_time():
 def test_a_missing_model_is_asked_for():
     with pytest.raises(ValueError, match=r"config\['generator'\] gave None.*build_generator"):
         run_operator(GAN)
+
+
+def test_an_error_while_samples_are_made_leaves_the_generator_in_training():
+    operator = plain()
+    operator.noise = lambda num_samples, generator=None: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        operator.sample(2)
+    assert operator.generator.training

@@ -166,3 +166,11 @@ def test_a_perplexity_of_a_loss_that_is_not_finite():
     ]
     assert math.isnan(perplexity[0])
     assert perplexity[1:] == [math.inf, math.inf]
+
+
+def test_an_error_while_text_is_made_leaves_the_model_in_training():
+    config = {**SMALL, "vocab_size": 10, "train_data": torch.arange(40) % 9}
+    operator = run_operator(LanguageModel, config)
+    with pytest.raises(IndexError):
+        operator.generate([99], 1)
+    assert operator.model.training

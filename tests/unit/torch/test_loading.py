@@ -506,6 +506,13 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
     assert type(wrap(DataLoader(data))) is ShardedLoader
 
 
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_loader_over_a_generator_is_refused_with_what_to_give_instead(shard):
+    loader = DataLoader((number for number in range(9)), batch_size=3)
+    with pytest.raises(TypeError, match=r"generator.*no __getitem__.*IterableDataset"):
+        wrap_loader(loader, training=True, shard=shard, world_size=2, rank=1, seed=0)
+
+
 def test_nothing_is_shared_out_where_the_trainer_says_so():
     loader = DataLoader(tensors(), batch_size=3)
     source = wrap_loader(loader, training=True, shard=False, world_size=2, rank=1, seed=0)

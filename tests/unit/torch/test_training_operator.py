@@ -52,6 +52,28 @@ def test_validation_needs_no_optimizer():
     operator_with(keep={"model", "criterion"}).validate_batch(BATCH, {})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": 1, "optimizers": 1}, r"Wrong\.register\(\).*'model'\. Did you mean 'models'"),
+        ({"optimizer": 1}, r"'optimizer'\. Did you mean 'optimizers'"),
+        ({"models": 1, "nothing_like_it": 1}, r"'nothing_like_it'\.$"),
+    ],
+)
+def test_a_misspelled_argument_of_register_is_told_which_one_may_be_meant(given, said):
+    class Wrong(TrainingOperator):
+        def setup(self, config):
+            self.register(**given)
+
+    with pytest.raises(TypeError, match=said):
+        run_operator(Wrong)
+
+
+def test_so_is_one_of_register_data():
+    with pytest.raises(TypeError, match=r"'val_loader'\. Did you mean 'validation_loader'"):
+        operator_with().register_data(val_loader=[])
+
+
 @pytest.mark.parametrize("name", ["train", "validation"])
 def test_a_missing_loader_is_named_with_the_way_to_set_it(name):
     operator = operator_with()
