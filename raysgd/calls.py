@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from raysgd.callbacks.hooks import Hooks
 from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.execution.supervisor import Supervisor
-from raysgd.metrics import NUM_SAMPLES, merge_workers
+from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
 
 __all__ = ["CallResult", "Calls"]
 
@@ -43,7 +44,7 @@ class Calls:
         self._hooks = hooks
         self._numbers = itertools.count()
         self._measured_from: dict[Any, int] | None = None
-        self._doubted: set[str] = set()
+        self._looked_at: set[str] = set()
 
     def make(self, method: str, *, own: bool = True, **arguments: Any) -> list[Any]:
         """Call a method of the runner, and return what it returned, by rank.
@@ -144,10 +145,10 @@ class Calls:
     ) -> dict[str, Any]:
         merged = merge_workers(results)
         progress = self._supervisor.progress
-        doubt = _doubt(method, results, progress.unshared)
-        if doubt is not None and method not in self._doubted:
-            self._doubted.add(method)  # once is enough
-            logger.warning(doubt)
+        if method not in self._looked_at and len(results) > 1:
+            self._looked_at.add(method)  # the first time alone: what differs once is not the same
+            if doubt := _doubt(method, results, progress.unshared):
+                logger.warning(doubt)
         covered = progress.num_covered
         if lost and covered is not None:
             # the steps are done, though what a lost worker measured of them is gone with it
@@ -157,20 +158,22 @@ class Calls:
 
 def _doubt(method: str, results: Sequence[Mapping[str, Any]], unshared: bool) -> str | None:
     """Say what is most likely wrong with what several workers measured; None where nothing is."""
-    if len(results) < 2:
-        return None
     first, *others = results
-    means = {name: mean for name, mean in first.items() if isinstance(mean, float)}
-    telling = {name: mean for name, mean in means.items() if not mean.is_integer()}
+    means = {
+        name: mean
+        for name, mean in first.items()
+        if isinstance(mean, float) and not isinstance(mean, Computed)
+    }
+    telling = {n: mean for n, mean in means.items() if math.isfinite(mean) and mean % 1}
     if unshared and telling and all(other.items() >= telling.items() for other in others):
         name, mean = next(iter(telling.items()))
         return (
             f"All {len(results)} workers measured the same in {method}() ({name}={mean:g}): each "
-            "seems to read all of the loader, which is none that can be shared out. Let each read "
-            "a part of its own, by self.world_rank and self.world_size. If all shall read it, say "
-            "so by add_dist_sampler=False."
+            "seems to read all of the loader, which is of a kind that cannot be shared out. Let "
+            "each read a part of its own, by self.world_rank and self.world_size."
         )
-    if method == "validate" and means and NUM_SAMPLES not in first:
+    differ = any(other.get(name) != mean for name, mean in means.items() for other in others)
+    if method == "validate" and NUM_SAMPLES not in first and differ:
         return (
             f"validate() of the operator returns no {NUM_SAMPLES!r}, so that each worker counts "
             "the same, however many samples it has: its means are not exact then. Return it beside "

@@ -249,7 +249,8 @@ def _plotly_script(folder: Path) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            f'It needs plotly: pip install "raysgd[callbacks]", then: raysgd report {folder}'
+            'The report needs plotly: pip install "raysgd[callbacks]", then: '
+            f"raysgd report {folder}"
         ) from error
     return f"<script>{get_plotlyjs()}</script>"
 

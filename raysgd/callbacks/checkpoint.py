@@ -97,8 +97,9 @@ class CheckpointCallback(Callback):
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{restored.path} is not of what is trained here. Give another folder (or logdir), "
-                f"or empty this one to begin anew. {error}"
+                f"{restored.path} is not of what is trained here. Train with the config that it "
+                "was written with, give another folder (or logdir), or empty this one to begin "
+                f"anew. {error}"
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
         # seen by default: the script's own learning rate, for one, has no effect now

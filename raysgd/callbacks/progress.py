@@ -88,7 +88,8 @@ class ProgressBar(Callback):
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any], loss: str) -> None:
         if self._display is not None:
             # loops that users write need not say how much they have read
-            counted = metrics.get(BATCH_COUNT)
+            steps = trainer.global_step - self._first_step if self._kind == "train" else None
+            counted = metrics.get(BATCH_COUNT, steps)
             num_batches = None if counted is None else round(counted)
             shown = self._told(trainer, metrics.get(NUM_SAMPLES), metrics.get(loss))
             self._display.finish(label, num_batches, shown)
@@ -135,7 +136,8 @@ class _Bar:
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
         self._bar.set_description(label, refresh=False)
-        num_shown = int(self._bar.n) if num_batches is None else num_batches
+        known = self._bar.total or self._bar.n  # as far as the call is known to have come
+        num_shown = int(known) if num_batches is None else num_batches
         self.show(num_shown, num_shown or None, shown)
 
     def close(self) -> None:

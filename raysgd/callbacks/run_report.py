@@ -21,8 +21,7 @@ class RunReport(Callback):
     stage = 2  # when all that is logged has been written
     needs_logdir = True
 
-    def __init__(self) -> None:
-        self._said = ""
+    _said = ""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Make the page; a run does not fail for the want of it."""

@@ -20,6 +20,10 @@ _ALLOW = (
 )
 
 
+_BEGINNINGS = (b"PK", b"\x80\x02")
+"""Of what ``torch.save`` writes: a zip file, and in its older format a pickle of protocol 2."""
+
+
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
     """Write a state."""
     torch.save(dict(state), file)
@@ -49,11 +53,12 @@ def _problem(file: IO[bytes], error: BaseException) -> str:
     """Say why torch cannot read a file, in words that tell a user something."""
     if file.seek(0, io.SEEK_END) == 0:
         return "it is empty"
-    # of what is no file of its own torch reads some bytes, until it stumbles; and its own words
-    # advise to load without protection
-    if isinstance(error, OSError | RuntimeError) and "weights_only" not in str(error):
-        return f"{type(error).__name__}: {first_line(error)}"
-    return "torch.save has not written it"
+    file.seek(0)
+    if not file.read(2).startswith(_BEGINNINGS):  # torch reads some bytes, until it stumbles
+        return "torch.save has not written it"
+    # torch's own words advise to load without protection
+    said = "" if "weights_only" in str(error) else f": {first_line(error)}"
+    return f"{type(error).__name__}{said}"
 
 
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:

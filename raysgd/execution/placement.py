@@ -340,7 +340,7 @@ def _no_room(
     total, held = ray.cluster_resources(), _held_here()
     said = [f"No room {when}for {_demand(bundle, min_workers)}"]
     if min_workers < num_workers:
-        said.append(f"That is min_workers; num_workers is {num_workers}.")
+        said.append(f"This is the least to start with, of up to {_plural(num_workers)}.")
     if held and workers_that_fit(total, bundle) >= min_workers:
         said.append(
             f"Trainers that were made before and are not shut down hold {_described(held)}: call "

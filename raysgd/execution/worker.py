@@ -47,6 +47,8 @@ class Outcome:
     Ray unpickles it does in a thread of its own, and user code shall not run there."""
     progress: Progress
     traceback: str = ""
+    note: str = ""
+    """What shall stand below the exception: where in the user's code it was raised."""
 
     def value(self, own: bool = True) -> Any:
         """Return the value or the exception; for `own` see `Packed.value`."""
@@ -57,15 +59,12 @@ class Outcome:
         error: BaseException = self.value()
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
+        if self.note:
+            with contextlib.suppress(Exception):  # classes of the user's may refuse
+                error.add_note(self.note)
         return error
 
 
-_NOT_THE_USERS = (
-    str(Path(__file__).parents[1]),
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    "<",
-)
-"""How the names of files begin that are not the user's."""
 _GROUP_SIZE_HERE = 0
 """Of the group that this process is a worker of; 0 in all other processes."""
 
@@ -269,10 +268,11 @@ class Worker:
         # an error that only followed from another is told of and never caught by its type: as
         # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
         bare = _bare(error)
-        if raised_in:  # the last line that is seen, and often the only one that is read
-            bare.add_note(f"Raised on worker {self._rank}, {raised_in}; its traceback is above.")
-        packed = _packed_error(bare) if kind == "user" else pack(_as_text(bare))
-        return Outcome(kind, packed, progress, where)
+        if kind != "user":
+            return Outcome(kind, pack(_as_text(bare)), progress, where)
+        # the last line that is seen, and often the only one that is read
+        note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
+        return Outcome(kind, _packed_error(bare), progress, where, note if raised_in else "")
 
     def _safe_progress(self) -> Progress:
         """Return the progress, also where a half-built runner has none."""
@@ -295,8 +295,18 @@ def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool
 def _raised_in(error: BaseException) -> str:
     """Say which line of the user's an exception went through last; empty where it was none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
     return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _is_the_users(filename: str) -> bool:
+    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
+    folders = {sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])}
+    if filename.startswith(
+        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
+    ):
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
 
 def _unpickled(value: Any) -> Any:

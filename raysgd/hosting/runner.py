@@ -113,7 +113,10 @@ class OperatorRunner(ABC):
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
-        return source is not None and not source.sharded and self._parts.settings.add_dist_sampler
+        if source is None or source.sharded or not self._parts.settings.add_dist_sampler:
+            return False
+        # a DistributedSampler of the user's shares it out
+        return not hasattr(getattr(source.loader, "sampler", None), "num_replicas")
 
     def request_stop(self, requested: bool) -> None:
         """Let the loop under way raise at its next step."""

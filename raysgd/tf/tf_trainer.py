@@ -191,6 +191,7 @@ class TFTrainer(OperatorTrainer):
         )
         super().__init__(config, supervisor, operator_cls.__qualname__, attached, folder)
 
+    @suggests
     def train(
         self,
         num_steps: int | None = None,
@@ -219,6 +220,7 @@ class TFTrainer(OperatorTrainer):
             result = super().train(self._plan.steps_per_epoch, **arguments)
         return result
 
+    @suggests
     def validate(
         self,
         num_steps: int | None = None,

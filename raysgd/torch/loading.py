@@ -283,13 +283,13 @@ def _can_shard(loader: DataLoader[Any]) -> bool:
 
 
 def _check_data_set(loader: DataLoader[Any]) -> None:
-    """Check that a loader has something to index, which it finds out when it is read."""
+    """Check that a loader is not over a generator, which torch finds out when it is read."""
     data: Any = loader.dataset
-    if not isinstance(data, IterableDataset) and not hasattr(data, "__getitem__"):
+    if isinstance(data, Iterator) and not hasattr(data, "__getitem__"):
         raise TypeError(
-            f"A DataLoader that was registered reads {data!r}, which has no __getitem__. Give the "
-            "DataLoader a list or a Dataset, or an IterableDataset whose __iter__ makes the "
-            "generator anew."
+            f"A DataLoader that was registered reads a {type(data).__name__}, which can neither be "
+            "indexed nor read a second time. Give the DataLoader a list or a Dataset, or an "
+            "IterableDataset whose __iter__ is the generator."
         )
 
 

@@ -70,7 +70,7 @@ def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any
                 f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
                 "registered models. Make it with the parameters() of the model that you register.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,  # the line of register() in the user's setup
             )
 
 

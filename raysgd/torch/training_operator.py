@@ -245,6 +245,9 @@ class TrainingOperator(OperatorTools):
         batch sampler of its own, is left as it is: let each worker read its own part of the
         data, by ``self.world_rank`` and ``self.world_size``. ``add_dist_sampler=False`` of the
         trainer leaves all loaders as they are.
+
+        Raises:
+            TypeError: if one is not iterable, or a DataLoader over a generator.
         """
         self._parts.register_data(train_loader, validation_loader)
 

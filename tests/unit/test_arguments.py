@@ -140,6 +140,15 @@ def test_every_trainer_tells_it(trainer):
         DataParallelTrainer(print, scaling_confg=None)
 
 
+@pytest.mark.parametrize("trainer", ["raysgd.TorchTrainer", "raysgd.TFTrainer"])
+@pytest.mark.parametrize("method", ["train", "validate"])
+def test_so_does_every_call(trainer, method):
+    module, _, name = trainer.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    with pytest.raises(TypeError, match=rf"{name}\.{method}\(\) .*'num_step'. .* 'num_steps'"):
+        getattr(kind, method)(object.__new__(kind), num_step=2)
+
+
 def test_flags_and_bounds_are_named():
     arguments.check_flags("T", wrap_ddp=True, use_local=False)
     with pytest.raises(TypeError, match=r"^T\(use_local=1\): must be True or False"):

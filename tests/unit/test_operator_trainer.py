@@ -1,6 +1,7 @@
 """What trainers share: calls, state, files and shutdown, with one worker in this process."""
 
 import gc
+import math
 import os
 import threading
 import weakref
@@ -9,11 +10,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import TorchTrainer, checkpoint
 from raysgd.calls import _doubt
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
+from raysgd.metrics import Computed
 from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
@@ -640,16 +644,33 @@ def test_a_call_knows_whether_its_loader_was_to_be_shared_out_and_could_not(shar
         ("train", True, {"loss": 0.3}, {"loss": 0.4}, None),
         ("train", True, {"loss": 0.3}, {"other": 0.3}, None),
         ("train", True, {"loss": 1.0}, {"loss": 1.0}, None),  # may be as it is on purpose
+        ("train", True, {"loss": math.inf}, {"loss": math.inf}, None),
         ("train", False, {"loss": 0.3}, {"loss": 0.3}, None),
         ("train", False, {"loss": 0.3}, {"loss": 0.4}, None),  # all make as many steps
         ("validate", False, {"loss": 0.3}, {"loss": 0.4}, "no 'num_samples'"),
         ("validate", False, {"loss": 0.3, "num_samples": 3}, {"loss": 0.4}, None),
-        ("validate", False, {"note": "x"}, {"note": "x"}, None),
-        ("validate", False, {"loss": 0.3}, None, None),
+        ("validate", False, {"loss": 0.3}, {"loss": 0.3}, None),  # averaged already, most likely
+        ("validate", False, {"loss": Computed(0.3, None)}, {"loss": Computed(0.4, None)}, None),
+        ("validate", False, {"note": "x"}, {"note": "y"}, None),
     ],
 )
 def test_what_is_most_likely_wrong_with_the_metrics_of_several_workers(
     method, unshared, first, second, said
 ):
-    doubt = _doubt(method, [m for m in (first, second) if m is not None], unshared)
+    doubt = _doubt(method, [first, second], unshared)
     assert doubt is None if said is None else said in doubt
+
+
+def test_a_loader_with_a_sampler_that_shares_out_is_in_no_doubt():
+    class Sampled(Classifier):
+        def setup(self, config):
+            super().setup(config)
+            data = self.train_loader.dataset
+            sampler = DistributedSampler(data, num_replicas=2, rank=1)
+            self.register_data(train_loader=DataLoader(data, batch_size=8, sampler=sampler))
+
+    with TorchTrainer(
+        training_operator_cls=Sampled, config={"num_samples": 40}, use_local=True, use_gpu=False
+    ) as trainer:
+        assert trainer.train()["num_samples"] == 20
+        assert not trainer._supervisor.progress.unshared

@@ -293,7 +293,7 @@ def test_a_checkpoint_of_another_model_is_named_with_what_to_do(make_trainer, tm
     assert "What was trained is trained" not in str(caught.value), "it has not begun"
     said = str(caught.value.__cause__)
     assert names(tmp_path)[0] in said
-    assert "another folder (or logdir), or empty this one" in said
+    assert "give another folder (or logdir), or empty this one" in said
     assert "0.weight" in said
 
 

@@ -231,3 +231,20 @@ def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
     assert "loss=0.5, workers=2/3" in text
     assert "0/0" not in text
     assert "samples/s" not in text.splitlines()[-1].rpartition("\r")[2]
+
+
+def test_such_a_loop_ends_where_the_steps_do(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    bar.on_progress(trainer, "train", [progress(2, total=None)])
+    trainer.global_step = 104
+    bar.on_epoch_end(trainer, {"train_loss": 0.5})
+    assert "4/4" in terminal.getvalue()
+
+
+def test_or_where_the_loader_does(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "validate", [])
+    bar.on_progress(trainer, "validate", [progress(2)])
+    bar.on_validation_end(trainer, {"val_loss": 0.5})
+    assert "5/5" in terminal.getvalue()

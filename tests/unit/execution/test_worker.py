@@ -9,11 +9,14 @@ import threading
 import cloudpickle
 import pytest
 
+import raysgd
 from raysgd.backends import Backend
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.pickling import Packed
-from raysgd.execution.worker import Outcome, Worker
+from raysgd.execution.worker import Outcome, Worker, _is_the_users
+
+PACKAGE = raysgd.__path__[0]
 
 
 class FakeRunner:
@@ -167,6 +170,40 @@ def test_an_exception_of_the_user_arrives_as_itself_with_the_workers_traceback(w
     assert "PlainError: bad batch" in text
     (note,) = error.__notes__
     assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
+
+
+def test_an_error_that_is_raised_again_says_the_place_once(worker):
+    kept = PlainError("kept")
+    for _ in range(2):
+        error = call(worker, fail_with(kept)).exception()
+    assert len(error.__notes__) == 1
+
+
+def test_an_error_that_takes_no_note_is_one_without():
+    class BareError(Exception):
+        def add_note(self, note):
+            raise AttributeError(note)
+
+    error = Outcome("user", BareError(), Progress(), note="somewhere").exception()
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("filename", "expected"),
+    [
+        ("/home/me/train.py", True),
+        ("/home/me/raysgd_demo.py", True),
+        (f"{PACKAGE}_demo.py", True),
+        ("<ipython-input-3-abc>", True),
+        (f"{PACKAGE}/torch/runner.py", False),
+        (threading.__file__, False),
+        (cloudpickle.__file__, False),
+        ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
+        ("<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_code_of_the_user_is_what_belongs_to_nobody_else(filename, expected):
+    assert _is_the_users(filename) == expected
 
 
 def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():

@@ -509,7 +509,7 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_loader_over_a_generator_is_refused_with_what_to_give_instead(shard):
     loader = DataLoader((number for number in range(9)), batch_size=3)
-    with pytest.raises(TypeError, match=r"generator.*no __getitem__.*IterableDataset"):
+    with pytest.raises(TypeError, match=r"reads a generator, .* indexed .*IterableDataset"):
         wrap_loader(loader, training=True, shard=shard, world_size=2, rank=1, seed=0)
 
 

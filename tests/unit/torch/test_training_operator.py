@@ -74,6 +74,17 @@ def test_so_is_one_of_register_data():
         operator_with().register_data(val_loader=[])
 
 
+def test_an_optimizer_of_another_model_is_warned_of_at_the_line_of_register():
+    class Strange(TrainingOperator):
+        def setup(self, config):
+            optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+            self.register(models=make_model(), optimizers=optimizer)
+
+    with pytest.warns(RuntimeWarning, match="updates no parameter") as caught:
+        run_operator(Strange)
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("name", ["train", "validation"])
 def test_a_missing_loader_is_named_with_the_way_to_set_it(name):
     operator = operator_with()
