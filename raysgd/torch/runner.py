@@ -11,6 +11,7 @@ import torch
 
 from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
+from raysgd.dynamo import postpone_dynamo
 from raysgd.hosting.operator_base import create_operator
 from raysgd.hosting.runner import OperatorRunner
 from raysgd.torch import replica
@@ -41,8 +42,7 @@ class TorchRunnerOptions:
 class TorchRunner(OperatorRunner):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
 
-    # torch imports the last one, half of all that it imports, with the first optimizer
-    imports = ("raysgd.torch", "torch.distributed", "torch._dynamo")
+    imports = ("raysgd.torch", "torch.distributed")
 
     def __init__(self, options: TorchRunnerOptions) -> None:
         super().__init__()
@@ -53,6 +53,7 @@ class TorchRunner(OperatorRunner):
     def prepare(self, context: WorkerContext) -> None:
         """Give torch its threads and its GPU."""
         if not context.in_driver:
+            postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)

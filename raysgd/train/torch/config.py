@@ -14,6 +14,7 @@ from raysgd.backends import Backend as Transport
 from raysgd.backends.torch import TorchBackend as ProcessGroup
 from raysgd.backends.torch import TorchRendezvous
 from raysgd.context import WorkerContext
+from raysgd.dynamo import postpone_dynamo
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import WorkerGroup
 
@@ -85,6 +86,7 @@ class TrainProcessGroup(ProcessGroup):
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Enter the generation."""
+        postpone_dynamo()
         if context.gpu_index is not None and torch.cuda.is_available():
             index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
             torch.cuda.set_device(index)
