@@ -1,5 +1,7 @@
 """Results equal those of one plain PyTorch process, whatever the number of workers."""
 
+import sys
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -44,6 +46,36 @@ def num_small_reductions(operator):
     return torch.distributed.group.WORLD._mesh._num_started
 
 
+class Compiling(Classifier):
+    """Compiles its model, once it has trained some steps without."""
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        if self.global_step == 2:
+            self.loaded = is_dynamo_loaded()
+            self.model = torch.compile(self.model, backend="eager")
+        loss = self.criterion(self.model(features), target)
+        self.backward(loss, num_samples=len(target))
+        self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+def is_dynamo_loaded():
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def test_models_can_be_compiled_and_nothing_is_loaded_for_it_before(ray_cluster):
+    config = {"shuffle": False, "batch_size": 16, "momentum": 0.9}
+    with TorchTrainer(training_operator_cls=Compiling, config=config, num_workers=2) as trainer:
+        trainer.train(num_steps=10)
+        assert trainer.apply_all_operators(lambda op: op.loaded) == [False, False]
+        assert trainer.apply_all_workers(is_dynamo_loaded) == [True, True]
+        found = trainer.apply_all_operators(parameters)
+    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 32).parameters()]).detach()
+    for each in found:
+        assert torch.allclose(each, expected, atol=1e-6, rtol=0)
+
+
 class Whole(Classifier):
     """Registers lists, which each worker reads as a whole, and may measure like a beginner."""
 
@@ -58,19 +90,13 @@ class Whole(Classifier):
         return {"val_loss": metrics["val_loss"] + self.world_rank} if info else metrics
 
 
-def test_workers_that_all_read_the_same_are_pointed_out_once(ray_cluster, caplog):
+def test_what_is_most_likely_wrong_is_pointed_out_once(ray_cluster, caplog):
     with TorchTrainer(training_operator_cls=Whole, num_workers=2) as trainer:
         for _ in range(2):
             trainer.train()
-        assert caplog.text.count("All 2 workers measured the same in train()") == 1
-        trainer.validate()
-        assert caplog.text.count("All 2 workers measured the same in validate()") == 1
-
-
-def test_a_validation_that_does_not_say_what_it_weighs_is_pointed_out(ray_cluster, caplog):
-    with TorchTrainer(training_operator_cls=Whole, num_workers=2) as trainer:
-        trainer.validate(info={"own": True})
-    assert "no 'num_samples'" in caplog.text
+            trainer.validate(info={"own": True})
+    assert caplog.text.count("All 2 workers measured the same in train()") == 1
+    assert caplog.text.count("no 'num_samples'") == 1
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

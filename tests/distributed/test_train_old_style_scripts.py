@@ -8,6 +8,7 @@ Workers import this module: what takes long to import is imported where it is ne
 import json
 import os
 import signal
+import sys
 import threading
 
 import cloudpickle
@@ -139,6 +140,10 @@ def digits_func(config):
     return model.module.state_dict()
 
 
+def is_dynamo_loaded():
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
 def test_digits(make_trainer):
     trainer = make_trainer()
     trainer.start()
@@ -151,6 +156,7 @@ def test_digits(make_trainer):
     config = {"lr": 0.5, "batch_size": 64, "epochs": 12}
     states = trainer.run(digits_func, config=config, callbacks=[Callback()])
     assert accuracy[-1] > 0.8
+    assert trainer.run(is_dynamo_loaded) == [False, False]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
