@@ -7,8 +7,8 @@ under its name gives them the answers that it gives where nothing is compiled. W
 asked for, also as ``import torch._dynamo.config``, loads the real one, which takes its place for
 good.
 
-The questions are those of torch 2.1 to 2.13. One that a later torch may ask, and that is not among
-them, costs the time of loading.
+The questions are those of torch 2.13. One more that another torch may ask costs the time of loading
+it, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,6 +28,9 @@ from typing import Any
 __all__ = ["postpone_dynamo"]
 
 _NAME = "torch._dynamo"
+_swapping = threading.Lock()
+_not_disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that torch wanted to be kept from being compiled when nothing was."""
 
 
 def postpone_dynamo() -> None:
@@ -40,94 +44,117 @@ def postpone_dynamo() -> None:
         return
     spec = importlib.util.find_spec(_NAME)
     if spec is not None:  # a torch without it needs none
+        sys.meta_path.insert(0, _Finder())
         torch._dynamo = sys.modules[_NAME] = _Postponed(spec)
 
 
 class _Postponed(ModuleType):
-    """Stands for ``torch._dynamo`` until it is loaded, and refers to it afterwards."""
+    """Stands for ``torch._dynamo`` until it is loaded, and is as good as that afterwards."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(_NAME)
-        own = vars(self)  # what is set as an attribute goes to the real one
-        own["__spec__"] = spec
-        own["_not_disabled"] = []
-        own["graph_break"] = _graph_break
-        own["utils"] = _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
-        own["trace_rules"] = _Part("trace_rules", clear_lru_cache=lambda: None)
+        _own(self).update(
+            __spec__=spec,
+            answers={
+                "disable": _disable,
+                "graph_break": lambda msg="": None,
+                "utils": _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+                "trace_rules": _Part("trace_rules", clear_lru_cache=lambda: None),
+            },
+        )
 
-    def disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return a function of torch's as it is, since nothing is compiled that could call it."""
-        if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
-            return _real().disable(fn, *args, **kwargs)
-        self._not_disabled.append(fn)
-        return fn
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)  # asked of every module there is, by inspect for example
+    def __getattribute__(self, name: str) -> Any:
+        if sys.modules.get(_NAME) is not self:
+            return getattr(_real(), name)
+        answers = _own(self)["answers"]
+        if name in answers:
+            return answers[name]
+        if name.startswith("__") and name != "__path__":  # asked of every module that there is
+            return super().__getattribute__(name)
         found = getattr(_real(), name)
-        if name == "__path__":
-            _Loaded.expect()
+        _Finder.mark.expected = name == "__path__"
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(_real(), name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(_real(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_real())
+
 
 class _Part:
-    """Stands for a module in ``torch._dynamo``."""
+    """Stands for a module in ``torch._dynamo`` in the same way."""
 
-    def __init__(self, part: str, **answers: Callable[[], Any]) -> None:
-        self._part = part
-        vars(self).update(answers)
+    def __init__(self, part: str, **answers: Any) -> None:
+        _own(self).update(part=part, answers=answers)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(_real(), self._part), name)
+    def __getattribute__(self, name: str) -> Any:
+        own = _own(self)
+        is_loaded = type(sys.modules.get(_NAME)) is not _Postponed
+        if not is_loaded and name in own["answers"]:
+            return own["answers"][name]
+        if not is_loaded and name.startswith("__"):
+            return super().__getattribute__(name)
+        return getattr(getattr(_real(), own["part"]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(_real(), _own(self)["part"]), name, value)
 
 
-def _graph_break(msg: str = "") -> None:
-    """Do nothing, as the real one does where nothing is compiled."""
+def _own(stand_in: Any) -> dict[str, Any]:
+    """Return what a stand-in holds itself."""
+    held: dict[str, Any] = object.__getattribute__(stand_in, "__dict__")
+    return held
+
+
+def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of torch's as it is, since nothing is compiled that could call it."""
+    if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
+        return _real().disable(fn, *args, **kwargs)
+    _not_disabled.add(fn)
+    return fn
 
 
 def _real() -> ModuleType:
-    """Return ``torch._dynamo`` itself."""
-    held = sys.modules.get(_NAME)
-    if isinstance(held, _Postponed):
-        import torch
+    """Return ``torch._dynamo`` itself, loading it where nobody has."""
+    import torch
 
-        sys.modules.pop(_NAME, None)
-        vars(torch).pop("_dynamo", None)
-        for function in held._not_disabled:  # torch keeps what it was given, under this name
-            with contextlib.suppress(AttributeError):
-                del function.__dynamo_disable
+    with _swapping:  # not for as long as it loads: that is what the locks of modules are for
+        if type(sys.modules.get(_NAME)) is _Postponed:
+            del sys.modules[_NAME]
+            vars(torch).pop("_dynamo", None)
+            for function in list(_not_disabled):  # torch keeps what it was given, by this name
+                with contextlib.suppress(AttributeError):
+                    del function.__dynamo_disable
+            _not_disabled.clear()
     return importlib.import_module(_NAME)
 
 
-class _Loaded:
-    """Finds a module in ``torch._dynamo`` that came with it, for an import that caused all that.
+class _Finder:
+    """Finds a module in ``torch._dynamo`` that came with it, for the import that caused all that.
 
     ``import torch._dynamo.config`` looks first whether the module is there, then asks the package
     for its ``__path__``, which loads the package and the module with it, and then would load the
-    module once more.
+    module once more (before Python 3.13.3).
     """
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    @classmethod
-    def expect(cls) -> None:
-        """Be there for the import under way in this thread."""
-        sys.meta_path.insert(0, cls())
+    mark = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to find a module that is there; only once."""
-        if threading.get_ident() != self._thread:
+        """Return how to find a module that is there, if this thread's ``__path__`` loaded it."""
+        expected, self.mark.expected = getattr(self.mark, "expected", False), False
+        if not expected or target is not None or not name.startswith(f"{_NAME}."):
             return None
-        sys.meta_path.remove(self)
-        there = sys.modules.get(name) if name.startswith(f"{_NAME}.") else None
-        return None if there is None else ModuleSpec(name, _Existing(there))
+        there = sys.modules.get(name)
+        if there is None:
+            return None
+        spec = there.__spec__
+        return ModuleSpec(name, _Existing(there), origin=None if spec is None else spec.origin)
 
 
 class _Existing(Loader):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CODE = """
-import importlib, inspect, json, os, sys, threading
+import importlib, importlib.util, inspect, json, os, signal, sys, threading
 import torch, torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from raysgd.dynamo import postpone_dynamo
@@ -60,18 +60,44 @@ def imports_a_part():
     import torch._dynamo.config as again
     return torch._dynamo.config is part is again
 
-def imports_a_part_of_a_part():
-    from torch._dynamo.backends.registry import lookup_backend
-    return lookup_backend is torch._dynamo.backends.registry.lookup_backend
-
 def imports_from_it():
-    from torch._dynamo import config, reset
-    return config is torch._dynamo.config and reset is torch._dynamo.reset
+    from torch._dynamo import config, disable, graph_break, reset, utils
+    found = dict(
+        config=config, disable=disable, graph_break=graph_break, reset=reset, utils=utils)
+    return all(found[name] is getattr(sys.modules[NAME], name) for name in found)
+
+def kept_the_stand_in():
+    utils = stand_in.utils  # answers nothing by itself from now on
+    stand_in.config.optimize_ddp = "python_reducer"
+    names = ("disable", "graph_break", "utils", "config", "__file__")
+    return (
+        all(getattr(stand_in, name) is getattr(torch._dynamo, name) for name in names)
+        and utils.get_optimize_ddp_mode() == stand_in.utils.get_optimize_ddp_mode()
+        == "python_reducer" and utils.counters is torch._dynamo.utils.counters
+        and "reset" in dir(stand_in)
+    )
+
+def reloads_after_an_import_from_it():
+    from torch._dynamo import comptime
+    before = comptime.comptime
+    importlib.reload(sys.modules[NAME + ".comptime"])
+    return sys.modules[NAME + ".comptime"].comptime is not before
+
+def is_looked_for():
+    spec = importlib.util.find_spec(NAME + ".config")
+    return spec.origin.endswith("config.py")
 
 def sets():
     stand_in.config.suppress_errors = True
     stand_in.anything = 3
-    return torch._dynamo.config.suppress_errors and sys.modules[NAME].anything == 3
+    stand_in.utils.other = 4
+    found = sys.modules[NAME].anything, sys.modules[NAME + ".utils"].other
+    del stand_in.anything
+    return (
+        torch._dynamo.config.suppress_errors
+        and found == (3, 4)
+        and not hasattr(torch._dynamo, "anything")
+    )
 
 def comes_from_several_threads():
     found = []
@@ -90,25 +116,19 @@ def reloads():
     return torch._dynamo.comptime.comptime is not before
 
 def whole():
-    try:
-        import no_such_module  # what waits for an import has seen one then
-    except ImportError:
-        pass
-    finders = [type(finder).__module__ for finder in sys.meta_path]
-    parts = [name for name in sys.modules if name.startswith(NAME + ".") and name.count(".") == 2]
+    parts = [f"{NAME}.{name}" for name in ("config", "utils", "eval_frame", "trace_rules")]
+    ask = torch.optim.Optimizer.zero_grad.__wrapped__
     return (
-        sys.modules[NAME] is torch._dynamo is not stand_in
-        and "raysgd.dynamo" not in finders
+        type(sys.modules[NAME]) is type(sys) and sys.modules[NAME] is torch._dynamo
         and all(sys.modules[name] is getattr(torch._dynamo, name.rpartition(".")[2])
-                for name in parts if name.rpartition(".")[2] in ("config", "utils", "eval_frame"))
-        and steps()
-        and torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__
-        == NAME + ".eval_frame"
+                for name in parts)
+        and steps() and ask.__dynamo_disable.__module__ == NAME + ".eval_frame"
     )
 
 def begin(way):
     read, write = os.pipe()
     if os.fork() == 0:
+        signal.alarm(60)
         try:
             said = [train(), way(), whole()]
         except BaseException as error:
@@ -126,8 +146,10 @@ WAYS = [
     "steps_within_what_is_compiled",
     "disables",
     "imports_a_part",
-    "imports_a_part_of_a_part",
     "imports_from_it",
+    "kept_the_stand_in",
+    "reloads_after_an_import_from_it",
+    "is_looked_for",
     "sets",
     "comes_from_several_threads",
     "reloads",

@@ -86,7 +86,8 @@ class TrainProcessGroup(ProcessGroup):
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Enter the generation."""
-        postpone_dynamo()
+        if not context.in_driver:
+            postpone_dynamo()
         if context.gpu_index is not None and torch.cuda.is_available():
             index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
             torch.cuda.set_device(index)
