@@ -506,7 +506,8 @@ class Supervisor:
             newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
             self._record("grown", newcomers, seconds=seconds)
             logger.warning(
-                "Workers %s have joined: going on with %d of %d.",
+                "Worker%s %s joined: going on with %d of %d.",
+                "s" * (len(newcomers) > 1),
                 self._listed(newcomers),
                 len(self.members),
                 self.max_workers,

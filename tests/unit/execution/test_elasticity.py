@@ -69,7 +69,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert said[-2:] == [
         "Going on with 2 of 3 workers.",
-        "Workers 1 have joined: going on with 3 of 3.",
+        "Worker 1 joined: going on with 3 of 3.",
     ]
 
 
