@@ -505,12 +505,9 @@ class Supervisor:
             self._recruiting.joined(recruits)
             newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
             self._record("grown", newcomers, seconds=seconds)
+            who = f"Worker{'s' * (len(newcomers) > 1)} {self._listed(newcomers)}"
             logger.warning(
-                "Worker%s %s joined: going on with %d of %d.",
-                "s" * (len(newcomers) > 1),
-                self._listed(newcomers),
-                len(self.members),
-                self.max_workers,
+                "%s joined: going on with %d of %d.", who, len(self.members), self.max_workers
             )
         else:
             self._record("resumed", self.members, seconds=seconds)
