@@ -58,7 +58,8 @@ def imports_a_part():
     import torch._dynamo.config
     part = sys.modules[NAME + ".config"]
     import torch._dynamo.config as again
-    return torch._dynamo.config is part is again
+    # and it is the one that the others in there have
+    return torch._dynamo.config is part is again is torch._dynamo.eval_frame.config
 
 def imports_from_it():
     from torch._dynamo import config, disable, graph_break, reset, utils
