@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 
 from raysgd.errors import CollectiveError
 from raysgd.execution.members import Member, is_loss
@@ -31,6 +33,9 @@ class Attempt:
 
     def __init__(self, futures: Mapping[Member, Future[Outcome]]) -> None:
         self._pending = {future: member for member, future in futures.items()}
+        self._done: SimpleQueue[Future[Outcome]] = SimpleQueue()
+        for future in self._pending:
+            future.add_done_callback(self._done.put)
         self.outcomes: dict[Member, Outcome] = {}
         self.lost: dict[Member, BaseException] = {}
         self.first_error: tuple[Member, Outcome] | None = None
@@ -65,9 +70,16 @@ class Attempt:
         Returns:
             Whether one has.
         """
-        done, _ = wait(self._pending, timeout=max(0.0, timeout_s), return_when=FIRST_COMPLETED)
+        # in the order in which they came, and in a time that does not grow with those to come
+        done = []
+        with contextlib.suppress(Empty):
+            done.append(self._done.get(timeout=max(0.0, timeout_s)))
+            while True:
+                done.append(self._done.get_nowait())
         for future in done:
-            member = self._pending.pop(future)
+            member = self._pending.pop(future, None)
+            if member is None:
+                continue  # given up before
             error = future.exception()
             if error is None:
                 outcome = self.outcomes[member] = future.result()

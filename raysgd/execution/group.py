@@ -11,6 +11,7 @@ from typing import Any
 
 from raysgd.elastic.policies import Place
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.execution.lines import Lines
 from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.execution.spares import Spares
 from raysgd.execution.worker import Worker
@@ -62,6 +63,7 @@ class WorkerGroup:
         self._reservation: Any = None
         self._actor_cls: Any = None
         self._slots: dict[Member, Any] = {}
+        self._lines = Lines()
 
     def start(self, timeout_s: float, queue: Any = None) -> None:
         """Start the workers and wait until each has said where it runs.
@@ -150,7 +152,7 @@ class WorkerGroup:
         member = self.spares.take(slot.node_id) if self.spares else None
         if member is None:
             strategy = slot.strategy
-            member = ActorMember(self._actor_cls.options(scheduling_strategy=strategy).remote())
+            member = self._actor(scheduling_strategy=strategy)
         self._slots[member] = slot
         return member
 
@@ -159,9 +161,10 @@ class WorkerGroup:
 
         nothing = {"num_cpus": 0, "num_gpus": 0, "resources": None}
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        return ActorMember(
-            self._actor_cls.options(scheduling_strategy=strategy, **nothing).remote()
-        )
+        return self._actor(scheduling_strategy=strategy, **nothing)
+
+    def _actor(self, **options: Any) -> Member:
+        return ActorMember(self._actor_cls.options(**options).remote(), self._lines)
 
     def vacant_slots(self) -> list[Any]:
         """Return room that no worker is in or on its way to, requesting what is missing."""
@@ -244,6 +247,7 @@ class WorkerGroup:
             self.spares.stop()
             for member in everyone:
                 member.kill()
+            self._lines.close()
             reservation, self._reservation = self._reservation, None
             if reservation is not None:
                 reservation.release()

@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from raysgd.backends.network import driver_address
 from raysgd.elastic.policies import Place
+from raysgd.execution.lines import Line, Lines
 from raysgd.execution.worker import Worker
 
 __all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss", "loss_cause"]
@@ -17,6 +19,8 @@ __all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss", "
 
 _SIGNAL_S = 10.0
 """How long it may take to send a signal on another node."""
+
+_SHORT_BYTES = 1 << 14
 
 
 class Member(ABC):
@@ -32,6 +36,10 @@ class Member(ABC):
     @abstractmethod
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the work thread."""
+
+    def call(self, method: str, arguments: Any) -> Future[Any]:
+        """Start a call of a method of the runner that is called often, in the work thread."""
+        return self.work("call", method, arguments)
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
@@ -76,16 +84,52 @@ class Member(ABC):
 
 
 class ActorMember(Member):
-    """A worker in a Ray actor."""
+    """A worker in a Ray actor.
+
+    Args:
+        actor: Ray's handle.
+        lines: for a shorter way to the actor than Ray's; None where Ray's will do.
+    """
 
     remote = True
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, lines: Lines | None = None) -> None:
         self._actor = actor
+        self._lines = lines
+        self._line: Line | None = None
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the actor's work thread."""
+        self._hang_up()
         return self._submit("work", method, arguments)
+
+    def call(self, method: str, arguments: Any) -> Future[Any]:
+        """Start a call of a method of the runner that is called often, in the work thread."""
+        if self._lines is None or not self._lines.usable or not _is_short(arguments):
+            return self.work("call", method, arguments)
+        self._check_alive()
+        request = method, arguments
+
+        def by_ray() -> Future[Any]:
+            return self._submit("work", "call", request)
+
+        answer = None if self._line is None else self._line.ask(request, by_ray)
+        if answer is None:
+            self._hang_up()
+            try:
+                self._line = self._lines.open(driver_address([self.place.node_ip]))
+            except OSError:
+                return self.work("call", method, arguments)
+            answer = self._line.ask(request, by_ray)
+            assert answer is not None
+            self._submit("work", "serve", (self._line.address,)).add_done_callback(self._line.end)
+        return answer
+
+    def _hang_up(self) -> None:
+        """Let what goes by Ray have the work thread, after what goes by the line."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.hang_up()
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in one of the actor's control threads."""
@@ -99,6 +143,7 @@ class ActorMember(Member):
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
+        self._hang_up()
         self._check_alive()
         bound = self._actor.execute.options(concurrency_group="work")
         return bound.remote(function, *args, **kwargs)
@@ -200,6 +245,11 @@ class ThreadMember(InlineMember):
     def kill(self) -> None:
         """Let the thread end when its call has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_short(arguments: Any) -> bool:
+    """Whether it fits into what the system holds of a connection, whoever reads or does not."""
+    return isinstance(arguments, bytes) and len(arguments) < _SHORT_BYTES
 
 
 def _send_signal(pid: int, number: int) -> None:

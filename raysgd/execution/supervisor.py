@@ -80,6 +80,9 @@ _BUSY_TICK_S = 0.05
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
+_OFTEN = ("train", "validate", "update_schedulers")
+"""Methods of runners that are called often and return little."""
+
 
 class State(enum.Enum):
     """What the group is doing, see the module's docstring."""
@@ -300,8 +303,15 @@ class Supervisor:
         attempt = Attempt({})
         try:
             self.state = State.RUNNING
-            attempt = Attempt({member: member.work("call", method, packed) for member in members})
             has_batches = method in ("train", "validate")
+            attempt = Attempt(
+                {
+                    member: member.call(method, packed)
+                    if method in _OFTEN
+                    else member.work("call", method, packed)
+                    for member in members
+                }
+            )
             hang_timeout_s = self._elastic.hang_timeout_s if has_batches else None
             watch = Watch(attempt, self._ranks, hang_timeout_s)
             while attempt.under_way:

@@ -23,6 +23,7 @@ from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import Place
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.execution.forks import end_forks_with_this_process
+from raysgd.execution.lines import LineAddress, Served, serve
 from raysgd.execution.pickling import Packed, dumps, pack
 from raysgd.loading import loading
 
@@ -175,6 +176,10 @@ class Worker:
     def call(self, method: str, arguments: Any) -> Outcome:
         """Call a method of the runner."""
         return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
+
+    def serve(self, address: LineAddress) -> Served | None:
+        """Make the calls that the driver asks for by a line, until it hangs up."""
+        return serve(address, self.call)
 
     def interrupt(self) -> None:
         """Make the call under way fail, at its next step or in its collective."""

@@ -38,6 +38,7 @@ class Loop:
         self.operator = operator
         self._parts: Parts = operator._parts
         self._batches: Iterator[Any] | None = None
+        self._signature: tuple[Any, tuple[bool, frozenset[str] | None]] = (None, (True, None))
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
         self._more_epochs = 0
@@ -153,7 +154,7 @@ class Loop:
             raise _empty("train", source)
         parts.meters = None
         try:
-            metrics = _call_train_epoch(operator, steps, info, limit, parts.epoch)
+            metrics = self._call_train_epoch(steps, info, limit)
             left = steps.finish()
         except BaseException:
             self._settle_failure(steps, source, start)
@@ -173,6 +174,19 @@ class Loop:
             parts.offset = 0
             parts.epoch += 1
             self._batches = None
+
+    def _call_train_epoch(self, steps: Steps, info: Any, limit: int | None) -> Any:
+        """Call ``train_epoch`` with what its signature takes: older ones end after ``info``."""
+        method = self.operator.train_epoch
+        if method != self._signature[0]:  # reading it takes as long as a step of a small model
+            self._signature = method, _taken_by(method)
+        by_name, taken = self._signature[1]
+        given: dict[str, Any] = {"num_steps": limit, "epoch_idx": self._parts.epoch}
+        if by_name:
+            given["info"] = info
+        if taken is not None:
+            given = {name: value for name, value in given.items() if name in taken}
+        return method(steps, *([] if by_name else [info]), **given)
 
     def _settle_rest(self, source: Source, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""
@@ -343,18 +357,13 @@ class _Counted:
         return batch
 
 
-def _call_train_epoch(operator: Any, steps: Steps, info: Any, limit: int | None, epoch: int) -> Any:
-    """Call ``train_epoch`` with what its signature takes: older ones end after ``info``."""
-    accepted = inspect.signature(operator.train_epoch).parameters
+def _taken_by(train_epoch: Callable[..., Any]) -> tuple[bool, frozenset[str] | None]:
+    """Return whether ``info`` goes by name, and the names that are taken; None where all are."""
+    accepted = inspect.signature(train_epoch).parameters
     kinds = [parameter.kind for parameter in accepted.values()]
     # by position, since older overrides call it what they like
-    named = len(kinds) < 2 or kinds[1] not in _POSITIONAL
-    given: dict[str, Any] = {"num_steps": limit, "epoch_idx": epoch}
-    if named:
-        given["info"] = info
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        given = {name: value for name, value in given.items() if name in accepted}
-    return operator.train_epoch(steps, *([] if named else [info]), **given)
+    by_name = len(kinds) < 2 or kinds[1] not in _POSITIONAL
+    return by_name, None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(accepted)
 
 
 def _checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ the test planned for that time happens. So a run is the same each time, and take
 import bisect
 import itertools
 import pickle
+import queue
 from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -416,6 +417,10 @@ class World:
                 return done, futures - done
             self.tick()
 
+    def new_queue(self):
+        """Return a stand-in for a `queue.SimpleQueue`."""
+        return SimulatedQueue(self)
+
     def tick(self):
         self.now += TICK_S
         self._ticks += 1
@@ -506,10 +511,33 @@ class World:
         return self.reservations[-1]
 
 
+class SimulatedQueue:
+    """A queue; while somebody waits for it, the world goes on."""
+
+    def __init__(self, world):
+        self._world = world
+        self._held = []
+
+    def put(self, item):
+        self._held.append(item)
+
+    def get(self, timeout):
+        end = self._world.now + timeout
+        while not self._held and self._world.now < end:
+            self._world.tick()
+        return self.get_nowait()
+
+    def get_nowait(self):
+        if not self._held:
+            raise queue.Empty
+        return self._held.pop(0)
+
+
 def install(world, monkeypatch):
     """Let the driver's code live in a simulated world."""
-    for module in (attempt, group, supervisor, watch):
+    for module in (group, supervisor, watch):
         monkeypatch.setattr(module, "wait", world.wait)
+    monkeypatch.setattr(attempt, "SimpleQueue", world.new_queue)
     for module in (attempt, group, recruit, recruiting, supervisor, watch):
         monkeypatch.setattr(module, "time", world)
     for module in (attempt, group, supervisor):

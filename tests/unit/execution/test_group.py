@@ -95,7 +95,7 @@ class FakeMember:
     remote = True
     alive = True
 
-    def __init__(self, actor):
+    def __init__(self, actor, lines=None):
         self.number = actor
         self.killed = 0
         self.torn_down = 0

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -11,6 +13,7 @@ import ray.exceptions
 from raysgd.context import Progress
 from raysgd.elastic.policies import Place
 from raysgd.execution import members
+from raysgd.execution.lines import Lines, serve
 from raysgd.execution.members import (
     ActorMember,
     InlineMember,
@@ -114,6 +117,114 @@ def test_work_and_control_go_to_threads_of_their_own(member):
         ("control", "progress", (), {}),
         ("work", "execute", (print, 1), {"end": ""}),
     ]
+
+
+class Hosted:
+    """What an actor hosts; it notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def call(self, method, arguments):
+        assert self.gate.wait(20)
+        self.calls.append((method, arguments))
+        return len(self.calls)
+
+    def serve(self, address):
+        self.calls.append("a line")
+        return serve(address, self.call)
+
+
+class LivingActor(Actor):
+    """An actor with a work thread, in this process."""
+
+    def __init__(self):
+        super().__init__()
+        self.hosted = Hosted()
+        self.work = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name):
+        return LivingMethod(self, name)
+
+
+class LivingMethod(Method):
+    def options(self, concurrency_group):
+        assert concurrency_group == "work"
+        return self
+
+    def remote(self, *args):
+        self.answer = self.actor.work.submit(getattr(self.actor.hosted, self.name), *args)
+        return self
+
+    def future(self):
+        return self.answer
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """A member that is reached by lines, and what its actor hosts."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    actor, lines = LivingActor(), Lines()
+    member = ActorMember(actor, lines)
+    member.place = Place(node_id="a", node_ip="127.0.0.1", pid=77)
+    yield member, actor.hosted
+    lines.close()
+    actor.work.shutdown()
+
+
+def test_calls_that_are_made_often_go_by_a_line(reached):
+    member, hosted = reached
+    for number in range(3):
+        assert member.call("train", b"%d" % number).result(20) == 2 + number
+    calls = [("train", b"0"), ("train", b"1"), ("train", b"2")]
+    assert hosted.calls == ["a line", *calls]
+
+
+def test_what_goes_by_ray_follows_on_what_goes_by_the_line(reached):
+    member, hosted = reached
+    hosted.gate.clear()
+    answers = [
+        member.call("train", b"1"),
+        member.work("call", "state_dict", b"2"),
+        member.call("train", b"3"),
+        member.call("train", b"4"),  # while the third is under way
+        member.work("call", "teardown", b"5"),
+    ]
+    assert not any(answer.done() for answer in answers)
+    hosted.gate.set()
+    for answer in answers:
+        answer.result(20)
+    done = [call[1] for call in hosted.calls if call != "a line"]
+    assert done == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_what_is_large_or_shared_goes_by_ray(reached):
+    member, hosted = reached
+    shared = object()  # one of Ray's references, say
+    for arguments in (bytes(2**14), shared):
+        member.call("train", arguments).result(20)
+        assert hosted.calls.pop() == ("train", arguments)
+    assert not hosted.calls
+
+
+@pytest.mark.parametrize("why", ["nothing can listen", "nobody can connect"])
+def test_where_there_can_be_no_line_all_goes_by_ray(reached, monkeypatch, why):
+    member, hosted = reached
+    if why == "nothing can listen":
+        # documentation's own addresses (RFC 5737) belong to no machine
+        monkeypatch.setattr(members, "driver_address", lambda addresses: "203.0.113.1")
+    else:
+        hosted.serve = lambda address: serve(address._replace(port=closed_port()), hosted.call)
+    for number in range(3):
+        assert member.call("train", b"%d" % number).result(20) == 1 + number
+    assert [call[1] for call in hosted.calls if call != "a line"] == [b"0", b"1", b"2"]
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):

@@ -1,0 +1,382 @@
+"""Lines: a request is carried out once, whatever becomes of the connection."""
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd.execution.lines import LineAddress, Lines, Served, serve
+
+HOST = "127.0.0.1"
+WAIT_S = 20
+
+
+@pytest.fixture
+def lines():
+    lines = Lines()
+    yield lines
+    lines.close()
+
+
+@pytest.fixture
+def pool():
+    """Threads that stand for a worker's work thread and for Ray's."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+class Worker:
+    """Carries requests out, and notes them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def call(self, *request):
+        self.calls.append(request)
+        return f"did {request}"
+
+
+def no_other_way():
+    raise AssertionError("the request was to go by the line")
+
+
+def served_by(worker, line, pool, address=None):
+    """Let a worker serve a line, as a call of Ray's does."""
+    call = pool.submit(serve, address or line.address, worker.call)
+    call.add_done_callback(line.end)
+    return call
+
+
+def test_requests_are_carried_out_in_turn(lines, pool):
+    line, worker = lines.open(HOST), Worker()
+    call = served_by(worker, line, pool)
+    for number in range(5):
+        assert (
+            line.ask(("train", number), no_other_way).result(WAIT_S) == f"did ('train', {number})"
+        )
+    line.hang_up()
+    assert call.result(WAIT_S) == Served(5, "did ('train', 4)")
+    assert worker.calls == [("train", number) for number in range(5)]
+
+
+def test_a_request_waits_for_the_worker_to_come(lines, pool):
+    line, worker = lines.open(HOST), Worker()
+    answer = line.ask(("train", 0), no_other_way)
+    line.hang_up()  # takes effect when it is answered
+    assert not answer.done()
+    call = served_by(worker, line, pool)
+    assert answer.result(WAIT_S) == "did ('train', 0)"
+    assert call.result(WAIT_S).number == 1
+
+
+def test_large_answers_come_whole(lines, pool):
+    line = lines.open(HOST)
+    pool.submit(serve, line.address, lambda size: bytes(size))
+    for size in (0, 1, 2**16, 10_000_000):
+        assert line.ask((size,), no_other_way).result(WAIT_S) == bytes(size)
+    line.hang_up()
+
+
+def test_several_lines_at_the_same_time(lines):
+    workers = [Worker() for _ in range(16)]
+    opened = [lines.open(HOST) for _ in workers]
+    with ThreadPoolExecutor(16) as pool:
+        for worker, line in zip(workers, opened, strict=True):
+            served_by(worker, line, pool)
+        for turn in range(20):
+            answers = [line.ask((turn,), no_other_way) for line in opened]
+            assert [a.result(WAIT_S) for a in answers] == [f"did ({turn},)"] * 16
+        for line in opened:
+            line.hang_up()
+
+
+def test_one_request_at_a_time(lines, pool):
+    line, go_on = lines.open(HOST), threading.Event()
+    pool.submit(serve, line.address, lambda: go_on.wait(WAIT_S))
+    answer = line.ask((), no_other_way)
+    assert line.ask((), no_other_way) is None
+    go_on.set()
+    assert answer.result(WAIT_S)
+    line.hang_up()
+    assert line.ask((), no_other_way) is None
+
+
+def test_what_is_under_way_is_answered_after_the_hanging_up(lines, pool):
+    line, begun, go_on = lines.open(HOST), threading.Event(), threading.Event()
+
+    def carry_out():
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    call = pool.submit(serve, line.address, carry_out)
+    call.add_done_callback(line.end)
+    answer = line.ask((), no_other_way)
+    assert begun.wait(WAIT_S)
+    line.hang_up()
+    go_on.set()
+    assert answer.result(WAIT_S) is True
+    assert call.result(WAIT_S) == Served(1, True)
+
+
+def test_where_the_driver_cannot_be_reached_calls_go_by_ray(lines, pool, caplog):
+    caplog.set_level(logging.WARNING, "raysgd.execution.lines")
+    worker = Worker()
+    for _ in range(2):
+        line = lines.open(HOST)
+        answer = line.ask(("train",), lambda: pool.submit(worker.call, "by Ray"))
+        served_by(worker, line, pool, LineAddress(HOST, free_port(), b"?" * 32)).result(WAIT_S)
+        assert answer.result(WAIT_S) == "did ('by Ray',)"
+    assert not lines.usable
+    [record] = caplog.records
+    assert f"cannot connect to the driver at {HOST}:{line.address.port}" in record.message
+
+
+def test_a_way_that_is_no_way_is_the_answer(lines, pool):
+    line = lines.open(HOST)
+
+    def gone():
+        raise RuntimeError("Ray was shut down")
+
+    answer = line.ask(("train",), gone)
+    served_by(Worker(), line, pool, LineAddress(HOST, free_port(), b"?" * 32))
+    with pytest.raises(RuntimeError, match="Ray was shut down"):
+        answer.result(WAIT_S)
+
+
+def test_what_the_other_way_raises_is_the_answer(lines, pool):
+    line = lines.open(HOST)
+    answer = line.ask(("train",), lambda: pool.submit(lambda: 1 / 0))
+    served_by(Worker(), line, pool, LineAddress(HOST, free_port(), b"?" * 32))
+    with pytest.raises(ZeroDivisionError):
+        answer.result(WAIT_S)
+
+
+def test_a_death_is_told_by_ray(lines):
+    line, call = lines.open(HOST), Future()
+    call.add_done_callback(line.end)
+    answer = line.ask(("train",), no_other_way)
+    call.set_exception(RuntimeError("The worker died"))
+    with pytest.raises(RuntimeError, match="The worker died"):
+        answer.result(WAIT_S)
+    assert lines.usable, "it says nothing about the way"
+    assert line.ask(("train",), no_other_way) is None
+
+
+def test_what_escapes_the_worker_is_what_rays_call_raises(lines, pool):
+    line = lines.open(HOST)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    call = pool.submit(serve, line.address, interrupted)
+    call.add_done_callback(line.end)
+    with pytest.raises(KeyboardInterrupt):
+        line.ask((), no_other_way).result(WAIT_S)
+
+
+def test_an_oserror_of_the_call_is_no_matter_of_the_connection(lines, pool):
+    line, calls = lines.open(HOST), []
+
+    def refused():
+        calls.append(1)
+        raise ConnectionResetError("of the user's own")
+
+    call = pool.submit(serve, line.address, refused)
+    call.add_done_callback(line.end)
+    with pytest.raises(ConnectionResetError, match="of the user's own"):
+        line.ask((), no_other_way).result(WAIT_S)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"x" * 32, b"x" * 31, b"GET / HTTP/1.1\r\n\r\n" + b" " * 50, b""]
+)
+def test_strangers_are_not_listened_to(lines, pool, greeting):
+    line, worker = lines.open(HOST), Worker()
+    with socket.create_connection(line.address[:2], WAIT_S) as stranger:
+        stranger.settimeout(WAIT_S)
+        stranger.sendall(greeting)
+        if len(greeting) >= 32:
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        served_by(worker, line, pool)
+        assert line.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
+    line.hang_up()
+
+
+def test_a_token_serves_once(lines, pool):
+    line, worker = lines.open(HOST), Worker()
+    served_by(worker, line, pool)
+    line.ask(("train",), no_other_way).result(WAIT_S)
+    with socket.create_connection(line.address[:2], WAIT_S) as second:
+        second.settimeout(WAIT_S)
+        second.sendall(line.address.token)
+        assert second.recv(1) == b""
+    assert line.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
+    line.hang_up()
+
+
+def test_nobody_waits_for_a_worker_that_does_not_read(lines, pool):
+    line, call = lines.open(HOST), Future()
+    call.add_done_callback(line.end)
+    with socket.create_connection(line.address[:2], WAIT_S) as connection:
+        connection.settimeout(WAIT_S)
+        connection.sendall(line.address.token)
+        answer = line.ask(("train",), no_other_way)
+        assert connection.recv(2**10)
+        answered = pickle.dumps((1, "done"))
+        connection.sendall(len(answered).to_bytes(8) + answered)
+        assert answer.result(WAIT_S) == "done"
+        answer = line.ask(bytes(50_000_000), lambda: pool.submit(lambda: "by Ray"))
+        while connection.recv(2**20):
+            pass  # the connection is given up, and its end reaches the worker
+    call.set_result(None)
+    assert answer.result(WAIT_S) == "by Ray"
+    assert lines.usable
+
+
+def test_closed_lines_let_their_workers_go(lines, pool):
+    line, worker = lines.open(HOST), Worker()
+    call = served_by(worker, line, pool)
+    line.ask(("train",), no_other_way).result(WAIT_S)
+    before = threading.active_count()
+    lines.close()
+    assert call.result(WAIT_S) == Served(1, "did ('train',)")
+    assert threading.active_count() < before
+    with pytest.raises(ConnectionError):
+        socket.create_connection(line.address[:2], WAIT_S)
+    lines.close()
+    again = lines.open(HOST)
+    served_by(worker, again, pool)
+    assert again.ask(("again",), no_other_way).result(WAIT_S) == "did ('again',)"
+    again.hang_up()
+
+
+def test_nothing_listens_before_the_first_line():
+    before = threading.active_count()
+    Lines().close()
+    assert threading.active_count() == before
+
+
+def test_the_driver_is_not_held_by_a_stopped_worker():
+    """A process that is stopped reads nothing; what is asked of it waits without the driver."""
+    lines = Lines()
+    line = lines.open(HOST)
+    program = (
+        "import sys; from raysgd.execution.lines import LineAddress, serve; "
+        "serve(LineAddress(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), "
+        "lambda data: len(data))"
+    )
+    arguments = [HOST, str(line.address.port), line.address.token.hex()]
+    with subprocess.Popen([sys.executable, "-c", program, *arguments]) as process:
+        try:
+            assert line.ask((b"x",), no_other_way).result(WAIT_S) == 1
+            os.kill(process.pid, signal.SIGSTOP)
+            answer = line.ask((bytes(2**14),), no_other_way)
+            assert not answer.done()
+            os.kill(process.pid, signal.SIGCONT)
+            assert answer.result(WAIT_S) == 2**14
+            line.hang_up()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    lines.close()
+
+
+# ---- broken connections
+
+
+class Cut:
+    """Passes on what goes over a connection, and breaks it after so many bytes of each side."""
+
+    def __init__(self, target, up, down, reset):
+        self._target, self._limits, self._reset = target, {"up": up, "down": down}, reset
+        self._listener = socket.create_server((HOST, 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends = []
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self):
+        worker, _ = self._listener.accept()
+        driver = socket.create_connection(self._target)
+        self._ends = [worker, driver]
+        pumps = [
+            threading.Thread(target=self._pump, args=(worker, driver, "up")),
+            threading.Thread(target=self._pump, args=(driver, worker, "down")),
+        ]
+        for pump in pumps:
+            pump.start()
+        for pump in pumps:
+            pump.join()
+
+    def _pump(self, source, sink, way):
+        left = self._limits[way]
+        with contextlib.suppress(OSError):
+            while left > 0 and (data := source.recv(min(left, 4096))):
+                sink.sendall(data)
+                left -= len(data)
+            if left > 0:
+                sink.shutdown(socket.SHUT_WR)  # the end of this side alone
+                return
+        self._break()
+
+    def _break(self):
+        with self._lock:
+            for end in self._ends:
+                if self._reset:
+                    linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
+                    with contextlib.suppress(OSError):
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+
+    def close(self):
+        self._listener.close()
+        self._threads[0].join(WAIT_S)
+        self._break()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    up=st.integers(0, 400), down=st.integers(0, 400), reset=st.booleans(), count=st.integers(1, 4)
+)
+def test_each_request_is_carried_out_once(up, down, reset, count):
+    """Wherever the connection breaks: in the token, a request, an answer, or between them."""
+    lines, worker, line, cuts = Lines(), Worker(), None, []
+    work_thread = ThreadPoolExecutor(1)
+    for number in range(count):
+        by_ray = partial(work_thread.submit, worker.call, "train", number)
+        answer = None if line is None else line.ask(("train", number), by_ray)
+        if answer is None:
+            line = lines.open(HOST)
+            cuts.append(Cut(line.address[:2], up, down, reset))
+            address = line.address._replace(port=cuts[-1].port)
+            answer = line.ask(("train", number), by_ray)
+            served_by(worker, line, work_thread, address)
+        assert answer.result(WAIT_S) == f"did ('train', {number})"
+    line.hang_up()
+    for cut in cuts:
+        cut.close()
+    work_thread.shutdown()
+    lines.close()
+    assert worker.calls == [("train", number) for number in range(count)]
+
+
+def free_port():
+    """Return a port at which nobody listens."""
+    with socket.create_server((HOST, 0)) as listener:
+        return listener.getsockname()[1]
