@@ -247,10 +247,10 @@ class WorkerGroup:
             self.spares.stop()
             for member in everyone:
                 member.kill()
-            self._lines.close()
             reservation, self._reservation = self._reservation, None
             if reservation is not None:
                 reservation.release()
+            self._lines.close()
 
 
 def _local_member() -> Member:

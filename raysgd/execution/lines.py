@@ -5,22 +5,25 @@ is a tenth of that. A worker serves a line in its work thread, in a call of Ray'
 the driver hangs up. So all that user code does stays in that thread, calls by Ray wait until the
 line is let go of, and it is still Ray that tells of a worker's death: by the end of that call.
 
-The worker connects, and shows by a token, of which it was told through Ray, that it is the one. A
-request and its answer are frames: a length of eight bytes and a pickle. Whatever becomes of a
-connection, a request is carried out once: as the call of Ray's ends, it returns the number of the
-newest request that it has carried out, with the answer. What is not among these goes by Ray.
+The worker connects and shows, by a token of which it was told through Ray, that it is the one; the
+driver greets it with a byte. Requests and answers are frames: a length of eight bytes and a pickle.
+However a connection ends, a request is carried out once: as the call of Ray's ends, it returns
+the number of the newest request that was carried out, with its answer. If there was a later one, it
+goes by Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple
@@ -31,8 +34,13 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 32
+_GREETING = b"!"
 _READ_BYTES = 1 << 16
 _CONNECT_S = 5.0
+_GREET_S = 30.0
+"""How long a worker waits to be greeted, and the driver for a token."""
+_DEAD_S = 60
+"""After how long a connection counts as broken whose other end does not confirm what it gets."""
 _CLOSE_S = 5.0
 
 
@@ -56,17 +64,19 @@ class Line:
 
     Args:
         address: where the worker is to connect to.
-        on_end: called when the worker serves it no more, with whether it had ever connected.
+        on_end: called when the worker serves it no more, with whether it lives.
     """
 
     def __init__(self, address: LineAddress, on_end: Callable[[LineAddress, bool], None]) -> None:
         self.address = address
         self._on_end = on_end
+        # held for assignments and a system call alone: a garbage collection in there might end
+        # another trainer, which waits for the thread of Ray's that may be waiting in `end`
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._has_connected = False
         self._hung_up = False
         self._number = 0
+        self._num_answered = 0
         self._asked: tuple[Future[Any], Callable[[], Future[Any]]] | None = None
         self._unsent = b""
 
@@ -78,38 +88,44 @@ class Line:
             otherwise: does the same by Ray. Called, in a thread of its own, if the worker lets go
                 of the line and has not carried the request out.
         """
+        future: Future[Any] = Future()
+        asked, number = (future, otherwise), self._number + 1
+        frame = _frame((number, request))
         with self._lock:
             if self._asked is not None or self._hung_up:
                 return None
-            future: Future[Any] = Future()
-            self._number += 1
-            self._asked = future, otherwise
-            self._unsent = _frame((self._number, request))
+            self._number, self._asked, self._unsent = number, asked, frame
             self._send()
         return future
 
     def hang_up(self) -> None:
-        """Let the worker's thread go, once the request under way is carried out."""
+        """Let the worker's thread go, once the request under way is carried out.
+
+        It may be said again, where it is uncertain that it was.
+        """
+        farewell = _frame((self._num_answered, None))
         with self._lock:
             self._hung_up = True
+            self._unsent += farewell
             self._send()
 
     def _send(self) -> None:
         """Send what there is to say, if the worker is there already."""
-        if self._socket is None:
+        if self._socket is None or not self._unsent:
             return
+        # Ctrl-C may come at any line: what is lost by it nobody waits for, but twice is too often
         unsent, self._unsent = self._unsent, b""
-        with contextlib.suppress(OSError):  # the end of the connection, which is heard of
+        try:
             if self._socket.send(unsent) < len(unsent):
-                # not read, since the worker is stopped, say: Ray has the patience for it
-                self._socket.shutdown(socket.SHUT_RDWR)
-            if self._hung_up:
-                self._socket.shutdown(socket.SHUT_WR)
+                raise BlockingIOError  # the worker is stopped, say; Ray has the patience for it
+        except OSError:
+            _shut_down(self._socket)
 
     def connect(self, connection: socket.socket) -> None:
         """Take over the worker's connection."""
         with self._lock:
-            self._socket, self._has_connected = connection, True
+            self._socket = connection
+            self._unsent = _GREETING + self._unsent
             self._send()
 
     def disconnect(self) -> None:
@@ -123,6 +139,7 @@ class Line:
             if self._asked is None or served.number != self._number:
                 return
             (future, _), self._asked = self._asked, None
+            self._num_answered = served.number
         future.set_result(served.answer)
 
     def end(self, call: Future[Served | None]) -> None:
@@ -134,14 +151,19 @@ class Line:
         with self._lock:
             self._hung_up = True
             asked, self._asked = self._asked, None
-        self._on_end(self.address, self._has_connected or error is not None)
+        self._on_end(self.address, error is None)
         if asked is None:
             return
         future, otherwise = asked
+        if error is None:
+            # not here: this is a thread of Ray's, which is not to wait for Ray
+            passing = threading.Thread(target=_pass_on, args=(otherwise, future), daemon=True)
+            try:
+                passing.start()
+            except RuntimeError as no_thread:
+                error = no_thread
         if error is not None:
             future.set_exception(error)
-        else:  # not here: this is a thread of Ray's, which is not to wait for Ray
-            threading.Thread(target=_pass_on, args=(otherwise, future), daemon=True).start()
 
 
 def _pass_on(otherwise: Callable[[], Future[Any]], asked: Future[Any]) -> None:
@@ -162,12 +184,10 @@ class Lines:
     """The driver's ends of all lines of a group, and the thread that reads them."""
 
     def __init__(self) -> None:
-        self.usable = True
-        """False once a worker could not connect."""
+        self.usable = os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true")
+        """False where a worker could not connect, and where all is to be encrypted."""
         self._changed = threading.Lock()
-        self._selector: selectors.BaseSelector | None = None
-        self._thread: threading.Thread | None = None
-        self._waker: socket.socket | None = None
+        self._reader: _Reader | None = None
         self._listeners: dict[str, socket.socket] = {}
         self._awaited: dict[bytes, Line] = {}
 
@@ -179,16 +199,15 @@ class Lines:
 
         Raises:
             OSError: if nothing can listen there.
+            RuntimeError: if there can be no further thread.
         """
         with self._changed:
-            if self._selector is None:
-                self._start()
+            if self._reader is None:
+                self._reader = _Reader(self._greeted)
             listener = self._listeners.get(host)
-            if listener is None:
-                assert self._selector is not None
-                listener = self._listeners[host] = socket.create_server((host, 0), backlog=1024)
-                listener.setblocking(False)
-                self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            if listener is None or listener.fileno() < 0:
+                listener = self._reader.listen(host)
+                self._listeners[host] = listener
             token = secrets.token_bytes(_TOKEN_BYTES)
             address = LineAddress(host, listener.getsockname()[1], token)
             line = self._awaited[token] = Line(address, self._ended)
@@ -197,52 +216,75 @@ class Lines:
     def close(self) -> None:
         """Break all connections and stop listening. Lines that are opened later start anew."""
         with self._changed:
-            thread, waker = self._thread, self._waker
-            self._thread = self._waker = self._selector = None
+            reader, self._reader = self._reader, None
             self._listeners, self._awaited = {}, {}
-        if waker is not None and thread is not None:
-            waker.close()  # which ends the thread
-            thread.join(_CLOSE_S)
+        if reader is not None:
+            reader.close()
 
-    def _start(self) -> None:
+    def _greeted(self, token: bytes) -> Line | None:
+        """Return the line that a worker has connected for; None for one that is none of ours."""
+        return self._awaited.pop(token, None)
+
+    def _ended(self, address: LineAddress, lives: bool) -> None:
+        never_came = self._awaited.pop(address.token, None) is not None
+        if never_came and lives and self.usable:
+            self.usable = False
+            logger.warning(
+                "Workers cannot connect to the driver at %s:%d; a firewall may be in between. All "
+                "calls go through Ray now, which takes a millisecond more.",
+                address.host,
+                address.port,
+            )
+
+
+class _Reader:
+    """A thread that accepts connections and reads them."""
+
+    def __init__(self, greeted: Callable[[bytes], Line | None]) -> None:
+        self._greeted = greeted
         self._selector = selectors.DefaultSelector()
+        # the other end of a pair that nobody refers to any more is closed, and ends the thread
         self._waker, woken = socket.socketpair()
-        self._selector.register(woken, selectors.EVENT_READ, None)
+        self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=_read, args=(self._selector,), name="raysgd-lines", daemon=True
         )
         self._thread.start()
 
+    def listen(self, host: str) -> socket.socket:
+        """Listen at a free port of this host."""
+        listener = socket.create_server((host, 0), backlog=1024)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # whoever it was has gone
+        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
             return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection.setblocking(False)
+            _watch_over(connection)
+        except OSError:
+            connection.close()
+            return
+        for key in list(selector.get_map().values()):
+            if isinstance(key.data, _Reading) and key.data.is_overdue:
+                _end(selector, key)
         selector.register(connection, selectors.EVENT_READ, _Reading(self._greeted))
 
-    def _greeted(self, token: bytes) -> Line | None:
-        """Return the line that a worker has connected for; None for one that is none of ours."""
-        with self._changed:
-            return self._awaited.pop(token, None)
-
-    def _ended(self, address: LineAddress, was_reachable: bool) -> None:
-        with self._changed:
-            self._awaited.pop(address.token, None)
-            if was_reachable or not self.usable:
-                return
-            self.usable = False
-        logger.warning(
-            "Workers cannot connect to the driver at %s:%d; a firewall may be in between. All "
-            "calls go through Ray now, which takes a millisecond more.",
-            address.host,
-            address.port,
-        )
+    def close(self) -> None:
+        """Close all there is, and end the thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")  # processes that were forked may have the descriptor, too
+        self._waker.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
 
 
 def _read(selector: selectors.BaseSelector) -> None:
-    """Read what comes until the waker is closed; then close all there is."""
+    """Read what comes until the waker is heard; then close all there is."""
     while all([_hear(selector, key) for key, _ in selector.select()]):
         pass
     for key in list(selector.get_map().values()):
@@ -256,7 +298,7 @@ def _hear(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> bool:
     try:
         key.data(key.fileobj, selector)
     except Exception as error:
-        # the end of a connection, most likely; Ray will tell what has become of the worker
+        # the end of a connection, most likely. It is the worker's end that counts
         logger.debug("A connection to a worker has ended: %r", error)
         _end(selector, key)
     return True
@@ -266,8 +308,30 @@ def _end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
     assert isinstance(key.fileobj, socket.socket)
     if isinstance(key.data, _Reading) and key.data.line is not None:
         key.data.line.disconnect()
-    selector.unregister(key.fileobj)
+    with contextlib.suppress(KeyError, ValueError):  # it may have been ended a moment ago
+        selector.unregister(key.fileobj)
+    _shut_down(key.fileobj)
     key.fileobj.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection, also where processes that were forked have its descriptor."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _watch_over(connection: socket.socket) -> None:
+    """Send what is small at once, and notice when the other machine or the way to it is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in {
+        "TCP_KEEPIDLE": _DEAD_S // 2,
+        "TCP_KEEPINTVL": _DEAD_S // 6,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 1000 * _DEAD_S,
+    }.items():
+        if hasattr(socket, option):  # Linux has them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class _Reading:
@@ -277,6 +341,12 @@ class _Reading:
         self._greeted = greeted
         self.line: Line | None = None
         self._held = bytearray()
+        self._began = time.monotonic()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it should have shown a token by now."""
+        return self.line is None and time.monotonic() > self._began + _GREET_S
 
     def __call__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         """Read what there is, and hand on what is complete."""
@@ -308,8 +378,8 @@ def serve(address: LineAddress, carry_out: Callable[..., Any]) -> Served | None:
     """Carry out what comes by a line, until the driver hangs up. Runs on a worker.
 
     Returns:
-        The newest request that was carried out, and its answer; None where there was none. Where
-        the driver could not be reached, or the connection broke, it goes by this.
+        The newest request that was carried out, and its answer unless the driver has it; None
+        where there was no request.
     """
     served: Served | None = None
     try:
@@ -317,19 +387,26 @@ def serve(address: LineAddress, carry_out: Callable[..., Any]) -> Served | None:
     except OSError:
         return None
     with connection, connection.makefile("rb") as stream:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _tell(connection, address.token)
+        try:
+            _watch_over(connection)
+            connection.sendall(address.token)
+            connection.settimeout(_GREET_S)
+            if stream.read(1) != _GREETING:
+                return None
+            connection.settimeout(None)
+        except OSError:
+            return None
         while (frame := _received(stream)) is not None:
             number, request = pickle.loads(frame)
+            if request is None:
+                if served is not None and served.number == number:
+                    served = Served(number, None)
+                break
             served = Served(number, carry_out(*request))
-            _tell(connection, _frame(tuple(served)))
+            with contextlib.suppress(OSError):  # it is broken, as the next reading will show
+                connection.sendall(_frame(tuple(served)))
+        _shut_down(connection)
     return served
-
-
-def _tell(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it is broken, as the next reading will show
-        connection.sendall(data)
 
 
 def _received(stream: BinaryIO) -> bytes | None:

@@ -97,6 +97,8 @@ class ActorMember(Member):
         self._actor = actor
         self._lines = lines
         self._line: Line | None = None
+        self._turn = 0
+        """Number of the newest call of the work thread."""
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the actor's work thread."""
@@ -109,27 +111,33 @@ class ActorMember(Member):
             return self.work("call", method, arguments)
         self._check_alive()
         request = method, arguments
+        turn = self._turn = self._turn + 1
 
         def by_ray() -> Future[Any]:
+            if self._turn != turn:  # it was given up, and is not to come after what followed
+                raise RuntimeError("The call was given up before it reached the worker.")
             return self._submit("work", "call", request)
 
         answer = None if self._line is None else self._line.ask(request, by_ray)
         if answer is None:
-            self._hang_up()
+            if self._line is not None:
+                self._line.hang_up()
             try:
-                self._line = self._lines.open(driver_address([self.place.node_ip]))
-            except OSError:
+                line = self._lines.open(driver_address([self.place.node_ip]))
+            except (OSError, RuntimeError):
                 return self.work("call", method, arguments)
-            answer = self._line.ask(request, by_ray)
+            self._line = line
+            answer = line.ask(request, by_ray)
             assert answer is not None
-            self._submit("work", "serve", (self._line.address,)).add_done_callback(self._line.end)
+            self._submit("work", "serve", (line.address,)).add_done_callback(line.end)
         return answer
 
     def _hang_up(self) -> None:
         """Let what goes by Ray have the work thread, after what goes by the line."""
-        line, self._line = self._line, None
-        if line is not None:
-            line.hang_up()
+        self._turn += 1
+        if self._line is not None:
+            self._line.hang_up()  # before it is forgotten: Ctrl-C may come in between
+            self._line = None
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in one of the actor's control threads."""

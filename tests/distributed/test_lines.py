@@ -44,7 +44,7 @@ def test_connections_that_break_cost_no_step(ray_cluster):
 
         def break_all():
             while not done.wait(0.05):
-                broken.append(lines_of(trainer)._thread is not None)
+                broken.append(lines_of(trainer)._reader is not None)
                 lines_of(trainer).close()
 
         breaker = threading.Thread(target=break_all)
@@ -56,7 +56,8 @@ def test_connections_that_break_cost_no_step(ray_cluster):
         finally:
             done.set()
             breaker.join()
-        assert any(broken)
+        assert sum(broken) > 2
+        assert lines_of(trainer).usable
         assert metrics["num_samples"] == NUM_SAMPLES - 10 * 2 * 10
         assert ledger_of(trainer).eq(1).all()
         assert trainer.global_step == NUM_SAMPLES // 10

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysgd.execution import lines as module
 from raysgd.execution.lines import LineAddress, Lines, Served, serve
 
 HOST = "127.0.0.1"
@@ -66,7 +67,7 @@ def test_requests_are_carried_out_in_turn(lines, pool):
             line.ask(("train", number), no_other_way).result(WAIT_S) == f"did ('train', {number})"
         )
     line.hang_up()
-    assert call.result(WAIT_S) == Served(5, "did ('train', 4)")
+    assert call.result(WAIT_S) == Served(5, None), "the driver has the answer"
     assert worker.calls == [("train", number) for number in range(5)]
 
 
@@ -251,16 +252,110 @@ def test_closed_lines_let_their_workers_go(lines, pool):
     call = served_by(worker, line, pool)
     line.ask(("train",), no_other_way).result(WAIT_S)
     before = threading.active_count()
+    # as the processes have them that the driver has forked
+    forked = [os.dup(lines._reader._waker.fileno()), os.dup(line._socket.fileno())]
     lines.close()
     assert call.result(WAIT_S) == Served(1, "did ('train',)")
     assert threading.active_count() < before
     with pytest.raises(ConnectionError):
         socket.create_connection(line.address[:2], WAIT_S)
+    for descriptor in forked:
+        os.close(descriptor)
     lines.close()
     again = lines.open(HOST)
     served_by(worker, again, pool)
     assert again.ask(("again",), no_other_way).result(WAIT_S) == "did ('again',)"
     again.hang_up()
+
+
+def test_a_worker_that_comes_after_the_close_says_nothing_about_the_way(lines, pool):
+    line = lines.open(HOST)
+    lines.close()
+    answer = line.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
+    served_by(Worker(), line, pool)
+    assert answer.result(WAIT_S) == "by Ray"
+    assert lines.usable
+
+
+def test_lines_can_be_closed_by_whoever_hears_an_answer(lines, pool, caplog):
+    """A garbage collection in the reader's thread may end a trainer."""
+    line, closed = lines.open(HOST), threading.Event()
+    gate = threading.Event()
+    call = pool.submit(serve, line.address, lambda: gate.wait(WAIT_S))
+    answer = line.ask((), no_other_way)
+    answer.add_done_callback(lambda _: (lines.close(), closed.set()))
+    gate.set()
+    assert closed.wait(WAIT_S)
+    assert call.result(WAIT_S).number == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(lines, pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", lambda: (_ for _ in ()).throw(OSError("no descriptor")))
+        with pytest.raises(OSError, match="no descriptor"):
+            lines.open(HOST)
+    lines.close()
+    line = lines.open(HOST)
+    served_by(Worker(), line, pool)
+    assert line.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
+    line.hang_up()
+
+
+def test_a_listener_that_failed_is_replaced(lines, pool, monkeypatch):
+    first = lines.open(HOST)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", lambda self: (_ for _ in ()).throw(OSError("full")))
+        answer = first.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
+        served_by(Worker(), first, pool)
+        assert answer.result(WAIT_S) == "by Ray"
+    second = lines.open(HOST)
+    served_by(Worker(), second, pool)
+    assert second.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
+    second.hang_up()
+
+
+def test_a_worker_that_is_not_greeted_gives_up(lines, pool, monkeypatch):
+    """Something may stand in between that accepts every connection."""
+    monkeypatch.setattr(module, "_GREET_S", 0.1)
+    line = lines.open(HOST)
+    answer = line.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
+    with socket.create_server((HOST, 0)) as silent:
+        address = line.address._replace(port=silent.getsockname()[1])
+        assert served_by(Worker(), line, pool, address).result(WAIT_S) is None
+    assert answer.result(WAIT_S) == "by Ray"
+    assert not lines.usable
+
+
+def test_strangers_are_not_kept(lines, pool, monkeypatch):
+    monkeypatch.setattr(module, "_GREET_S", 0.0)
+    line = lines.open(HOST)
+    with socket.create_connection(line.address[:2], WAIT_S) as stranger:
+        stranger.settimeout(WAIT_S)
+        with socket.create_connection(line.address[:2], WAIT_S):
+            assert stranger.recv(1) == b""
+
+
+def test_both_ends_notice_when_the_other_is_gone_without_a_word(lines, pool, monkeypatch):
+    watched = []
+    watch_over = module._watch_over
+
+    def noted(connection):
+        watch_over(connection)
+        kept_alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        watched.append((kept_alive, connection.getsockopt(socket.SOL_TCP, socket.TCP_KEEPIDLE)))
+
+    monkeypatch.setattr(module, "_watch_over", noted)
+    line = lines.open(HOST)
+    served_by(Worker(), line, pool)
+    line.ask(("train",), no_other_way).result(WAIT_S)
+    line.hang_up()
+    assert watched == [(1, 30), (1, 30)]
+
+
+def test_where_all_is_encrypted_there_are_no_lines(monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert not Lines().usable
 
 
 def test_nothing_listens_before_the_first_line():

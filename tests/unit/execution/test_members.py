@@ -1,8 +1,10 @@
 """Handles of workers: what they say about a worker, and calls that reach it."""
 
+import linecache
 import os
 import signal
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ import ray.exceptions
 
 from raysgd.context import Progress
 from raysgd.elastic.policies import Place
-from raysgd.execution import members
+from raysgd.execution import lines, members
 from raysgd.execution.lines import Lines, serve
 from raysgd.execution.members import (
     ActorMember,
@@ -132,6 +134,9 @@ class Hosted:
         self.calls.append((method, arguments))
         return len(self.calls)
 
+    def execute(self, function):
+        self.calls.append(function)
+
     def serve(self, address):
         self.calls.append("a line")
         return serve(address, self.call)
@@ -166,11 +171,11 @@ class LivingMethod(Method):
 def reached(monkeypatch):
     """A member that is reached by lines, and what its actor hosts."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    actor, lines = LivingActor(), Lines()
-    member = ActorMember(actor, lines)
+    actor, opened = LivingActor(), Lines()
+    member = ActorMember(actor, opened)
     member.place = Place(node_id="a", node_ip="127.0.0.1", pid=77)
     yield member, actor.hosted
-    lines.close()
+    opened.close()
     actor.work.shutdown()
 
 
@@ -207,6 +212,68 @@ def test_what_is_large_or_shared_goes_by_ray(reached):
         member.call("train", arguments).result(20)
         assert hosted.calls.pop() == ("train", arguments)
     assert not hosted.calls
+
+
+def test_functions_of_the_user_follow_on_what_goes_by_the_line(reached):
+    member, hosted = reached
+    member.call("train", b"1").result(20)
+    member.execute("a function").future().result(20)
+    member.call("train", b"2").result(20)
+    done = [call for call in hosted.calls if call != "a line"]
+    assert done == [("train", b"1"), "a function", ("train", b"2")]
+
+
+def test_ctrl_c_at_any_moment_leaves_a_worker_that_can_be_called(reached):
+    """In each line of ours in turn; what was interrupted is carried out at once or not at all."""
+    member, hosted = reached
+    interrupted = True
+    number = 0
+    while interrupted:
+        number += 1
+        hosted.calls.clear()
+        member.call("train", b"0").result(20)
+        interrupted = interrupts(
+            number,
+            lambda: (
+                member.call("train", b"1").result(20),
+                member.work("call", "state_dict", b"2").result(20),
+                member.call("train", b"3").result(20),
+            ),
+        )
+        if not interrupted:
+            break
+        member.work("call", "enter", b"4").result(20)
+        member.call("train", b"5").result(20)
+        done = [call[1] for call in hosted.calls if call != "a line"]
+        assert done == sorted(set(done)), number
+        assert done[-2:] == [b"4", b"5"], number
+    assert number > 50
+
+
+def interrupts(number, function):
+    """Raise KeyboardInterrupt before so many lines of ours are carried out; say if it came."""
+    files, left = (lines.__file__, members.__file__), [number]
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # Python lets no signal in between the last line of a with block and its exit
+        if event == "line" and "with self._" not in line:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 @pytest.mark.parametrize("why", ["nothing can listen", "nobody can connect"])
