@@ -60,7 +60,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=60, help="steps of a stretch")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--smoke-test", action="store_true", help="one pair of two steps")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()

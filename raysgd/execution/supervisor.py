@@ -81,7 +81,7 @@ _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
 _OFTEN = ("train", "validate", "update_schedulers")
-"""Methods of runners that are called often and return little."""
+"""Methods of runners that are called often, and for which there is a shorter way than Ray's."""
 
 
 class State(enum.Enum):

@@ -76,7 +76,7 @@ def group_size_here() -> int:
 
 
 class Worker:
-    """Hosts a runner. The driver's calls reach it as an actor's methods, or directly.
+    """Hosts a runner. The driver's calls reach it as an actor's methods, by a line, or directly.
 
     `call` and the other methods that work run one at a time; `interrupt`, `progress` and
     `stacks` run beside them.
