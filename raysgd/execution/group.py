@@ -248,9 +248,11 @@ class WorkerGroup:
             for member in everyone:
                 member.kill()
             reservation, self._reservation = self._reservation, None
-            if reservation is not None:
-                reservation.release()
-            self._lines.close()
+            try:
+                if reservation is not None:
+                    reservation.release()
+            finally:
+                self._lines.close()
 
 
 def _local_member() -> Member:

@@ -1,15 +1,15 @@
 """Lines: connections of the driver to workers, for calls that are made again and again.
 
 A call of a Ray actor costs the two processes some 1.5 ms of processor time together; by a line it
-is a tenth of that. A worker serves a line in its work thread, in a call of Ray's that lasts until
+is a quarter of that. A worker serves a line in its work thread, in a call of Ray's that lasts until
 the driver hangs up. So all that user code does stays in that thread, calls by Ray wait until the
 line is let go of, and it is still Ray that tells of a worker's death: by the end of that call.
 
 The worker connects and shows, by a token of which it was told through Ray, that it is the one; the
 driver greets it with a byte. Requests and answers are frames: a length of eight bytes and a pickle.
-However a connection ends, a request is carried out once: as the call of Ray's ends, it returns
-the number of the newest request that was carried out, with its answer. If there was a later one, it
-goes by Ray.
+However a connection ends, no request is carried out twice, and none is lost for which somebody
+waits: as the call of Ray's ends, it returns the number of the newest request that was carried out,
+with its answer. If there was a later one, it goes by Ray.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple
@@ -38,7 +39,7 @@ _GREETING = b"!"
 _READ_BYTES = 1 << 16
 _CONNECT_S = 5.0
 _GREET_S = 30.0
-"""How long a worker waits to be greeted, and the driver for a token."""
+"""How long a worker waits to be greeted, and a connection may stay that has shown no token."""
 _DEAD_S = 60
 """After how long a connection counts as broken whose other end does not confirm what it gets."""
 _CLOSE_S = 5.0
@@ -56,6 +57,7 @@ class Served(NamedTuple):
     """The newest request that a worker has carried out, and what came of it."""
 
     number: int
+    """From 1; 0 where the driver could not be reached, and the answer says why."""
     answer: Any
 
 
@@ -64,12 +66,15 @@ class Line:
 
     Args:
         address: where the worker is to connect to.
-        on_end: called when the worker serves it no more, with whether it lives.
+        on_end: called when the worker serves it no more, with why it could not connect if that
+            is the reason.
     """
 
-    def __init__(self, address: LineAddress, on_end: Callable[[LineAddress, bool], None]) -> None:
+    def __init__(
+        self, address: LineAddress, on_end: Callable[[LineAddress, str | None], None]
+    ) -> None:
         self.address = address
-        self._on_end = on_end
+        self._on_end = weakref.WeakMethod(on_end)
         # held for assignments and a system call alone: a garbage collection in there might end
         # another trainer, which waits for the thread of Ray's that may be waiting in `end`
         self._lock = threading.Lock()
@@ -142,7 +147,7 @@ class Line:
             self._num_answered = served.number
         future.set_result(served.answer)
 
-    def end(self, call: Future[Served | None]) -> None:
+    def end(self, call: Future[Served]) -> None:
         """Take the end of Ray's call in which the worker served the line."""
         error = call.exception()
         served = None if error is not None else call.result()
@@ -151,7 +156,8 @@ class Line:
         with self._lock:
             self._hung_up = True
             asked, self._asked = self._asked, None
-        self._on_end(self.address, error is None)
+        if (on_end := self._on_end()) is not None:
+            on_end(self.address, served.answer if served and served.number == 0 else None)
         if asked is None:
             return
         future, otherwise = asked
@@ -216,35 +222,42 @@ class Lines:
     def close(self) -> None:
         """Break all connections and stop listening. Lines that are opened later start anew."""
         with self._changed:
-            reader, self._reader = self._reader, None
             self._listeners, self._awaited = {}, {}
-        if reader is not None:
-            reader.close()
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
 
     def _greeted(self, token: bytes) -> Line | None:
         """Return the line that a worker has connected for; None for one that is none of ours."""
         return self._awaited.pop(token, None)
 
-    def _ended(self, address: LineAddress, lives: bool) -> None:
-        never_came = self._awaited.pop(address.token, None) is not None
-        if never_came and lives and self.usable:
+    def _ended(self, address: LineAddress, why_not: str | None) -> None:
+        awaited = self._awaited.pop(address.token, None) is not None
+        listener = self._listeners.get(address.host)
+        if why_not is None or not awaited or listener is None or listener.fileno() < 0:
+            return  # or it was this end that was closed
+        if self.usable:
             self.usable = False
             logger.warning(
-                "Workers cannot connect to the driver at %s:%d; a firewall may be in between. All "
-                "calls go through Ray now, which takes a millisecond more.",
+                "A worker cannot connect to the driver at %s:%d (%s). All calls go through Ray "
+                "now, which takes a millisecond more.",
                 address.host,
                 address.port,
+                why_not,
             )
 
 
 class _Reader:
-    """A thread that accepts connections and reads them."""
+    """A thread that accepts connections and reads them.
+
+    The thread does not refer to this object, and ends with it at the latest.
+    """
 
     def __init__(self, greeted: Callable[[bytes], Line | None]) -> None:
-        self._greeted = greeted
+        self._greeted = weakref.WeakMethod(greeted)
         self._selector = selectors.DefaultSelector()
-        # the other end of a pair that nobody refers to any more is closed, and ends the thread
-        self._waker, woken = socket.socketpair()
+        waker, woken = socket.socketpair()
+        self._wake = weakref.finalize(self, _wake, waker)
         self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=_read, args=(self._selector,), name="raysgd-lines", daemon=True
@@ -255,32 +268,20 @@ class _Reader:
         """Listen at a free port of this host."""
         listener = socket.create_server((host, 0), backlog=1024)
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(listener, selectors.EVENT_READ, _Accepting(self._greeted))
         return listener
-
-    def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
-            return
-        try:
-            connection.setblocking(False)
-            _watch_over(connection)
-        except OSError:
-            connection.close()
-            return
-        for key in list(selector.get_map().values()):
-            if isinstance(key.data, _Reading) and key.data.is_overdue:
-                _end(selector, key)
-        selector.register(connection, selectors.EVENT_READ, _Reading(self._greeted))
 
     def close(self) -> None:
         """Close all there is, and end the thread."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"!")  # processes that were forked may have the descriptor, too
-        self._waker.close()
+        self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
+
+
+def _wake(waker: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        waker.send(b"!")  # its end would not do: forked processes may have the descriptor, too
+    waker.close()
 
 
 def _read(selector: selectors.BaseSelector) -> None:
@@ -334,10 +335,41 @@ def _watch_over(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+_Greeted = weakref.WeakMethod[Callable[[bytes], Line | None]]
+
+
+class _Accepting:
+    """Takes what connects to one address."""
+
+    def __init__(self, greeted: _Greeted) -> None:
+        self._greeted = greeted
+        self._silent: list[tuple[_Reading, socket.socket]] = []
+
+    def __call__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Accept a connection, and close those that have shown no token in their time."""
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
+            return
+        try:
+            connection.setblocking(False)
+            _watch_over(connection)
+        except OSError:
+            connection.close()
+            return
+        self._silent = [(r, c) for r, c in self._silent if r.line is None and c.fileno() >= 0]
+        for reading, silent in self._silent:
+            if reading.is_overdue:
+                _end(selector, selector.get_key(silent))
+        reading = _Reading(self._greeted)
+        self._silent.append((reading, connection))
+        selector.register(connection, selectors.EVENT_READ, reading)
+
+
 class _Reading:
     """What was read from one connection."""
 
-    def __init__(self, greeted: Callable[[bytes], Line | None]) -> None:
+    def __init__(self, greeted: _Greeted) -> None:
         self._greeted = greeted
         self.line: Line | None = None
         self._held = bytearray()
@@ -357,7 +389,8 @@ class _Reading:
         if self.line is None:
             if len(self._held) < _TOKEN_BYTES:
                 return
-            self.line = self._greeted(self._take(_TOKEN_BYTES))
+            greeted = self._greeted()
+            self.line = None if greeted is None else greeted(self._take(_TOKEN_BYTES))
             if self.line is None:
                 raise ConnectionError("it is none of ours")
             self.line.connect(connection)
@@ -374,32 +407,31 @@ class _Reading:
         return taken
 
 
-def serve(address: LineAddress, carry_out: Callable[..., Any]) -> Served | None:
+def serve(address: LineAddress, carry_out: Callable[..., Any]) -> Served:
     """Carry out what comes by a line, until the driver hangs up. Runs on a worker.
 
     Returns:
-        The newest request that was carried out, and its answer unless the driver has it; None
-        where there was no request.
+        The newest request that was carried out, and its answer unless the driver has it.
     """
-    served: Served | None = None
     try:
         connection = socket.create_connection((address.host, address.port), _CONNECT_S)
-    except OSError:
-        return None
+    except OSError as error:
+        return Served(0, str(error))
+    served = Served(0, None)
     with connection, connection.makefile("rb") as stream:
         try:
             _watch_over(connection)
             connection.sendall(address.token)
             connection.settimeout(_GREET_S)
             if stream.read(1) != _GREETING:
-                return None
+                return Served(0, "the connection was closed")
             connection.settimeout(None)
-        except OSError:
-            return None
+        except OSError as error:
+            return Served(0, str(error))
         while (frame := _received(stream)) is not None:
             number, request = pickle.loads(frame)
             if request is None:
-                if served is not None and served.number == number:
+                if served.number == number:
                     served = Served(number, None)
                 break
             served = Served(number, carry_out(*request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -99,14 +100,20 @@ class ActorMember(Member):
         self._line: Line | None = None
         self._turn = 0
         """Number of the newest call of the work thread."""
+        self._order = threading.RLock()
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the actor's work thread."""
-        self._hang_up()
-        return self._submit("work", method, arguments)
+        with self._order:
+            self._hang_up()
+            return self._submit("work", method, arguments)
 
     def call(self, method: str, arguments: Any) -> Future[Any]:
-        """Start a call of a method of the runner that is called often, in the work thread."""
+        """Start a call of a method of the runner that is called often, in the work thread.
+
+        Whoever starts another before it is answered waits for its answer in vain, if the line
+        breaks before the worker has it: it is given up then.
+        """
         if self._lines is None or not self._lines.usable or not _is_short(arguments):
             return self.work("call", method, arguments)
         self._check_alive()
@@ -114,9 +121,10 @@ class ActorMember(Member):
         turn = self._turn = self._turn + 1
 
         def by_ray() -> Future[Any]:
-            if self._turn != turn:  # it was given up, and is not to come after what followed
-                raise RuntimeError("The call was given up before it reached the worker.")
-            return self._submit("work", "call", request)
+            with self._order:
+                if self._turn != turn:  # it was given up, and is not to come after what followed
+                    raise RuntimeError("The call was given up before it reached the worker.")
+                return self._submit("work", "call", request)
 
         answer = None if self._line is None else self._line.ask(request, by_ray)
         if answer is None:
@@ -126,7 +134,7 @@ class ActorMember(Member):
                 line = self._lines.open(driver_address([self.place.node_ip]))
             except (OSError, RuntimeError):
                 return self.work("call", method, arguments)
-            self._line = line
+            self._line = line  # if Ctrl-C comes now, what follows by Ray lets go of it
             answer = line.ask(request, by_ray)
             assert answer is not None
             self._submit("work", "serve", (line.address,)).add_done_callback(line.end)
@@ -151,10 +159,11 @@ class ActorMember(Member):
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
-        self._hang_up()
-        self._check_alive()
-        bound = self._actor.execute.options(concurrency_group="work")
-        return bound.remote(function, *args, **kwargs)
+        with self._order:
+            self._hang_up()
+            self._check_alive()
+            bound = self._actor.execute.options(concurrency_group="work")
+            return bound.remote(function, *args, **kwargs)
 
     @property
     def actor(self) -> Any:

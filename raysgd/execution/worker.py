@@ -177,7 +177,7 @@ class Worker:
         """Call a method of the runner."""
         return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
 
-    def serve(self, address: LineAddress) -> Served | None:
+    def serve(self, address: LineAddress) -> Served:
         """Make the calls that the driver asks for by a line, until it hangs up."""
         return serve(address, self.call)
 

@@ -1,6 +1,7 @@
 """Lines: a request is carried out once, whatever becomes of the connection."""
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -140,7 +141,8 @@ def test_where_the_driver_cannot_be_reached_calls_go_by_ray(lines, pool, caplog)
         assert answer.result(WAIT_S) == "did ('by Ray',)"
     assert not lines.usable
     [record] = caplog.records
-    assert f"cannot connect to the driver at {HOST}:{line.address.port}" in record.message
+    said = f"cannot connect to the driver at {HOST}:{line.address.port} ([Errno 111] Connection"
+    assert said in record.message
 
 
 def test_a_way_that_is_no_way_is_the_answer(lines, pool):
@@ -242,7 +244,7 @@ def test_nobody_waits_for_a_worker_that_does_not_read(lines, pool):
         answer = line.ask(bytes(50_000_000), lambda: pool.submit(lambda: "by Ray"))
         while connection.recv(2**20):
             pass  # the connection is given up, and its end reaches the worker
-    call.set_result(None)
+    call.set_result(Served(1, "done"))
     assert answer.result(WAIT_S) == "by Ray"
     assert lines.usable
 
@@ -253,7 +255,8 @@ def test_closed_lines_let_their_workers_go(lines, pool):
     line.ask(("train",), no_other_way).result(WAIT_S)
     before = threading.active_count()
     # as the processes have them that the driver has forked
-    forked = [os.dup(lines._reader._waker.fileno()), os.dup(line._socket.fileno())]
+    waker = lines._reader._wake.peek()[2][0]
+    forked = [os.dup(waker.fileno()), os.dup(line._socket.fileno())]
     lines.close()
     assert call.result(WAIT_S) == Served(1, "did ('train',)")
     assert threading.active_count() < before
@@ -302,13 +305,15 @@ def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(lines, pool, m
     line.hang_up()
 
 
-def test_a_listener_that_failed_is_replaced(lines, pool, monkeypatch):
+def test_a_listener_that_failed_is_replaced(lines, pool, monkeypatch, caplog):
     first = lines.open(HOST)
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", lambda self: (_ for _ in ()).throw(OSError("full")))
         answer = first.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
         served_by(Worker(), first, pool)
         assert answer.result(WAIT_S) == "by Ray"
+    assert lines.usable, "it was this end that failed"
+    assert not caplog.records
     second = lines.open(HOST)
     served_by(Worker(), second, pool)
     assert second.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
@@ -322,7 +327,7 @@ def test_a_worker_that_is_not_greeted_gives_up(lines, pool, monkeypatch):
     answer = line.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
     with socket.create_server((HOST, 0)) as silent:
         address = line.address._replace(port=silent.getsockname()[1])
-        assert served_by(Worker(), line, pool, address).result(WAIT_S) is None
+        assert served_by(Worker(), line, pool, address).result(WAIT_S) == Served(0, "timed out")
     assert answer.result(WAIT_S) == "by Ray"
     assert not lines.usable
 
@@ -342,20 +347,47 @@ def test_both_ends_notice_when_the_other_is_gone_without_a_word(lines, pool, mon
 
     def noted(connection):
         watch_over(connection)
-        kept_alive = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        watched.append((kept_alive, connection.getsockopt(socket.SOL_TCP, socket.TCP_KEEPIDLE)))
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        options = [connection.getsockopt(socket.SOL_TCP, getattr(socket, name)) for name in names]
+        watched.append([connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options])
 
     monkeypatch.setattr(module, "_watch_over", noted)
     line = lines.open(HOST)
     served_by(Worker(), line, pool)
     line.ask(("train",), no_other_way).result(WAIT_S)
     line.hang_up()
-    assert watched == [(1, 30), (1, 30)]
+    assert watched == [[1, 30, 10, 3, 60_000]] * 2
 
 
 def test_where_all_is_encrypted_there_are_no_lines(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     assert not Lines().usable
+
+
+def test_lines_that_nobody_closes_end_with_whom_they_belong_to(pool):
+    lines = Lines()
+    line, worker = lines.open(HOST), Worker()
+    call = served_by(worker, line, pool)
+    line.ask(("train",), no_other_way).result(WAIT_S)
+    thread = lines._reader._thread
+    del lines, line
+    gc.collect()
+    assert call.result(WAIT_S) == Served(1, "did ('train',)")
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_workers_reach_the_driver_at_several_addresses(lines):
+    hosts = [f"127.0.0.{1 + number % 8}" for number in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        opened = []
+        for host in hosts:
+            opened.append(lines.open(host))
+            served_by(Worker(), opened[-1], pool)
+        answers = [line.ask(("train",), no_other_way) for line in opened]
+        assert [answer.result(WAIT_S) for answer in answers] == ["did ('train',)"] * 32
+        for line in opened:
+            line.hang_up()
 
 
 def test_nothing_listens_before_the_first_line():

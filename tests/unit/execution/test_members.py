@@ -15,7 +15,7 @@ import ray.exceptions
 from raysgd.context import Progress
 from raysgd.elastic.policies import Place
 from raysgd.execution import lines, members
-from raysgd.execution.lines import Lines, serve
+from raysgd.execution.lines import Lines, Served, serve
 from raysgd.execution.members import (
     ActorMember,
     InlineMember,
@@ -274,6 +274,19 @@ def interrupts(number, function):
     finally:
         sys.settrace(before)
     return False
+
+
+def test_a_call_that_was_given_up_does_not_come_after_what_followed(reached):
+    member, hosted = reached
+    hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
+    hosted.gate.clear()
+    given_up = member.call("train", b"1")
+    followed = member.work("call", "enter", b"2")
+    hosted.gate.set()
+    assert followed.result(20)
+    with pytest.raises(RuntimeError, match="given up"):
+        given_up.result(20)
+    assert hosted.calls == [("enter", b"2")]
 
 
 @pytest.mark.parametrize("why", ["nothing can listen", "nobody can connect"])
