@@ -194,7 +194,7 @@ class Lines:
         """False where a worker could not connect, and where all is to be encrypted."""
         self._changed = threading.Lock()
         self._reader: _Reader | None = None
-        self._listeners: dict[str, socket.socket] = {}
+        self._listeners: dict[str, _Listener] = {}
         self._awaited: dict[bytes, Line] = {}
 
     def open(self, host: str) -> Line:
@@ -211,11 +211,10 @@ class Lines:
             if self._reader is None:
                 self._reader = _Reader(self._greeted)
             listener = self._listeners.get(host)
-            if listener is None or listener.fileno() < 0:
-                listener = self._reader.listen(host)
-                self._listeners[host] = listener
+            if listener is None or listener.failed:
+                listener = self._listeners[host] = self._reader.listen(host)
             token = secrets.token_bytes(_TOKEN_BYTES)
-            address = LineAddress(host, listener.getsockname()[1], token)
+            address = LineAddress(host, listener.port, token)
             line = self._awaited[token] = Line(address, self._ended)
         return line
 
@@ -234,8 +233,8 @@ class Lines:
     def _ended(self, address: LineAddress, why_not: str | None) -> None:
         awaited = self._awaited.pop(address.token, None) is not None
         listener = self._listeners.get(address.host)
-        if why_not is None or not awaited or listener is None or listener.fileno() < 0:
-            return  # or it was this end that was closed
+        if why_not is None or not awaited or listener is None or listener.failed:
+            return  # or it was this end that did not let it
         if self.usable:
             self.usable = False
             logger.warning(
@@ -257,18 +256,19 @@ class _Reader:
         self._greeted = weakref.WeakMethod(greeted)
         self._selector = selectors.DefaultSelector()
         waker, woken = socket.socketpair()
-        self._wake = weakref.finalize(self, _wake, waker)
+        self._wake = weakref.finalize(self, _wake, waker, os.getpid())
         self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
             target=_read, args=(self._selector,), name="raysgd-lines", daemon=True
         )
         self._thread.start()
 
-    def listen(self, host: str) -> socket.socket:
+    def listen(self, host: str) -> _Listener:
         """Listen at a free port of this host."""
-        listener = socket.create_server((host, 0), backlog=1024)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, _Accepting(self._greeted))
+        server = socket.create_server((host, 0), backlog=1024)
+        server.setblocking(False)
+        listener = _Listener(self._greeted, server.getsockname()[1])
+        self._selector.register(server, selectors.EVENT_READ, listener)
         return listener
 
     def close(self) -> None:
@@ -278,9 +278,10 @@ class _Reader:
             self._thread.join(_CLOSE_S)
 
 
-def _wake(waker: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        waker.send(b"!")  # its end would not do: forked processes may have the descriptor, too
+def _wake(waker: socket.socket, pid: int) -> None:
+    if os.getpid() == pid:  # the end of a process that was forked is none of ours
+        with contextlib.suppress(OSError):
+            waker.send(b"!")  # to close it would not do: such a process may have it, too
     waker.close()
 
 
@@ -338,19 +339,25 @@ def _watch_over(connection: socket.socket) -> None:
 _Greeted = weakref.WeakMethod[Callable[[bytes], Line | None]]
 
 
-class _Accepting:
+class _Listener:
     """Takes what connects to one address."""
 
-    def __init__(self, greeted: _Greeted) -> None:
+    def __init__(self, greeted: _Greeted, port: int) -> None:
+        self.port = port
+        self.failed = False
+        """Whether it can take nothing any more; what has tried to connect is refused then."""
         self._greeted = greeted
         self._silent: list[tuple[_Reading, socket.socket]] = []
 
-    def __call__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    def __call__(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         """Accept a connection, and close those that have shown no token in their time."""
         try:
-            connection, _ = listener.accept()
+            connection, _ = server.accept()
         except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
             return
+        except OSError:  # no descriptor is left, most likely
+            self.failed = True
+            raise
         try:
             connection.setblocking(False)
             _watch_over(connection)

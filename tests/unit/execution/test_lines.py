@@ -377,6 +377,14 @@ def test_lines_that_nobody_closes_end_with_whom_they_belong_to(pool):
     assert not thread.is_alive()
 
 
+def test_the_end_of_a_forked_process_is_not_that_of_the_lines():
+    for pid, heard in ((os.getpid(), b"!"), (os.getppid(), b"")):
+        waker, woken = socket.socketpair()
+        module._wake(waker, pid)
+        with woken:
+            assert woken.recv(1) == heard
+
+
 def test_workers_reach_the_driver_at_several_addresses(lines):
     hosts = [f"127.0.0.{1 + number % 8}" for number in range(32)]
     with ThreadPoolExecutor(32) as pool:
