@@ -45,6 +45,7 @@ class Calls:
         self._numbers = itertools.count()
         self._measured_from: dict[Any, int] | None = None
         self._looked_at: set[str] = set()
+        self._failed_validation: int | None = None
 
     def make(self, method: str, *, own: bool = True, **arguments: Any) -> list[Any]:
         """Call a method of the runner, and return what it returned, by rank.
@@ -121,16 +122,23 @@ class Calls:
         profile: bool,
         info: Mapping[str, Any] | None,
     ) -> CallResult:
-        """Make one call of validate."""
+        """Make one call of validate; after one that failed it is the same call to the workers.
+
+        So it begins where that one did, also on workers on which all had gone well.
+        """
+        number = self._failed_validation
+        if number is None:
+            number = self._failed_validation = next(self._numbers)
         results, seconds = self._timed(
             trainer,
             "validate",
             max_losses=3,
-            call=next(self._numbers),
+            call=number,
             profile=profile,
             info=dict(info or {}),
             num_steps=num_steps,
         )
+        self._failed_validation = None
         merged = self._merged("validate", results, self._supervisor.losses_in_call > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
@@ -150,7 +158,7 @@ class Calls:
             if doubt := _doubt(method, results, progress.unshared):
                 logger.warning(doubt)
         covered = progress.num_covered
-        if lost and covered is not None:
+        if lost and covered is not None and NUM_SAMPLES in merged:
             # the steps are done, though what a lost worker measured of them is gone with it
             merged[NUM_SAMPLES] = covered
         return merged

@@ -14,8 +14,8 @@ from raysgd.data import Dataset
 from raysgd.hosting.parts import Parts
 from raysgd.hosting.snapshots import Snapshots
 from raysgd.hosting.source import Source
-from raysgd.hosting.steps import Steps
-from raysgd.metrics import NUM_SKIPPED_STEPS, Summary, merge_segments
+from raysgd.hosting.steps import StepInterruptedError, Steps
+from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
 
 __all__ = ["Loop"]
 
@@ -45,6 +45,8 @@ class Loop:
         self._began_at = 0
         self._skipped_before = 0
         self._validated: _Counted | None = None
+        self._validation: tuple[int, int] | None = None
+        self._stop_requested = False
         self._start: int | None = None
         self._shared_out = True
         self._source: Source | None = None
@@ -75,6 +77,13 @@ class Loop:
             return steps.num_finished
         return 0 if validated is None else validated.count
 
+    def request_stop(self, requested: bool) -> None:
+        """Let calls raise StepInterruptedError at their next batch. Called from another thread."""
+        self._stop_requested = requested
+        for under_way in (self.steps, self._validated):
+            if under_way is not None:
+                under_way.stop_requested = requested
+
     def pause_at(self, step: int | None) -> int:
         """Let the call under way raise PausedError at a step. Called from another thread."""
         self._pause_at = step
@@ -94,6 +103,7 @@ class Loop:
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
             "num_skipped": self._parts.num_skipped - self._skipped_before,
+            "validation": self._validation,
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
@@ -104,6 +114,11 @@ class Loop:
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
         self._skipped_before = self._parts.num_skipped - state["num_skipped"]
+        self._validation = state["validation"]
+
+    def forget_validation(self) -> None:
+        """Let a validation that is repeated begin at the place that was loaded."""
+        self._validation = None
 
     # ---- train
 
@@ -150,6 +165,7 @@ class Loop:
         self.snapshots.maybe_take(parts, operator, self.call_state)
         steps = self.steps = self._new_steps(source, limit)
         steps.pause_at(self._pause_at)
+        steps.stop_requested |= self._stop_requested
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         parts.meters = None
@@ -163,6 +179,7 @@ class Loop:
             self._settle_rest(source, left)
         self._cover(source, start)
         self._segments.append(_checked_result(operator.train_epoch, metrics))
+        self._compare_counts(metrics.get(NUM_SAMPLES), steps, source, start)
         paused = self._pause_at is not None and parts.global_step >= self._pause_at
         if steps.num_batches == 0:
             del self._segments[-1]
@@ -203,6 +220,9 @@ class Loop:
         """Keep what a stretch has reached, and what is measured of it, when it has raised."""
         again = steps.fail()
         self._cover(source, start)
+        meters = self._parts.meters
+        if meters is not None and meters.batch_count == steps.num_batches:
+            self._compare_counts(meters.num_samples, steps, source, start)
         if steps.loader_failed:
             source.renew()  # its processes may be gone
         if source.sharded or steps.loader_failed:
@@ -245,6 +265,12 @@ class Loop:
         else:
             self.num_covered = _added(self.num_covered, self._between(start))
 
+    def _compare_counts(self, counted: Any, steps: Steps, source: Source, start: int) -> None:
+        """See whether the user counts what places count, and not tokens, or batches as items."""
+        taken = source.num_taken(start, steps.num_batches)
+        if taken is not None and isinstance(counted, int | float) and counted != taken:
+            self.num_covered = None
+
     def _between(self, start: int) -> int | None:
         """Return the samples from `start` to where the epoch stands."""
         if self._source is None:
@@ -276,19 +302,24 @@ class Loop:
     def validate(
         self, call: int, num_steps: int | None, info: dict[str, Any] | None, profile: bool
     ) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or `num_steps` steps, round and round."""
+        """Evaluate the rest of the validation loader, or `num_steps` steps, round and round.
+
+        A `call` that is made again, since it failed here or on another worker, begins where it did.
+        """
         self._begin(call)
         self._profile(profile)
         self.num_covered = None
         parts, operator = self._parts, self.operator
         source = self.read = parts.source("validation")
-        # the place moves only when all went well: a repetition begins where this call did
-        offset, left = parts.validation_offset, num_steps
+        if self._validation is None or self._validation[0] != call:
+            self._validation = call, parts.validation_offset
+        offset, left = self._validation[1], num_steps
         with parts.validating():
             while left is None or left > 0:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
                 batches = self._validated = _Counted(source.batches(0, offset, limit))
+                batches.stop_requested = self._stop_requested
                 try:
                     metrics = operator.validate(batches, info)
                 except BaseException:
@@ -337,17 +368,20 @@ def _added(total: int, more: int | None) -> int | None:
 
 
 class _Counted:
-    """An iterator that counts what it yields."""
+    """An iterator that counts what it yields, and can be stopped."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self.count = 0
         self.exhausted = False
+        self.stop_requested = False
 
     def __iter__(self) -> _Counted:
         return self
 
     def __next__(self) -> Any:
+        if self.stop_requested:
+            raise StepInterruptedError("The driver asked this worker to stop.")
         try:
             batch = next(self._batches)
         except StopIteration:

@@ -114,17 +114,20 @@ class Parts(ABC):
 
     def place(self) -> dict[str, Any]:
         """Return where training stands in the data."""
-        return {
+        place: dict[str, Any] = {
             "epoch": self.epoch,
             "offset": self.offset,
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
+        # the offset is one in the data set that was given with the newest call
+        return place if self._trains_on == "train" else {**place, "trains_on": self._trains_on}
 
     def move_to(self, place: dict[str, Any], global_step: int) -> None:
         """Go to a place in the data."""
         self.epoch, self.offset = place["epoch"], place["offset"]
         self.validation_offset = place.get("validation_offset", 0)
+        self._trains_on = place.get("trains_on", "train")
         self.global_step = global_step
         self.reseed(place.get("seed", self.seed))
 

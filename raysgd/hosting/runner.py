@@ -119,10 +119,9 @@ class OperatorRunner(ABC):
         return not hasattr(getattr(source.loader, "sampler", None), "num_replicas")
 
     def request_stop(self, requested: bool) -> None:
-        """Let the loop under way raise at its next step."""
-        steps = None if self._loop is None else self._loop.steps
-        if steps is not None:
-            steps.stop_requested = requested
+        """Let the call under way raise at its next batch."""
+        if self._loop is not None:
+            self._loop.request_stop(requested)
 
     def pause_at(self, step: int | None) -> int:
         """Let the call under way pause at a step; returns the step that it is at."""
@@ -241,6 +240,7 @@ class OperatorRunner(ABC):
             self.operator.load_state_dict(state["operator"])
         parts.load_training_state(state)
         self._running.forget_iteration()
+        self._running.forget_validation()
         if "call" in state:  # a snapshot, not a saved state: the call goes on
             self._running.join_call(state["call"])
         self._running.snapshots.clear()

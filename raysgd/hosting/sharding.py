@@ -73,6 +73,15 @@ class Shard:
             if batch is not None:
                 yield batch
 
+    def num_taken(self, offset: int, num_steps: int) -> int:
+        """Return how many samples this worker takes at the first `num_steps` steps."""
+        num_steps = min(num_steps, self.num_steps(offset))
+        if num_steps == 0:
+            return 0
+        before = (num_steps - 1) * self.stride
+        last = next(self.batches(offset + before, 1), (0, 0))
+        return before // self.world_size + last[1] - last[0]
+
     def _full(self, start: int) -> tuple[int, int]:
         first = start + self.rank * self.batch_size
         return first, first + self.batch_size

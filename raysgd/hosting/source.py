@@ -50,6 +50,10 @@ class Source:
         """Return how many samples lie between two places; None where that is unknown."""
         return stop - start
 
+    def num_taken(self, offset: int, num_steps: int) -> int | None:
+        """Return how many samples this worker takes at so many steps; None where that is unknown."""
+        return None
+
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 

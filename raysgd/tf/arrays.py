@@ -100,6 +100,10 @@ class ArraySource(Source):
         """Return the place `num_steps` steps after `offset`."""
         return self._shard.offset_after(offset, num_steps)
 
+    def num_taken(self, offset: int, num_steps: int) -> int:
+        """Return how many samples this worker takes at so many steps."""
+        return self._shard.num_taken(offset, num_steps)
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = np.arange(self._total)

@@ -121,6 +121,10 @@ class ShardedLoader(Source):
         """Return the place `num_steps` steps after `offset`."""
         return self.shard.offset_after(offset, num_steps)
 
+    def num_taken(self, offset: int, num_steps: int) -> int:
+        """Return how many samples this worker takes at so many steps."""
+        return self.shard.num_taken(offset, num_steps)
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = self._order_of(epoch)

@@ -6,7 +6,7 @@ import copy
 import copyreg
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,25 @@ def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(tensor, torch.nn.Parameter):
             twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = twin
+    # what a forward pass has left in attributes has a graph, which cannot be copied and is no use
+    for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().cpu().clone()
     copied_model = copy.deepcopy(model, memo)
     for module in copied_model.modules():
         if parametrize.is_parametrized(module):
             copyreg.pickle(type(module), _reduced)
     return copied_model
+
+
+def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples, which may contain themselves."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, dict | list | tuple) and id(held) not in seen:
+        seen.add(id(held))
+        for each in held.values() if isinstance(held, dict) else held:
+            yield from _tensors_in(each, seen)
 
 
 def _reduced(module: Any) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """What happens when user code raises, workers die, or the driver is interrupted."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ class Faulty(Classifier):
     def setup(self, config):
         super().setup(config)
         self.folder = config["folder"]
+        self.num_validated = 0
         if config.get("setup_fault") and self.world_rank == 0:
             self.act(config["setup_fault"])
 
@@ -32,6 +34,7 @@ class Faulty(Classifier):
         return super().train_batch(batch, batch_info)
 
     def validate_batch(self, batch, batch_info):
+        self.num_validated += 1
         self.maybe("validate")
         return super().validate_batch(batch, batch_info)
 
@@ -220,19 +223,67 @@ def test_an_exception_in_setup_on_one_rank_reaches_the_caller(ray_cluster, tmp_p
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
+def test_ctrl_c_in_a_validation_loses_nothing(ray_cluster, tmp_path, num_workers):
+    """Nothing communicates there: it is the next batch that finds the request."""
+    with make_trainer(tmp_path, num_workers) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        trainer.train(num_steps=3)
+        trainer.validate(num_steps=2)
+        order(tmp_path, "validate", 0, 3, "wait")
+        before = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
+        with interrupted_when((tmp_path / "waiting").exists), pytest.raises(KeyboardInterrupt):
+            trainer.validate()
+        (tmp_path / "go").touch()
+        after = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
+        assert after == before + 1  # a long one would take a long time to end by itself
+        assert trainer.validate()["num_samples"] == 1003 - 2 * 32 * num_workers
+        assert trainer.apply_all_workers(os.getpid) == pids
+        assert trainer.global_step == 3
+
+
+def test_a_validation_that_loses_a_worker_is_repeated_from_where_it_began(ray_cluster, tmp_path):
+    """Also on the survivor, which may be at its end by then."""
+    with make_trainer(tmp_path, 2) as trainer:
+        trainer.train(num_steps=2)
+        trainer.validate(num_steps=2)
+        order(tmp_path, "validate", 1, 2, "die")
+        # alone it takes as many steps, of half as many samples, and from the same place on
+        assert trainer.validate(num_steps=3)["num_samples"] == 3 * 32
+        assert trainer.validate()["num_samples"] == 1003 - (2 * 2 + 3) * 32
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_validation_after_one_that_raised_begins_where_that_did(ray_cluster, tmp_path, rank):
+    with make_trainer(tmp_path, 2) as trainer:
+        trainer.train(num_steps=2)
+        trainer.validate(num_steps=2)
+        order(tmp_path, "validate", rank, 2, "raise")
+        with pytest.raises(KeyError):
+            trainer.validate(num_steps=3)
+        trainer.train(num_steps=1)
+        assert trainer.validate()["num_samples"] == 1003 - 2 * 2 * 32
+
+
+@contextlib.contextmanager
+def interrupted_when(condition):
+    """Send this process a Ctrl-C when a condition holds."""
+
+    def interrupt():
+        wait_until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_ctrl_c_leaves_a_usable_trainer(ray_cluster, tmp_path, num_workers):
     with make_trainer(tmp_path, num_workers) as trainer:
         order(tmp_path, "train", num_workers - 1, 3, "wait")
-
-        def interrupt():
-            wait_until((tmp_path / "waiting").exists)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_when((tmp_path / "waiting").exists), pytest.raises(KeyboardInterrupt):
             trainer.train()
-        thread.join()
         (tmp_path / "go").touch()
         metrics = trainer.train()
         assert metrics["epoch"] == 1

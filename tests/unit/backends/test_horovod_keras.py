@@ -29,15 +29,34 @@ else:
 """
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize(("legacy", "said"), [("0", "refused True"), ("1", "made SGD")])
-def test_it_is_refused_with_keras_3_alone(early, legacy, said):
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(early=early)],
-        env={**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.strip().splitlines()[-1] == said, done.stderr[-2000:]
+LEGACY = ("0", "1")
+EARLY = (True, False)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """All at once: most of their time goes into importing TensorFlow."""
+    started = {
+        (legacy, early): subprocess.Popen(
+            [sys.executable, "-c", CODE.format(early=early)],
+            env={**os.environ, "TF_USE_LEGACY_KERAS": legacy, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for legacy in LEGACY
+        for early in EARLY
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize(("legacy", "said"), zip(LEGACY, ("refused True", "made SGD"), strict=True))
+def test_it_is_refused_with_keras_3_alone(processes, legacy, early, said):
+    process = processes[legacy, early]
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-2000:]
+    assert out.strip().splitlines()[-1] == said, err[-2000:]

@@ -11,7 +11,7 @@ from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 from tests.operators import Classifier
-from tests.unit.recorder import Recorder, Streaming
+from tests.unit.recorder import Recorder, Streaming, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
@@ -183,9 +183,56 @@ def test_a_request_to_stop_ends_the_loop_at_the_next_step():
         runner.train(call=0, until_epoch=1)
     assert runner.progress().global_step == 2
     runner.operator.fail = lambda *arguments: None
-    runner.request_stop(True)  # nothing is under way
+    for _ in range(2):  # it holds until it is taken back, which a new generation does
+        with pytest.raises(Exception, match="asked this worker to stop"):
+            runner.train(call=0, until_epoch=1)
+    runner.request_stop(False)
     runner.train(call=0, until_epoch=1)
     assert runner.operator.trained == EPOCH
+
+
+def test_a_request_to_stop_ends_a_validation_at_the_next_batch():
+    runner = make_runner()
+
+    def stop(batch_info, when):
+        if batch_info["batch_idx"] == 1:
+            runner.request_stop(True)
+
+    runner.operator.fail = stop
+    for call in range(2):
+        with pytest.raises(Exception, match="asked this worker to stop"):
+            runner.validate(call=call)
+        assert runner.operator.validated == EPOCH[:16]
+    runner.request_stop(False)
+    runner.operator.fail = lambda *arguments: None
+    runner.operator.validated.clear()
+    assert runner.validate(call=1)["num_samples"] == 40
+    assert runner.operator.validated == EPOCH
+
+
+def test_a_validation_that_is_repeated_begins_where_it_did_although_all_went_well_here():
+    runner = make_runner()
+    for call in (0, 1, 1, 2):
+        runner.validate(call=call, num_steps=1)
+    assert runner.operator.validated == EPOCH[:16] + EPOCH[8:24]
+    state = full_state(runner)
+    runner.validate(call=3, num_steps=1)
+    runner.load_state_dict(state)
+    runner.validate(call=3)
+    assert runner.operator.validated == EPOCH[:16] + EPOCH[8:32] + EPOCH[24:]
+
+
+def test_who_joins_in_a_data_set_that_was_given_goes_on_where_the_others_are():
+    runner, other = make_runner(), make_runner()
+    dataset = ItemDataset(batches_of(40, 1), batch_size=8)
+    runner.train(call=0, until_step=2, dataset=dataset)
+    other.load_state_dict(full_state(runner))
+    other.train(call=0, until_epoch=1, dataset=dataset)
+    assert other.operator.trained == EPOCH[16:]
+    other.train(call=1, until_step=6)
+    other.load_state_dict(full_state(make_runner()))  # of one that trained on the loader
+    other.train(call=2, until_step=1)
+    assert other.operator.trained == EPOCH[16:] + EPOCH[:8] * 2
 
 
 def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
@@ -200,6 +247,7 @@ def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
     with pytest.raises(Exception, match="asked this worker to stop"):
         runner.train(call=0, until_epoch=1)
     assert runner.progress().global_step == 5
+    runner.request_stop(False)
     result = runner.train(call=0, until_epoch=1)
     assert runner.operator.trained == EPOCH
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)

@@ -99,6 +99,32 @@ def test_shared_parameters_stay_shared_in_the_copy():
     assert twin[0].weight is not model[0].weight
 
 
+class Remembering(torch.nn.Module):
+    """Keeps what its forward pass made, as models do whose attention is looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.seen = {"all": []}
+        self.seen["itself"] = self.seen
+
+    def forward(self, x):
+        self.hidden = self.layer(x)
+        self.seen["all"].append(self.hidden * 2)
+        return self.hidden.sum()
+
+
+def test_a_copy_has_what_a_forward_pass_left_without_its_graph():
+    model = Remembering()
+    model(torch.ones(3, 2)).backward()
+    twin = copied_to_cpu(model)
+    assert torch.equal(twin.hidden, model.hidden)
+    assert not twin.hidden.requires_grad
+    assert torch.equal(twin.seen["all"][0], model.seen["all"][0])
+    assert twin.seen["itself"] is twin.seen
+    assert twin.hidden.data_ptr() != model.hidden.data_ptr()
+
+
 def test_a_copy_with_parametrizations_can_be_sent_to_another_process():
     """torch refuses to pickle such modules; get_model() has to."""
     model = torch.nn.Sequential(
