@@ -100,7 +100,10 @@ class OperatorBase:
 
     def _check_single(self) -> None:
         """Refuse to train one of several models or optimizers and leave out the others."""
-        for what, held in (("models", self._parts.models), ("optimizers", self._parts.optimizers)):
+        for what, held in (
+            ("models", self._parts.given_models),
+            ("optimizers", self._parts.optimizers),
+        ):
             if len(held) > 1:
                 kind = type(self).__name__
                 raise RuntimeError(

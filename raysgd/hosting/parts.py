@@ -52,6 +52,11 @@ class Parts(ABC):
         """This worker's place in the group."""
         return self.settings.context
 
+    @property
+    def given_models(self) -> list[Any]:
+        """The models that were registered as such."""
+        return self.models
+
     # ---- data
 
     @abstractmethod

@@ -25,6 +25,7 @@ from raysgd.torch.registration import (
     check_plateau,
     check_static_graphs,
     checked,
+    is_trained,
     shaped_like,
     warn_of_strangers,
 )
@@ -56,6 +57,7 @@ class Components(Parts):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
+        self._trains_criterion = False
         self._wrapping: list[dict[str, Any] | None] = []
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
@@ -94,6 +96,9 @@ class Components(Parts):
         modules = checked("models", models, torch.nn.Module)
         self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
         warn_of_strangers(self.optimizers, [*modules, criterion])
+        self._trains_criterion = is_trained(criterion, self.optimizers, modules)
+        if self._trains_criterion:
+            modules.append(criterion)
         self.models = [self._placed(model) for model in modules]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
@@ -115,7 +120,9 @@ class Components(Parts):
             }
         elif self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
-        if isinstance(criterion, torch.nn.Module):
+        if self._trains_criterion:
+            criterion = self.models[-1]
+        elif isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
         self._buffer_slots = [
             (module, name)
@@ -126,12 +133,17 @@ class Components(Parts):
         ]
         self.registered = True
         self.commit_buffers()
-        given = [shaped_like(models, self.models), optimizers]
+        given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
             given
             + ([criterion] if criterion is not None else [])
             + ([schedulers] if schedulers is not None else [])
         )
+
+    @property
+    def given_models(self) -> list[torch.nn.Module]:
+        """The models that were registered as such; a criterion that is trained is one besides."""
+        return self.models[:-1] if self._trains_criterion else self.models
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""

@@ -9,7 +9,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["check_plateau", "check_static_graphs", "checked", "shaped_like", "warn_of_strangers"]
+__all__ = [
+    "check_plateau",
+    "check_static_graphs",
+    "checked",
+    "is_trained",
+    "shaped_like",
+    "warn_of_strangers",
+]
 
 
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
@@ -72,6 +79,18 @@ def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any
                 RuntimeWarning,
                 stacklevel=5,  # the line of register() in the user's setup
             )
+
+
+def is_trained(
+    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
+) -> bool:
+    """Whether an optimizer has parameters of the criterion, such as class centers, to train."""
+    if not isinstance(criterion, torch.nn.Module):
+        return False
+    stepped = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+    in_models = {id(p) for model in models for p in model.parameters()}
+    own = {id(p) for p in criterion.parameters() if p.requires_grad}
+    return bool(own & stepped - in_models)
 
 
 def shaped_like(given: Any, members: list[Any]) -> Any:

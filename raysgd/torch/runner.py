@@ -123,7 +123,7 @@ class TorchRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return copies of the models on CPU, without DistributedDataParallel."""
-        return [copied_to_cpu(replica.unwrap(model)) for model in self._parts.models]
+        return [copied_to_cpu(replica.unwrap(model)) for model in self._parts.given_models]
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""

@@ -312,3 +312,9 @@ def _check_precision(use_fp16: Any, amp_dtype: Any) -> None:
             f"TorchTrainer(amp_dtype={amp_dtype}, use_fp16={use_fp16!r}): amp_dtype is for native "
             "AMP; pass use_fp16=True with it."
         )
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BaseTorchTrainable":  # where older scripts import it from; it needs Ray Tune
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("raysgd.tune").BaseTorchTrainable

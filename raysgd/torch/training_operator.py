@@ -196,7 +196,9 @@ class TrainingOperator(OperatorTools):
         Args:
             models: a module, or a list or tuple of modules.
             optimizers: an optimizer, or a list or tuple of optimizers.
-            criterion: the loss, called with (output, target).
+            criterion: the loss, called with (output, target). One with parameters that an optimizer
+                trains is a model as well: its gradients are averaged, and its state is the last of
+                the models'.
             schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
             ddp_args: further arguments of DistributedDataParallel.
             apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
@@ -276,6 +278,14 @@ class TrainingOperator(OperatorTools):
 
     def _seed_worker(self) -> None:
         """Seed what this worker draws from now on; called after `setup`. Leaves it as it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CreatorOperator":  # where older scripts import it from
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from raysgd.torch.creator_operator import CreatorOperator
+
+    return CreatorOperator
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

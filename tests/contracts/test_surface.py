@@ -257,6 +257,14 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
     assert set(SURFACE["raysgd"]) <= set(dir(raysgd))
     for name in ("CreatorOperator", "TorchTrainer", "TrainingOperator"):
         assert getattr(raysgd, name) is getattr(importlib.import_module("raysgd.torch"), name)
+    for home, name in (
+        ("raysgd.torch.training_operator", "CreatorOperator"),
+        ("raysgd.torch.torch_trainer", "BaseTorchTrainable"),
+    ):
+        older = importlib.import_module(home)
+        assert getattr(older, name) is getattr(importlib.import_module("raysgd.torch"), name)
+        with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+            _ = older.Nothing
     home = importlib.import_module("raysgd.elastic.config")
     assert raysgd.ElasticConfig is home.ElasticConfig
 

@@ -163,6 +163,47 @@ def test_num_steps_goes_on_where_the_last_call_stopped(ray_cluster):
         assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
 
 
+class Centers(torch.nn.Module):
+    """A loss that learns: the distance to a center of each class."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = torch.nn.Parameter(torch.rand(2, 2))  # another on each worker
+
+    def forward(self, output, target):
+        return (output - self.centers[target]).square().mean()
+
+
+class Centered(Classifier):
+    def register(self, *, models, optimizers, criterion):
+        criterion = Centers()
+        optimizers.add_param_group({"params": criterion.parameters()})
+        return super().register(models=models, optimizers=optimizers, criterion=criterion)
+
+    def setup(self, config):
+        torch.seed()
+        super().setup(config)
+
+
+def centers_of(operator):
+    criterion = operator.criterion
+    return getattr(criterion, "module", criterion).centers.tolist()
+
+
+def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(ray_cluster, tmp_path):
+    with TorchTrainer(training_operator_cls=Centered, num_workers=2) as trainer:
+        trainer.train()
+        trainer.validate()
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        assert isinstance(trainer.get_model(), torch.nn.Sequential)
+        trainer.save(tmp_path / "state.pt")
+        (held, same) = trainer.apply_all_operators(centers_of)
+        assert held == same
+    with TorchTrainer(training_operator_cls=Centered, use_local=True) as trainer:
+        trainer.load(tmp_path / "state.pt")
+        assert centers_of(trainer.get_local_operator()) == held
+
+
 class Ledger(TrainingOperator):
     """One parameter a sample, which training on that sample once moves from 0 to 1."""
 

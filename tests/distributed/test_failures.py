@@ -113,6 +113,25 @@ def test_a_run_with_a_user_exception_ends_as_one_without(ray_cluster, tmp_path):
     assert len(set(hashes)) == 1
 
 
+class Tokens(Faulty):
+    """Counts in another unit than samples."""
+
+    def train_batch(self, batch, batch_info):
+        return {"num_samples": super().train_batch(batch, batch_info)["num_samples"] * 10}
+
+
+def test_after_a_loss_the_unit_of_num_samples_is_the_users(ray_cluster, tmp_path):
+    order(tmp_path, "train", 1, 3, "die")
+    with TorchTrainer(
+        training_operator_cls=Tokens,
+        config={"folder": str(tmp_path)},
+        num_workers=2,
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
+        # what the lost worker counted in three steps is gone with it
+        assert trainer.train()["num_samples"] == (1003 - 3 * 32) * 10
+
+
 def test_an_exception_in_validation_spoils_nothing(ray_cluster, tmp_path):
     with make_trainer(tmp_path, 2) as trainer:
         trainer.train(num_steps=2)

@@ -104,6 +104,22 @@ def test_an_optimizer_of_something_else_is_warned_of():
     register(components(), model, [sgd(model), sgd(criterion)], criterion)
 
 
+def test_a_criterion_that_is_trained_is_a_model_besides():
+    model, criterion = linear(), linear()
+    parts = components()
+    given = register(parts, model, sgd(model, criterion), criterion)
+    assert (given[0], given[2]) == (model, criterion)
+    assert (parts.models, parts.given_models) == ([model, criterion], [model])
+    assert len(parts.training_state()["models"]) == 2
+    frozen = linear().requires_grad_(False)
+    parts = components()
+    register(parts, model, sgd(model, frozen), frozen)
+    assert parts.models == parts.given_models == [model]
+    parts = components()
+    register(parts, [model, criterion], sgd(model, criterion), criterion)
+    assert parts.models == parts.given_models == [model, criterion]
+
+
 def test_a_class_is_no_criterion():
     with pytest.raises(TypeError, match=r"not a class: CrossEntropyLoss\(\)"):
         register(components(), criterion=torch.nn.CrossEntropyLoss)
