@@ -127,7 +127,8 @@ class TFRunner(OperatorRunner):
                 f"The workers registered different data: {own} on worker "
                 f"{self._parts.context.world_rank}, and something else on another. Data that is "
                 "shared out must be the same on every worker: seed what is random in setup. Where "
-                "each worker reads a part of its own, pass add_dist_sampler=False to the trainer."
+                "each worker reads a part of its own, make a tf.data.Dataset of it and pass "
+                "add_dist_sampler=False to the trainer: arrays are shared out even then."
             )
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:

@@ -81,7 +81,8 @@ class TFTrainer(OperatorTrainer):
         use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or
             "mixed_float16", "mixed_bfloat16". With float16 the loss is scaled.
         use_tqdm: whether to show a progress bar.
-        add_dist_sampler: whether to share registered data sets out over the workers.
+        add_dist_sampler: whether to share a registered ``tf.data.Dataset`` out over the workers;
+            arrays always are.
         use_local: whether the only worker lives in this process; Ray is not started then.
         elastic: what to do about workers that are lost or come back; the defaults need none.
         callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
