@@ -51,7 +51,7 @@ class Source:
         return stop - start
 
     def num_taken(self, offset: int, num_steps: int) -> int | None:
-        """Return how many samples this worker takes at so many steps; None where that is unknown."""
+        """Return how many samples this worker takes at so many steps; None where unknown."""
         return None
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
