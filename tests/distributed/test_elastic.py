@@ -16,6 +16,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.data import Dataset
 from raysgd.execution import recruiting
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import SOON_S, wait_until
@@ -271,6 +272,17 @@ def test_the_group_grows_into_room_that_appears_and_spends_no_retry(ray_cluster)
         check_ledger(trainer, metrics)
         grown = [event for event in trainer.events if event.kind == "grown"]
         assert [len(event.ranks) for event in grown] == [1]
+
+
+def test_a_newcomer_goes_on_in_the_data_set_of_the_call(ray_cluster):
+    dataset = Dataset(range(400), batch_size=4)
+    with ledger_trainer(2, num_samples=400, elastic=ElasticConfig(min_workers=2)) as trainer:
+        trainer.train(num_steps=10, dataset=dataset)
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        trainer.train(num_steps=20, dataset=dataset)
+        assert torch.equal(ledger_of(trainer), (torch.arange(400) < 30 * 8).float())
+        assert trainer.train(dataset=dataset)["epoch"] == 1
+        assert torch.equal(ledger_of(trainer), torch.ones(400))
 
 
 def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):
