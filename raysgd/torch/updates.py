@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.torch.accumulation import Group, check_count
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
+from raysgd.torch.undo import UndoLog
 
 __all__ = ["Updates"]
 
@@ -49,6 +50,8 @@ class Updates:
         self._asked: set[int] = set()
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._witnesses: dict[int, torch.nn.Parameter] = {}
+        self._undo_log = UndoLog()
+        self._in_batch = False
         self._in_group = False
         self._in_helper = False
         self._used = False
@@ -87,6 +90,8 @@ class Updates:
             optimizer.register_step_post_hook(self._on_step)
             if accumulation_steps > 1 or max_grad_norm is not None or self.precision.scales:
                 optimizer.register_step_pre_hook(self._check_step)
+            if len(optimizers) > 1:
+                optimizer.register_step_pre_hook(self._remember)
 
     # ---- batches
 
@@ -94,6 +99,9 @@ class Updates:
         self, models: list[torch.nn.Module], position: int, planned: int, is_last: bool
     ) -> None:
         """Begin a batch of a group, see :meth:`Group.begin`."""
+        self._in_batch = True
+        if position == 0:
+            self._stepped.clear()  # of steps that user code made outside of any batch
         if self.accumulation_steps == 1:
             return
         self._in_group = True
@@ -149,7 +157,8 @@ class Updates:
         self._reset()
 
     def roll_back(self) -> None:
-        """Drop what a group that was given up has left behind."""
+        """Take back what a group that was given up has left behind."""
+        self._undo_log.roll_back()
         self.precision.abandon()
         for exchange in self.exchanges.values():
             exchange.abandon()
@@ -165,7 +174,8 @@ class Updates:
         self._asked.clear()
         self._aside.clear()
         self._witnesses = {}
-        self._used = self._in_group = False
+        self._undo_log.forget()
+        self._used = self._in_batch = self._in_group = False
         self.group.reset()
 
     def _zero_gradients(self) -> None:
@@ -235,6 +245,12 @@ class Updates:
                 if parameter.grad is not None:
                     self._aside.append((parameter, parameter.grad))
                     parameter.grad = None
+
+    def _remember(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Remember what a step changes that is taken back unless the others step as well."""
+        others = (other for other in self._optimizers if other is not optimizer)
+        if self._in_batch and any(id(other) not in self._stepped for other in others):
+            self._undo_log.remember(optimizer)
 
     @contextlib.contextmanager
     def tolerating_a_skipped_step(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """Helpers of train_batch: accumulation, clipping, several optimizers, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing import run_operator
+from raysgd.trees import map_leaves
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder, Unsized, batches_of
 
@@ -463,6 +466,170 @@ def test_one_loss_for_two_optimizers():
         optimizer.step()
         operator.train_batch(torch.ones(4, 2), {})
     torch.testing.assert_close(flat(operator.model), flat(twin))
+
+
+# ---- a failure between the updates of several optimizers
+
+
+def by_helper(self, optimizer, loss_of):
+    with self.autocast():
+        loss = loss_of()
+    self.backward(loss)
+    self.optimizer_step(optimizer)
+
+
+def by_own_step(self, optimizer, loss_of):
+    optimizer.zero_grad()
+    loss_of().backward()
+    optimizer.step()
+
+
+def by_closure(self, optimizer, loss_of):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class Halfway(TrainingOperator):
+    """Two models, of which the first has made its update when the loss of the second raises."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        self.judge, self.maker = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
+        first = config.get("first", sgd)
+        _, self.optimizers = self.register(
+            models=[self.judge, self.maker],
+            optimizers=[first(self.judge.parameters()), adam(self.maker.parameters())],
+            gradient_accumulation_steps=config.get("steps", 1),
+        )
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randn(24, size, generator=generator) for size in (2, 3)]
+        self.register_data(train_loader=DataLoader(TensorDataset(*data), batch_size=4))
+        self.fail_at, self.before = None, {}
+
+    def train_batch(self, batch, batch_info):
+        real, noise = batch
+        step = batch_info["global_step"]
+        self.before[step] = bits(self)
+
+        def loss_of_judge():
+            return (self.judge(real) - 1).square().mean() + self.judge(self.made(noise)).mean()
+
+        def loss_of_maker():
+            if step == self.fail_at:
+                raise KeyError
+            return (self.judge(self.maker(noise)) - 1).square().mean()
+
+        update = self.config.get("update", by_helper)
+        for _ in range(self.config.get("times", 1)):
+            update(self, self.optimizers[0], loss_of_judge)
+        (by_own_step if update is by_closure else update)(self, self.optimizers[1], loss_of_maker)
+        return {}
+
+    def made(self, noise):
+        return self.maker(noise).detach()
+
+
+def bits(operator):
+    """Copies of the parameters and of what the optimizers hold, as bytes."""
+    parts = (operator.judge, operator.maker, *operator.optimizers)
+    return pickle.dumps(map_leaves([part.state_dict() for part in parts], plain))
+
+
+def plain(leaf):
+    return leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({}, {}),
+        ({"first": adam}, {}),
+        ({"times": 3}, {}),
+        ({"steps": 2}, {}),
+        ({"update": by_own_step}, {}),
+        ({"update": by_closure, "first": torch.optim.LBFGS}, {}),
+        ({}, PRECISIONS[1]),
+        ({"steps": 3, "first": adam}, PRECISIONS[1]),
+    ],
+)
+@pytest.mark.parametrize("fail_at", [0, 2, 5])
+def test_a_step_that_fails_between_two_optimizers_leaves_the_state_before_it(
+    fail_at, config, precision
+):
+    with local(Halfway, config, **precision) as trainer:
+        trainer.train(num_steps=12)
+        expected = bits(trainer.get_local_operator())
+    with local(Halfway, config, **precision) as trainer:
+        operator = trainer.get_local_operator()
+        held = [operator.judge.weight, operator.optimizers[0].state]
+        operator.fail_at = fail_at
+        with pytest.raises(KeyError):
+            trainer.train(num_steps=12)
+        operator.fail_at = None
+        assert trainer.global_step == fail_at - fail_at % config.get("steps", 1)
+        assert bits(operator) == operator.before[trainer.global_step]
+        assert all(p.grad is None for p in (*operator.judge.parameters(), operator.maker.weight))
+        trainer.train(num_steps=12 - trainer.global_step)
+        assert bits(operator) == expected
+        assert held[0] is operator.judge.weight
+        assert held[1] is operator.optimizers[0].state
+
+
+def test_what_optimizers_do_outside_of_the_loop_is_not_taken_back():
+    class Pretrained(Halfway):
+        def setup(self, config):
+            super().setup(config)
+            for model, optimizer in zip((self.judge, self.maker), self.optimizers, strict=True):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            if self.config.get("at_once"):
+                raise KeyError
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+    for config in ({}, {"at_once": True}):
+        with local(Pretrained, config) as trainer:
+            operator = trainer.get_local_operator()
+            operator.fail_at = 0
+            before = bits(operator)
+            with pytest.raises(KeyError):
+                trainer.train()
+            assert trainer.global_step == 0
+            assert bits(operator) == before
+
+
+def test_a_step_that_every_optimizer_has_made_stays_whatever_fails_after_it():
+    class Late(Halfway):
+        def train_batch(self, batch, batch_info):
+            super().train_batch(batch, batch_info)
+            self.last = bits(self)
+            raise KeyError
+
+    with local(Late, {"times": 2}) as trainer:
+        with pytest.raises(KeyError):
+            trainer.train()
+        assert trainer.global_step == 1
+        assert bits(trainer.get_local_operator()) == trainer.get_local_operator().last
+
+
+def test_a_single_optimizer_steps_without_more_hooks():
+    operator = run_operator(Classifier)
+    assert not operator.optimizer._optimizer_step_pre_hooks
 
 
 # ---- what is refused
