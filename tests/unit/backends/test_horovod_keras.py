@@ -29,7 +29,8 @@ else:
 """
 
 
-LEGACY = ("0", "1")
+SAID = {"0": "refused True", "1": "made SGD"}
+"""By whether the older Keras is asked for."""
 EARLY = (True, False)
 
 
@@ -44,7 +45,7 @@ def processes():
             stderr=subprocess.PIPE,
             text=True,
         )
-        for legacy in LEGACY
+        for legacy in SAID
         for early in EARLY
     }
     yield started
@@ -54,7 +55,7 @@ def processes():
 
 
 @pytest.mark.parametrize("early", EARLY)
-@pytest.mark.parametrize(("legacy", "said"), zip(LEGACY, ("refused True", "made SGD"), strict=True))
+@pytest.mark.parametrize(("legacy", "said"), SAID.items())
 def test_it_is_refused_with_keras_3_alone(processes, legacy, early, said):
     process = processes[legacy, early]
     out, err = process.communicate(timeout=120)

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,8 @@ def test_who_looks_takes_nothing_from_who_waits(pair):
                 mesh.look()
 
     looking = threading.Thread(target=look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # who looks never waits: at 5 ms a turn all would take 10 s
     looking.start()
     try:
         for _ in range(100):
@@ -139,6 +142,7 @@ def test_who_looks_takes_nothing_from_who_waits(pair):
     finally:
         over.set()
         looking.join()
+        sys.setswitchinterval(interval)
 
 
 def test_ranks_that_reduce_different_things_are_told():
