@@ -379,19 +379,41 @@ def test_survivors_get_the_leaders_state_only_where_they_have_another(ray_cluste
         assert loads() == [0, 1]
 
 
+class Twofold(Faulty):
+    """Trains two models one after the other."""
+
+    def register(self, *, models, optimizers, criterion):
+        second = torch.nn.Linear(8, 2)
+        adam = torch.optim.Adam(second.parameters())
+        (model, self.second), (optimizer, self.adam), criterion = super().register(
+            models=[models, second], optimizers=[optimizers, adam], criterion=criterion
+        )
+        return model, optimizer, criterion
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        for model, optimizer in ((self.second, self.adam), (self.model, self.optimizer)):
+            loss = self.criterion(model(features), target)
+            self.backward(loss)
+            self.optimizer_step(optimizer)
+            self.maybe("between")
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+@pytest.mark.parametrize(("operator_cls", "when"), [(Faulty, "train"), (Twofold, "between")])
 def test_a_run_with_a_loss_that_is_refilled_ends_with_the_bits_of_one_without(
-    ray_cluster, tmp_path
+    ray_cluster, tmp_path, operator_cls, when
 ):
     hashes = []
     for fail in (False, True):
         with TorchTrainer(
-            training_operator_cls=Faulty,
+            training_operator_cls=operator_cls,
             config={"folder": str(tmp_path), "batch_norm": True, "momentum": 0.9},
             num_workers=2,
             min_workers=2,  # so that no step is taken before the place is filled
         ) as trainer:
             if fail:
-                order(tmp_path, "train", 1, 7, "die")
+                order(tmp_path, when, 1, 7, "die")
             trainer.train()
             assert kinds(trainer).count("lost") == int(fail)
             hashes += trainer.apply_all_operators(replica_hash)
