@@ -276,10 +276,16 @@ def _digest(tensor: torch.Tensor) -> str:
 def _can_shard(loader: DataLoader[Any]) -> bool:
     return (
         not isinstance(loader.dataset, IterableDataset)
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+        and (loader.batch_sampler is None or _made_by_torch(loader))
         and not isinstance(loader.sampler, DistributedSampler)
         and hasattr(loader.sampler, "__len__")
     )
+
+
+def _made_by_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's batch sampler was made from its batch size, and not given by the user."""
+    # where one is given, torch sets batch_size to None, and sampler to one that is not used
+    return type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
 
 
 def _check_data_set(loader: DataLoader[Any]) -> None:

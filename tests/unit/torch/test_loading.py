@@ -496,6 +496,7 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
     loaders = [
         DataLoader(Stream(), batch_size=2),
         DataLoader(data, batch_sampler=OwnBatches(SequentialSampler(data), 3, False)),
+        DataLoader(data, batch_sampler=BatchSampler(Reversed(20), 3, False)),
         DataLoader(data, batch_size=3, sampler=sampler),
         [1, 2, 3],
     ]
