@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class ShardedLoader(Source):
         self._batch_size = 1 if loader.batch_size is None else loader.batch_size
         # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
         self._follows_share = batch_share is not None and loader.batch_size == batch_share
-        self._rows = rows_of(loader)
+        self._iterates_itself = _iterates_itself(loader)
+        self._rows = None if self._iterates_itself else rows_of(loader)
         self._place = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], torch.Tensor | None] | None = None
@@ -124,19 +126,44 @@ class ShardedLoader(Source):
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = self._order_of(epoch)
-        spans = self.shard.batches(offset, num_steps)
         if self._rows is not None:
-            return self._rows.batches(order, spans)
-        indices = (
-            list(range(start, stop)) if order is None else order[start:stop].tolist()
-            for start, stop in spans
-        )
+            return self._rows.batches(order, self.shard.batches(offset, num_steps))
+        indices = _Batches(order, self.shard, offset, num_steps)
         loader = self._loader_for(indices, begins=offset == 0)
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
         world_size, rank = self._place
-        with _seeded(self._seed + (epoch + 1) * world_size + rank, None):
-            return iter(loader)
+        seed = self._seed + (epoch + 1) * world_size + rank
+        if self._iterates_itself and self.loader.generator is None:
+            # where its __iter__ is a generator, it draws when the first batch is asked for
+            loader.generator = torch.Generator().manual_seed(seed)
+        with _seeded(seed, None):
+            batches = iter(loader)
+        return self._checked(batches, indices) if self._iterates_itself else batches
+
+    def _checked(self, batches: Iterator[Any], indices: _Batches) -> Iterator[Any]:
+        """Yield what a loader that iterates in its own way gives for `indices`."""
+        kind = type(self.loader).__name__
+        num_batches, num_given = len(indices), 0
+        # a loader that goes round and round ends here
+        for batch in itertools.islice(batches, num_batches):
+            if not indices.drawn:
+                raise RuntimeError(
+                    f"{kind} gave a batch without drawing from its sampler, so that it cannot be "
+                    "shared out: every worker would read the same. Let its __iter__ draw from "
+                    "self.batch_sampler (self.sampler where batch_size is None), as "
+                    "super().__iter__() does, or pass add_dist_sampler=False to the trainer and "
+                    "let each worker read a part of its own, by self.world_rank."
+                )
+            num_given += 1
+            yield batch
+        if num_given < num_batches and self._training and self._place[0] > 1:
+            raise RuntimeError(
+                f"{kind} gave {num_given} batches where its sampler has {num_batches}, so that "
+                "the other workers would wait for this one. Let its __iter__ give one batch for "
+                "each that it draws, or pass add_dist_sampler=False to the trainer and let each "
+                "worker read a part of its own, by self.world_rank."
+            )
 
     def _order_of(self, epoch: int) -> torch.Tensor | None:
         """Return the order of an epoch as indices; None: as the data set has it."""
@@ -173,19 +200,35 @@ class ShardedLoader(Source):
             f"workers, drop_last={shard.drop_last}"
         )
 
-    def _loader_for(self, indices: Iterable[list[int]], begins: bool) -> DataLoader[Any]:
+    def _loader_for(self, indices: _Batches, begins: bool) -> DataLoader[Any]:
         """Return a DataLoader with the user's settings that fetches `indices`.
 
         Its worker processes are kept within an epoch, also where a new iteration begins in the
-        middle of one, and from epoch to epoch only where the user asked for that.
+        middle of one, and from epoch to epoch only where the user asked for that. A loader that
+        iterates in its own way does with its processes what it does without us; it stays the same
+        object, which may count its epochs.
         """
         kept = self._worker_loader
-        if kept is not None and (self.loader.persistent_workers or not begins):
+        stays = self._iterates_itself or self.loader.persistent_workers or not begins
+        if kept is not None and stays:
             _indices_of(kept).source = indices
             return kept
+        sampler = _Indices(indices, flat=self.loader.batch_size is None)
+        make = self._own_kind if self._iterates_itself else self._plain_kind
+        made = self._worker_loader = make(sampler)
+        return made
+
+    def _own_kind(self, sampler: _Indices) -> DataLoader[Any]:
+        """Return a copy of the user's loader, so of its own type, that draws from `sampler`."""
+        made: DataLoader[Any] = copy.copy(self.loader)
+        collating = self.loader.batch_size is not None
+        # DataLoader.__setattr__ refuses these
+        object.__setattr__(made, "batch_sampler" if collating else "sampler", sampler)
+        made._iterator = None
+        return made
+
+    def _plain_kind(self, sampler: _Indices) -> DataLoader[Any]:
         loader, in_workers = self.loader, self.loader.num_workers > 0
-        collating = loader.batch_size is not None
-        sampler = _Indices(indices, flat=not collating)
         settings: dict[str, Any] = {
             "num_workers": loader.num_workers,
             "collate_fn": loader.collate_fn,
@@ -199,21 +242,42 @@ class ShardedLoader(Source):
         }
         if in_workers:
             settings["prefetch_factor"] = loader.prefetch_factor
-        if collating:
+        if loader.batch_size is not None:
             settings["batch_sampler"] = sampler
         else:
             settings.update(batch_size=None, sampler=sampler)
-        made: DataLoader[Any] = DataLoader(loader.dataset, **settings)
-        self._worker_loader = made
-        return made
+        return DataLoader(loader.dataset, **settings)
+
+
+class _Batches:
+    """The indices of batches, made as they are asked for."""
+
+    def __init__(
+        self, order: torch.Tensor | None, shard: Shard, offset: int, num_steps: int | None
+    ) -> None:
+        self._order, self._shard, self._part = order, shard, (offset, num_steps)
+        self.drawn = False
+        """Whether any has been asked for."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._shard.batches(*self._part))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.drawn = True
+        order = self._order
+        for start, stop in self._shard.batches(*self._part):
+            yield list(range(start, stop)) if order is None else order[start:stop].tolist()
 
 
 class _Indices:
     """A sampler whose indices can be replaced between two iterations."""
 
-    def __init__(self, source: Iterable[list[int]], flat: bool) -> None:
+    def __init__(self, source: _Batches, flat: bool) -> None:
         self.source = source
         self._flat = flat
+
+    def __len__(self) -> int:
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
         if self._flat:
@@ -279,6 +343,15 @@ def _can_shard(loader: DataLoader[Any]) -> bool:
         and (loader.batch_sampler is None or _made_by_torch(loader))
         and not isinstance(loader.sampler, DistributedSampler)
         and hasattr(loader.sampler, "__len__")
+    )
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is of a type that makes its batches in a way of its own."""
+    kind = type(loader)
+    return (
+        kind.__iter__ is not DataLoader.__iter__
+        or kind._get_iterator is not DataLoader._get_iterator
     )
 
 

@@ -483,6 +483,182 @@ def test_a_source_can_be_pickled(make_data):
     assert indices(twin.batches(2, 0)) == indices(source.batches(2, 0))
 
 
+# ---- loaders that iterate in a way of their own
+
+
+class Marking(DataLoader):
+    """Changes what it gives: the samples are 100 times their indices."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            first = batch[0] if isinstance(batch, list) else batch
+            yield first * 100
+
+
+class Wrapping(DataLoader):
+    """Wraps torch's iterator, as loaders that move batches ahead do."""
+
+    def _get_iterator(self):
+        return Hundredfold(super()._get_iterator())
+
+
+class Hundredfold:
+    """An iterator that has nothing of torch's but its batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self.batches)
+        return (batch[0] if isinstance(batch, list) else batch) * 100
+
+
+class Drawing(DataLoader):
+    """Draws from its batch sampler itself, and asks for its length."""
+
+    def __iter__(self):
+        drawn = iter(self.batch_sampler)
+        for _ in range(len(self)):
+            yield torch.tensor(next(drawn)) * 100
+
+
+class Endless(DataLoader):
+    """Goes round and round, as for training by steps."""
+
+    def __iter__(self):
+        while True:
+            for batch in super().__iter__():
+                yield (batch[0] if isinstance(batch, list) else batch) * 100
+
+
+class Pairing(DataLoader):
+    """Goes over its data twice at the same time."""
+
+    def __iter__(self):
+        for left, right in zip(super().__iter__(), super().__iter__(), strict=True):
+            assert same(left, right)
+            yield (left[0] if isinstance(left, list) else left) * 100
+
+
+OF_THEIR_OWN = [Marking, Wrapping, Drawing, Endless, Pairing]
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+@pytest.mark.parametrize("kind", OF_THEIR_OWN)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loader_that_iterates_in_its_own_way_does_so_over_this_workers_part(
+    kind, make_data, training
+):
+    data = make_data()
+    plain = DataLoader(data, batch_size=3, shuffle=True)
+    own = kind(data, batch_size=3, shuffle=True)
+    sources, expected = (
+        [wrap(loader, world_size=2, rank=rank, training=training) for rank in range(2)]
+        for loader in (own, plain)
+    )
+    for epoch, offset, num_steps in [(0, 0, None), (0, 6, 2), (0, 12, None), (1, 0, 1), (1, 6, 3)]:
+        for source, other in zip(sources, expected, strict=True):
+            found = list(source.batches(epoch, offset, num_steps))
+            wanted = [indices([b]) for b in other.batches(epoch, offset, num_steps)]
+            assert [indices([batch]) for batch in found] == [
+                [100 * index for index in batch] for batch in wanted
+            ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "persistent"), [(Marking, True), (Marking, False), (Wrapping, False)]
+)
+def test_a_loader_that_iterates_in_its_own_way_may_have_worker_processes(kind, persistent):
+    loader = kind(
+        Numbers(12),
+        batch_size=2,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=persistent,
+        prefetch_factor=3,
+    )
+    source = wrap(loader)
+    plain = wrap(DataLoader(Numbers(12), batch_size=2, shuffle=True))
+    for epoch, offset in [(0, 0), (1, 0), (1, 4), (2, 8)]:
+        wanted = [100 * index for index in indices(plain.batches(epoch, offset))]
+        first = source.batches(epoch, offset)
+        assert indices([next(first)]) == wanted[:2]  # and is left there
+        assert indices(source.batches(epoch, offset)) == wanted
+        source.renew()
+        assert indices(source.batches(epoch, offset)) == wanted
+    assert loader._iterator is None
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    source.renew()
+
+
+def test_a_loader_of_ones_own_that_does_not_collate_draws_from_its_sampler():
+    loader = Marking(Numbers(5), batch_size=None, shuffle=True)
+    ranks = group_batches(loader, 2)
+    assert [len(batches) for batches in ranks] == [3, 3]
+    assert {int(item) for batches in ranks for item in batches} == {0, 100, 200, 300, 400}
+
+
+def test_a_loader_of_ones_own_remembers_the_epochs_before():
+    class Counting(DataLoader):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([self.passes] * len(list(self.batch_sampler)))
+
+    source = wrap(Counting(Numbers(6), batch_size=3))
+    assert [list(source.batches(epoch, 0)) for epoch in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    assert source.loader.passes == 0
+
+
+def test_a_loader_of_ones_own_draws_nothing_from_the_random_numbers_of_the_user():
+    """Where its __iter__ is a generator, torch draws a seed when the first batch is asked for."""
+    source = wrap(Marking(tensors(), batch_size=3, shuffle=True))
+    before = torch.get_rng_state().tolist()
+    list(source.batches(1, 0))
+    assert torch.get_rng_state().tolist() == before
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_loader_that_does_not_draw_from_its_sampler_is_refused_at_its_first_batch(batch_size):
+    class Bypassing(DataLoader):
+        def __iter__(self):
+            yield from self.dataset.tensors[0].split(2)
+
+    source = wrap(Bypassing(tensors(8), batch_size=batch_size), world_size=2)
+    with pytest.raises(
+        RuntimeError, match=r"Bypassing gave .* without drawing .*batch_sampler .*add_dist_sampler"
+    ):
+        next(source.batches(0, 0))
+
+
+def test_a_loader_with_fewer_batches_than_its_sampler_does_not_let_the_other_workers_wait():
+    class Filtering(DataLoader):
+        def __iter__(self):
+            return (batch for batch in super().__iter__() if 4 not in batch)
+
+    def source(**arguments):
+        return wrap(Filtering(Numbers(12), batch_size=2), **arguments)
+
+    batches = source(world_size=2, rank=0).batches(0, 0)
+    assert indices([next(batches), next(batches)]) == [0, 1, 8, 9]
+    with pytest.raises(RuntimeError, match=r"Filtering gave 2 batches where its sampler has 3"):
+        next(batches)
+    assert indices(source().batches(0, 0)) == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    assert indices(source(world_size=2, training=False).batches(0, 0)) == [0, 1, 8, 9]
+
+
+def test_a_type_of_loader_that_iterates_as_torch_does_is_read_the_fast_way():
+    class Named(DataLoader):
+        name = "numbers"
+
+    assert wrap(Named(tensors(), batch_size=3))._rows is not None
+    assert wrap(Marking(tensors(), batch_size=3))._rows is None
+
+
 # ---- what is left as it is
 
 
