@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import numbers
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,10 @@ from raysgd.hosting.source import Source
 from raysgd.torch.rows import rows_of
 
 __all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "wrap_loader"]
+
+Order = torch.Tensor | list[Any] | None
+"""What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
+"""
 
 
 class PlainLoader(UnsharedLoader):
@@ -73,7 +78,7 @@ class ShardedLoader(Source):
         self._rows = None if self._iterates_itself else rows_of(loader)
         self._place = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
-        self._order: tuple[tuple[int, int], torch.Tensor | None] | None = None
+        self._order: tuple[tuple[int, int], Order] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -126,7 +131,7 @@ class ShardedLoader(Source):
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = self._order_of(epoch)
-        if self._rows is not None:
+        if self._rows is not None and not isinstance(order, list):
             return self._rows.batches(order, self.shard.batches(offset, num_steps))
         indices = _Batches(order, self.shard, offset, num_steps)
         loader = self._loader_for(indices, begins=offset == 0)
@@ -165,10 +170,10 @@ class ShardedLoader(Source):
                 "worker read a part of its own, by self.world_rank."
             )
 
-    def _order_of(self, epoch: int) -> torch.Tensor | None:
-        """Return the order of an epoch as indices; None: as the data set has it."""
+    def _order_of(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
         sampler = self.loader.sampler
-        if isinstance(sampler, SequentialSampler):
+        if type(sampler) is SequentialSampler:
             return None
         key = (self._seed, epoch)
         if self._order is None or self._order[0] != key:
@@ -176,9 +181,9 @@ class ShardedLoader(Source):
                 sampler.set_epoch(epoch)
             with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
                 if _is_plain_shuffle(sampler):
-                    order = torch.randperm(len(sampler.data_source))
+                    order: Order = torch.randperm(len(sampler.data_source))
                 else:
-                    order = torch.tensor(list(sampler), dtype=torch.int64)
+                    order = _compact(list(sampler))
             self._order = (key, order)
         return self._order[1]
 
@@ -252,9 +257,7 @@ class ShardedLoader(Source):
 class _Batches:
     """The indices of batches, made as they are asked for."""
 
-    def __init__(
-        self, order: torch.Tensor | None, shard: Shard, offset: int, num_steps: int | None
-    ) -> None:
+    def __init__(self, order: Order, shard: Shard, offset: int, num_steps: int | None) -> None:
         self._order, self._shard, self._part = order, shard, (offset, num_steps)
         self.drawn = False
         """Whether any has been asked for."""
@@ -262,11 +265,15 @@ class _Batches:
     def __len__(self) -> int:
         return sum(1 for _ in self._shard.batches(*self._part))
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         self.drawn = True
         order = self._order
         for start, stop in self._shard.batches(*self._part):
-            yield list(range(start, stop)) if order is None else order[start:stop].tolist()
+            if order is None:
+                yield list(range(start, stop))
+            else:
+                part = order[start:stop]
+                yield part if isinstance(part, list) else part.tolist()
 
 
 class _Indices:
@@ -324,7 +331,10 @@ def wrap_loader(
 def _content_of(dataset: Any) -> str:
     """Return a short text that is the same for the same samples, where that is cheap to tell."""
     if isinstance(dataset, Subset):
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        try:
+            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        except (OverflowError, RuntimeError, TypeError, ValueError):  # keys of another kind
+            return f"subset of {_content_of(dataset.dataset)}"
         return f"subset {_digest(indices)} of {_content_of(dataset.dataset)}"
     if type(dataset) is TensorDataset:
         ends = [tensor[[0, -1]] for tensor in dataset.tensors if len(tensor)]
@@ -370,6 +380,24 @@ def _check_data_set(loader: DataLoader[Any]) -> None:
             "indexed nor read a second time. Give the DataLoader a list or a Dataset, or an "
             "IterableDataset whose __iter__ is the generator."
         )
+
+
+def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
+    """Return the keys of an order as a tensor, where they are integers."""
+    kinds = set(map(type, keys))
+    if torch.Tensor in kinds:
+        kinds.remove(torch.Tensor)
+        if not all(map(_is_index, keys)):
+            return keys
+    if all(issubclass(kind, numbers.Integral) for kind in kinds):
+        # keys that 64 bits do not hold, which versions of torch refuse in different ways
+        with contextlib.suppress(OverflowError, RuntimeError, ValueError):
+            return torch.tensor(keys, dtype=torch.int64)
+    return keys
+
+
+def _is_index(key: Any) -> bool:
+    return not isinstance(key, torch.Tensor) or (key.dim() == 0 and not key.is_floating_point())
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -282,6 +283,74 @@ def test_a_sampler_without_a_length_works():
     source = wrap(DataLoader(tensors(), batch_size=2, sampler=Unsized()))
     assert indices(source.batches(0, 0)) == [3, 1, 2]
     assert source.steps_left(0) in (2, None)
+
+
+class ByName(Dataset):
+    """A data set whose keys are no integers."""
+
+    def __init__(self, keys):
+        self.places = {key: place for place, key in enumerate(keys)}
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, key):
+        return torch.tensor(self.places[key])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("key", [str, lambda i: (i, str(i)), lambda i: i / 2, lambda i: 2**64 + i])
+def test_a_sampler_may_give_keys_that_are_no_indices(key, num_workers):
+    data = ByName([key(i) for i in range(10)])
+    sampler = [key(i) for i in (3, 1, 4, 5, 9, 2, 6)]
+    loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
+    first, second = (wrap(loader, world_size=2, rank=rank) for rank in range(2))
+    assert [b.tolist() for b in first.batches(0, 0)] == [[3, 1], [9, 2]]
+    assert [b.tolist() for b in second.batches(1, 4)] == [[6]]
+    assert indices(wrap(loader).batches(0, 2)) == [4, 5, 9, 2, 6]
+
+
+@pytest.mark.parametrize("keys", [["a", "c"], [("a", 1), ("b", 2)], [2**64]])
+def test_a_subset_may_be_of_keys_that_are_no_indices(keys):
+    data = Subset(ByName(keys), keys)
+    source = wrap(DataLoader(data, batch_size=2))
+    assert indices(source.batches(0, 0)) == list(range(len(keys)))
+    assert source.fingerprint().endswith("subset of")
+
+
+def test_a_sampler_may_give_batches_of_indices_where_the_loader_does_not_collate():
+    """As torch's documentation has it for data sets that fetch many samples at once."""
+    batches = BatchSampler(Reversed(7), 3, False)
+    loader = DataLoader(torch.arange(7) * 10, batch_size=None, sampler=batches)
+    ranks = group_batches(loader, 2, training=False)
+    assert [[b.tolist() for b in batches] for batches in ranks] == [
+        [[60, 50, 40], [0]],
+        [[30, 20, 10]],
+    ]
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+def test_a_sampler_may_give_tensors(make_data):
+    loader = DataLoader(make_data(), batch_size=2, sampler=torch.tensor([3, 1, 2]))
+    assert indices(wrap(loader).batches(0, 0)) == [3, 1, 2]
+
+
+def test_tensors_may_be_indexed_by_more_than_indices():
+    parts = [slice(0, 2), slice(4, 6), slice(2, 4)]
+    loader = DataLoader(tensors(), batch_size=2, sampler=parts)
+    assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 1, 4, 5, 2, 3]
+
+
+def test_a_sampler_derived_from_the_sequential_one_gives_its_own_order():
+    class Every(SequentialSampler):
+        def __iter__(self):
+            return iter(range(0, len(self.data_source), 5))
+
+        def __len__(self):
+            return len(self.data_source) // 5
+
+    loader = DataLoader(tensors(), batch_size=2, sampler=Every(tensors()))
+    assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 5, 10, 15]
 
 
 # ---- sharing out
