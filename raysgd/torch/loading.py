@@ -128,6 +128,11 @@ class ShardedLoader(Source):
         """Return the place `num_steps` steps after `offset`."""
         return self.shard.offset_after(offset, num_steps)
 
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return how many samples lie between two places, but for those that are dropped."""
+        # the place at the end of an epoch lies behind them
+        return min(stop, self.shard.end(start)) - start
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = self._order_of(epoch)

@@ -395,6 +395,23 @@ def test_drop_last_is_kept(training):
     assert sum(map(len, ranks)) == (6 if training else 7)
 
 
+@given(
+    size=st.integers(6, 40),
+    world_size=st.integers(1, 3),
+    cut=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+def test_samples_that_are_dropped_do_not_count(size, world_size, cut, drop_last):
+    loader = DataLoader(tensors(size), batch_size=2, drop_last=drop_last)
+    sources = [wrap(loader, world_size=world_size, rank=rank) for rank in range(world_size)]
+    offset = 0
+    for num_steps in (cut, sources[0].steps_left(sources[0].offset_after(0, cut))):
+        seen = {i for source in sources for i in indices(source.batches(0, offset, num_steps))}
+        after = sources[0].offset_after(offset, num_steps)
+        assert sources[0].num_samples(offset, after) == len(seen)
+        offset = after
+
+
 def test_a_resize_in_the_middle_of_an_epoch_goes_on_with_the_unseen_samples():
     loader = DataLoader(tensors(20), batch_size=3, shuffle=True)
     sources = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
