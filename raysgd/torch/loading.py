@@ -184,13 +184,28 @@ class ShardedLoader(Source):
         if self._order is None or self._order[0] != key:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
+            generator = getattr(sampler, "generator", None)
+            if not isinstance(generator, torch.Generator):
+                generator = None  # numpy's, say, which cannot be put back
+            with _seeded(self._seed + epoch, generator):
                 if _is_plain_shuffle(sampler):
                     order: Order = torch.randperm(len(sampler.data_source))
                 else:
                     order = _compact(list(sampler))
             self._order = (key, order)
         return self._order[1]
+
+    def order_digest(self, epoch: int) -> int | None:
+        """Return a digest of the order of an epoch, where it is a sampler's of the user's."""
+        sampler = self.loader.sampler
+        if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+            return None
+        order = self._order_of(epoch)
+        if isinstance(order, torch.Tensor):
+            data = order.numpy().tobytes()
+        else:
+            data = _text_of(order).encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def renew(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
@@ -399,6 +414,17 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
         with contextlib.suppress(OverflowError, RuntimeError, ValueError):
             return torch.tensor(keys, dtype=torch.int64)
     return keys
+
+
+def _text_of(key: Any) -> str:
+    """Return a text for a key that is the same in every process."""
+    if isinstance(key, torch.Tensor | np.ndarray | np.generic):
+        key = key.tolist()
+    if isinstance(key, tuple | list):
+        return f"({', '.join(map(_text_of, key))})"
+    # others may be shown with where they lie in memory
+    shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
+    return repr(key) if shown else type(key).__qualname__
 
 
 def _is_index(key: Any) -> bool:

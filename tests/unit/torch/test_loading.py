@@ -353,6 +353,57 @@ def test_a_sampler_derived_from_the_sequential_one_gives_its_own_order():
     assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 5, 10, 15]
 
 
+class OfItsOwn(Reversed):
+    """A sampler with random numbers of its own, which no seed of ours reaches."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.generator = np.random.default_rng()
+
+    def __iter__(self):
+        return iter(self.generator.permutation(self.size).tolist())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_digest_tells_orders_apart_that_do_not_follow_from_the_seed_in_any_case(name):
+    loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
+    ranks = [wrap(copy.deepcopy(loader), world_size=2, rank=rank) for rank in range(2)]
+    first, second = ([source.order_digest(epoch) for epoch in range(3)] for source in ranks)
+    assert first == second
+    if name in ("shuffle", "none", "random", "sequential", "generator") or "its own" in name:
+        assert first == [None] * 3
+    else:
+        assert len(set(first)) == (1 if name in KEEPS_ITS_ORDER else 3)
+        assert all(0 <= digest < 2**62 for digest in first)
+
+
+def test_a_digest_tells_that_a_sampler_has_random_numbers_of_its_own():
+    loader = DataLoader(tensors(), batch_size=3, sampler=OfItsOwn(20))
+    one, other = wrap(loader), wrap(loader)
+    assert one.order_digest(0) != other.order_digest(0)
+    assert one.order_digest(0) == one.order_digest(0)
+    torch.manual_seed(0)
+    digest = one.order_digest(1)
+    order = indices(one.batches(1, 0))  # the one that the digest is of
+    assert digest == wrap(DataLoader(tensors(), batch_size=3, sampler=order)).order_digest(0)
+
+
+def test_a_digest_of_keys_is_the_same_in_every_process():
+    class Key:
+        pass
+
+    def digest(keys):
+        return wrap(DataLoader(ByName(range(3)), sampler=keys)).order_digest(0)
+
+    def some():
+        return ["a", ("b", 1, None), b"c", 1.5, [np.int64(3), slice(1, 2)], Key()]
+
+    assert digest(some()) == digest(some())
+    assert digest(["a", "b"]) != digest(["b", "a"])
+    assert digest(["a", "b"]) != digest(["ab"])
+    assert digest([torch.tensor([1, 2])]) == digest([np.array([1, 2])])
+
+
 # ---- sharing out
 
 
