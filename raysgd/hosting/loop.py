@@ -288,11 +288,27 @@ class Loop:
             else:
                 go_on = self._every_rank
         if self._batches is None:
+            self._check_order(source)
             self._batches = source.batches(parts.epoch, parts.offset)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, parts, self.operator, self.call_state)
         return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
+
+    def _check_order(self, source: Source) -> None:
+        """Check that all ranks share out one order: those of a user's sampler may differ."""
+        parts = self._parts
+        if not source.sharded or parts.context.world_size == 1:
+            return
+        digest = source.order_digest(parts.epoch)
+        if digest is not None and parts.minimum(digest) != -parts.minimum(-digest):
+            raise RuntimeError(
+                f"The workers' orders of epoch {parts.epoch} differ, as "
+                f"{type(source.loader.sampler).__name__} gives them, so that samples would be "
+                "repeated and left out. Let it draw from a torch.Generator that is its "
+                "`generator`, from the global generators of torch, numpy or random, which are "
+                "seeded alike on all workers meanwhile, or from what set_epoch(epoch) tells it."
+            )
 
     def _every_rank(self, has_batch: bool) -> bool:
         return bool(self._parts.minimum(int(has_batch)))

@@ -40,8 +40,8 @@ class Shard:
         """Samples that all workers take at a full step."""
         return self.batch_size * self.world_size
 
-    def _end(self, offset: int) -> int:
-        """Where the samples end that are used from `offset` on."""
+    def end(self, offset: int) -> int:
+        """Return where the samples end that are used from `offset` on."""
         if not self.drop_last:
             return self.total
         unit = self.stride if self.even else self.batch_size
@@ -49,7 +49,7 @@ class Shard:
 
     def num_steps(self, offset: int = 0) -> int:
         """Return how many steps the samples from `offset` on make."""
-        return max(0, -(-(self._end(offset) - offset) // self.stride))
+        return max(0, -(-(self.end(offset) - offset) // self.stride))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         """Return where the epoch stands `num_steps` steps after `offset`."""
@@ -64,7 +64,7 @@ class Shard:
 
         With `num_steps`, those of so many steps of the group.
         """
-        stop = self._end(offset)
+        stop = self.end(offset)
         if num_steps is not None:
             stop = min(stop, offset + num_steps * self.stride)
         for start in range(offset, stop, self.stride):

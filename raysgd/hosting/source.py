@@ -54,6 +54,13 @@ class Source:
         """Return how many samples this worker takes at so many steps; None where unknown."""
         return None
 
+    def order_digest(self, epoch: int) -> int | None:
+        """Return a number from 0 to 2**62 - 1 that tells orders of an epoch apart.
+
+        None where the order follows from the seed and the epoch in any case, on all workers alike.
+        """
+        return None
+
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 

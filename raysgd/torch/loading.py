@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
+import numbers
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,10 @@ from raysgd.hosting.source import Source
 from raysgd.torch.rows import rows_of
 
 __all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "wrap_loader"]
+
+Order = torch.Tensor | list[Any] | None
+"""What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
+"""
 
 
 class PlainLoader(UnsharedLoader):
@@ -68,10 +74,11 @@ class ShardedLoader(Source):
         self._batch_size = 1 if loader.batch_size is None else loader.batch_size
         # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
         self._follows_share = batch_share is not None and loader.batch_size == batch_share
-        self._rows = rows_of(loader)
+        self._iterates_itself = _iterates_itself(loader)
+        self._rows = None if self._iterates_itself else rows_of(loader)
         self._place = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
-        self._order: tuple[tuple[int, int], torch.Tensor | None] | None = None
+        self._order: tuple[tuple[int, int], Order] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -125,39 +132,84 @@ class ShardedLoader(Source):
         """Return how many samples this worker takes at so many steps."""
         return self.shard.num_taken(offset, num_steps)
 
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return how many samples lie between two places, but for those that are dropped."""
+        # the place at the end of an epoch lies behind them
+        return min(stop, self.shard.end(start)) - start
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = self._order_of(epoch)
-        spans = self.shard.batches(offset, num_steps)
-        if self._rows is not None:
-            return self._rows.batches(order, spans)
-        indices = (
-            list(range(start, stop)) if order is None else order[start:stop].tolist()
-            for start, stop in spans
-        )
+        if self._rows is not None and not isinstance(order, list):
+            return self._rows.batches(order, self.shard.batches(offset, num_steps))
+        indices = _Batches(order, self.shard, offset, num_steps)
         loader = self._loader_for(indices, begins=offset == 0)
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
         world_size, rank = self._place
-        with _seeded(self._seed + (epoch + 1) * world_size + rank, None):
-            return iter(loader)
+        seed = self._seed + (epoch + 1) * world_size + rank
+        if self._iterates_itself and self.loader.generator is None:
+            # where its __iter__ is a generator, it draws when the first batch is asked for
+            loader.generator = torch.Generator().manual_seed(seed)
+        with _seeded(seed, None):
+            batches = iter(loader)
+        return self._checked(batches, indices) if self._iterates_itself else batches
 
-    def _order_of(self, epoch: int) -> torch.Tensor | None:
-        """Return the order of an epoch as indices; None: as the data set has it."""
+    def _checked(self, batches: Iterator[Any], indices: _Batches) -> Iterator[Any]:
+        """Yield what a loader that iterates in its own way gives for `indices`."""
+        kind = type(self.loader).__name__
+        num_batches, num_given = len(indices), 0
+        # a loader that goes round and round ends here
+        for batch in itertools.islice(batches, num_batches):
+            if not indices.drawn:
+                raise RuntimeError(
+                    f"{kind} gave a batch without drawing from its sampler, so that it cannot be "
+                    "shared out: every worker would read the same. Let its __iter__ draw from "
+                    "self.batch_sampler (self.sampler where batch_size is None), as "
+                    "super().__iter__() does, or pass add_dist_sampler=False to the trainer and "
+                    "let each worker read a part of its own, by self.world_rank."
+                )
+            num_given += 1
+            yield batch
+        if num_given < num_batches and self._training and self._place[0] > 1:
+            raise RuntimeError(
+                f"{kind} gave {num_given} batches where its sampler has {num_batches}, so that "
+                "the other workers would wait for this one. Let its __iter__ give one batch for "
+                "each that it draws, or pass add_dist_sampler=False to the trainer and let each "
+                "worker read a part of its own, by self.world_rank."
+            )
+
+    def _order_of(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
         sampler = self.loader.sampler
-        if isinstance(sampler, SequentialSampler):
+        if type(sampler) is SequentialSampler:
             return None
         key = (self._seed, epoch)
         if self._order is None or self._order[0] != key:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            with _seeded(self._seed + epoch, getattr(sampler, "generator", None)):
+            generator = getattr(sampler, "generator", None)
+            if not isinstance(generator, torch.Generator):
+                generator = None  # numpy's, say, which cannot be put back
+            with _seeded(self._seed + epoch, generator):
                 if _is_plain_shuffle(sampler):
-                    order = torch.randperm(len(sampler.data_source))
+                    order: Order = torch.randperm(len(sampler.data_source))
                 else:
-                    order = torch.tensor(list(sampler), dtype=torch.int64)
+                    order = _compact(list(sampler))
             self._order = (key, order)
         return self._order[1]
+
+    def order_digest(self, epoch: int) -> int | None:
+        """Return a digest of the order of an epoch, where it is a sampler's of the user's."""
+        sampler = self.loader.sampler
+        if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+            return None
+        order = self._order_of(epoch)
+        if isinstance(order, torch.Tensor):
+            data = order.numpy().tobytes()
+        else:
+            data = _text_of(order).encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def renew(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
@@ -177,19 +229,35 @@ class ShardedLoader(Source):
             f"workers, drop_last={shard.drop_last}"
         )
 
-    def _loader_for(self, indices: Iterable[list[int]], begins: bool) -> DataLoader[Any]:
+    def _loader_for(self, indices: _Batches, begins: bool) -> DataLoader[Any]:
         """Return a DataLoader with the user's settings that fetches `indices`.
 
         Its worker processes are kept within an epoch, also where a new iteration begins in the
-        middle of one, and from epoch to epoch only where the user asked for that.
+        middle of one, and from epoch to epoch only where the user asked for that. A loader that
+        iterates in its own way does with its processes what it does without us; it stays the same
+        object, which may count its epochs.
         """
         kept = self._worker_loader
-        if kept is not None and (self.loader.persistent_workers or not begins):
+        stays = self._iterates_itself or self.loader.persistent_workers or not begins
+        if kept is not None and stays:
             _indices_of(kept).source = indices
             return kept
+        sampler = _Indices(indices, flat=self.loader.batch_size is None)
+        make = self._own_kind if self._iterates_itself else self._plain_kind
+        made = self._worker_loader = make(sampler)
+        return made
+
+    def _own_kind(self, sampler: _Indices) -> DataLoader[Any]:
+        """Return a copy of the user's loader, so of its own type, that draws from `sampler`."""
+        made: DataLoader[Any] = copy.copy(self.loader)
+        collating = self.loader.batch_size is not None
+        # DataLoader.__setattr__ refuses these
+        object.__setattr__(made, "batch_sampler" if collating else "sampler", sampler)
+        made._iterator = None
+        return made
+
+    def _plain_kind(self, sampler: _Indices) -> DataLoader[Any]:
         loader, in_workers = self.loader, self.loader.num_workers > 0
-        collating = loader.batch_size is not None
-        sampler = _Indices(indices, flat=not collating)
         settings: dict[str, Any] = {
             "num_workers": loader.num_workers,
             "collate_fn": loader.collate_fn,
@@ -203,21 +271,44 @@ class ShardedLoader(Source):
         }
         if in_workers:
             settings["prefetch_factor"] = loader.prefetch_factor
-        if collating:
+        if loader.batch_size is not None:
             settings["batch_sampler"] = sampler
         else:
             settings.update(batch_size=None, sampler=sampler)
-        made: DataLoader[Any] = DataLoader(loader.dataset, **settings)
-        self._worker_loader = made
-        return made
+        return DataLoader(loader.dataset, **settings)
+
+
+class _Batches:
+    """The indices of batches, made as they are asked for."""
+
+    def __init__(self, order: Order, shard: Shard, offset: int, num_steps: int | None) -> None:
+        self._order, self._shard, self._part = order, shard, (offset, num_steps)
+        self.drawn = False
+        """Whether any has been asked for."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._shard.batches(*self._part))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.drawn = True
+        order = self._order
+        for start, stop in self._shard.batches(*self._part):
+            if order is None:
+                yield list(range(start, stop))
+            else:
+                part = order[start:stop]
+                yield part if isinstance(part, list) else part.tolist()
 
 
 class _Indices:
     """A sampler whose indices can be replaced between two iterations."""
 
-    def __init__(self, source: Iterable[list[int]], flat: bool) -> None:
+    def __init__(self, source: _Batches, flat: bool) -> None:
         self.source = source
         self._flat = flat
+
+    def __len__(self) -> int:
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
         if self._flat:
@@ -264,7 +355,10 @@ def wrap_loader(
 def _content_of(dataset: Any) -> str:
     """Return a short text that is the same for the same samples, where that is cheap to tell."""
     if isinstance(dataset, Subset):
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        try:
+            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        except (OverflowError, RuntimeError, TypeError, ValueError):  # keys of another kind
+            return f"subset of {_content_of(dataset.dataset)}"
         return f"subset {_digest(indices)} of {_content_of(dataset.dataset)}"
     if type(dataset) is TensorDataset:
         ends = [tensor[[0, -1]] for tensor in dataset.tensors if len(tensor)]
@@ -280,10 +374,25 @@ def _digest(tensor: torch.Tensor) -> str:
 def _can_shard(loader: DataLoader[Any]) -> bool:
     return (
         not isinstance(loader.dataset, IterableDataset)
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+        and (loader.batch_sampler is None or _made_by_torch(loader))
         and not isinstance(loader.sampler, DistributedSampler)
         and hasattr(loader.sampler, "__len__")
     )
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is of a type that makes its batches in a way of its own."""
+    kind = type(loader)
+    return (
+        kind.__iter__ is not DataLoader.__iter__
+        or kind._get_iterator is not DataLoader._get_iterator
+    )
+
+
+def _made_by_torch(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's batch sampler was made from its batch size, and not given by the user."""
+    # where one is given, torch sets batch_size to None, and sampler to one that is not used
+    return type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
 
 
 def _check_data_set(loader: DataLoader[Any]) -> None:
@@ -295,6 +404,35 @@ def _check_data_set(loader: DataLoader[Any]) -> None:
             "indexed nor read a second time. Give the DataLoader a list or a Dataset, or an "
             "IterableDataset whose __iter__ is the generator."
         )
+
+
+def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
+    """Return the keys of an order as a tensor, where they are integers."""
+    kinds = set(map(type, keys))
+    if torch.Tensor in kinds:
+        kinds.remove(torch.Tensor)
+        if not all(map(_is_index, keys)):
+            return keys
+    if all(issubclass(kind, numbers.Integral) for kind in kinds):
+        # keys that 64 bits do not hold, which versions of torch refuse in different ways
+        with contextlib.suppress(OverflowError, RuntimeError, ValueError):
+            return torch.tensor(keys, dtype=torch.int64)
+    return keys
+
+
+def _text_of(key: Any) -> str:
+    """Return a text for a key that is the same in every process."""
+    if isinstance(key, torch.Tensor | np.ndarray | np.generic):
+        key = key.tolist()
+    if isinstance(key, tuple | list):
+        return f"({', '.join(map(_text_of, key))})"
+    # others may be shown with where they lie in memory
+    shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
+    return repr(key) if shown else type(key).__qualname__
+
+
+def _is_index(key: Any) -> bool:
+    return not isinstance(key, torch.Tensor) or (key.dim() == 0 and not key.is_floating_point())
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

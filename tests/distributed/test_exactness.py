@@ -248,6 +248,50 @@ class Ids(Dataset):
         return index
 
 
+class Shuffling:
+    """A sampler that keeps its random numbers to itself, or to a generator that is known."""
+
+    def __init__(self, size, seeded):
+        self.size = size
+        if seeded:
+            self.generator = torch.Generator()
+        else:
+            self.hidden = torch.Generator()
+            self.hidden.seed()
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        generator = self.generator if hasattr(self, "generator") else self.hidden
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+
+class OwnOrder(Ledger):
+    """A Ledger with a sampler of its own."""
+
+    def setup(self, config):
+        super().setup(config)
+        sampler = Shuffling(config["num_samples"], config["seeded"])
+        data = Ids(config["num_samples"])
+        self.register_data(train_loader=DataLoader(data, batch_size=8, sampler=sampler))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(ray_cluster, seeded):
+    config = {"num_samples": 48, "batch_size": 8, "loader_workers": 0, "seeded": seeded}
+    with TorchTrainer(training_operator_cls=OwnOrder, config=config, num_workers=2) as trainer:
+        if seeded:
+            trainer.train(num_steps=1)
+            trainer.train()
+            trainer.train()
+            assert ledger_of(trainer).tolist() == [2] * 48
+        else:
+            with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+                trainer.train()
+            assert ledger_of(trainer).tolist() == [0] * 48
+
+
 def ledger_of(trainer):
     return trainer.get_model().weights.detach()
 

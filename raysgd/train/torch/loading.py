@@ -123,10 +123,14 @@ def _record(batch: Any, stream: Any) -> None:
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
+    # with a batch sampler of the user's, torch sets batch_size to None and sampler to a dummy
+    own_batches = loader.batch_sampler is not None and (
+        type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
+    )
     return (
-        not isinstance(loader.dataset, IterableDataset)
+        not own_batches
+        and not isinstance(loader.dataset, IterableDataset)
         and not isinstance(loader.sampler, DistributedSampler)
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
     )
 
 

@@ -32,7 +32,7 @@ def test_the_group_is_the_one_that_there_is(group):
     assert collectives.rank() == 0
 
 
-@pytest.mark.parametrize("value", [0, -7, 2**40])
+@pytest.mark.parametrize("value", [0, -7, 2**40, 2**62 - 1, 1 - 2**62])
 def test_the_smallest_of_one_is_its_own(group, value):
     """Also beyond what 32 bits hold."""
     found = collectives.minimum(value, CPU)

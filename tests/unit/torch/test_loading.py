@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -284,6 +285,125 @@ def test_a_sampler_without_a_length_works():
     assert source.steps_left(0) in (2, None)
 
 
+class ByName(Dataset):
+    """A data set whose keys are no integers."""
+
+    def __init__(self, keys):
+        self.places = {key: place for place, key in enumerate(keys)}
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, key):
+        return torch.tensor(self.places[key])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("key", [str, lambda i: (i, str(i)), lambda i: i / 2, lambda i: 2**64 + i])
+def test_a_sampler_may_give_keys_that_are_no_indices(key, num_workers):
+    data = ByName([key(i) for i in range(10)])
+    sampler = [key(i) for i in (3, 1, 4, 5, 9, 2, 6)]
+    loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
+    first, second = (wrap(loader, world_size=2, rank=rank) for rank in range(2))
+    assert [b.tolist() for b in first.batches(0, 0)] == [[3, 1], [9, 2]]
+    assert [b.tolist() for b in second.batches(1, 4)] == [[6]]
+    assert indices(wrap(loader).batches(0, 2)) == [4, 5, 9, 2, 6]
+
+
+@pytest.mark.parametrize("keys", [["a", "c"], [("a", 1), ("b", 2)], [2**64]])
+def test_a_subset_may_be_of_keys_that_are_no_indices(keys):
+    data = Subset(ByName(keys), keys)
+    source = wrap(DataLoader(data, batch_size=2))
+    assert indices(source.batches(0, 0)) == list(range(len(keys)))
+    assert source.fingerprint().endswith("subset of")
+
+
+def test_a_sampler_may_give_batches_of_indices_where_the_loader_does_not_collate():
+    """As torch's documentation has it for data sets that fetch many samples at once."""
+    batches = BatchSampler(Reversed(7), 3, False)
+    loader = DataLoader(torch.arange(7) * 10, batch_size=None, sampler=batches)
+    ranks = group_batches(loader, 2, training=False)
+    assert [[b.tolist() for b in batches] for batches in ranks] == [
+        [[60, 50, 40], [0]],
+        [[30, 20, 10]],
+    ]
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+def test_a_sampler_may_give_tensors(make_data):
+    loader = DataLoader(make_data(), batch_size=2, sampler=torch.tensor([3, 1, 2]))
+    assert indices(wrap(loader).batches(0, 0)) == [3, 1, 2]
+
+
+def test_tensors_may_be_indexed_by_more_than_indices():
+    parts = [slice(0, 2), slice(4, 6), slice(2, 4)]
+    loader = DataLoader(tensors(), batch_size=2, sampler=parts)
+    assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 1, 4, 5, 2, 3]
+
+
+def test_a_sampler_derived_from_the_sequential_one_gives_its_own_order():
+    class Every(SequentialSampler):
+        def __iter__(self):
+            return iter(range(0, len(self.data_source), 5))
+
+        def __len__(self):
+            return len(self.data_source) // 5
+
+    loader = DataLoader(tensors(), batch_size=2, sampler=Every(tensors()))
+    assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 5, 10, 15]
+
+
+class OfItsOwn(Reversed):
+    """A sampler with random numbers of its own, which no seed of ours reaches."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.generator = np.random.default_rng()
+
+    def __iter__(self):
+        return iter(self.generator.permutation(self.size).tolist())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_digest_tells_orders_apart_that_do_not_follow_from_the_seed_in_any_case(name):
+    loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
+    ranks = [wrap(copy.deepcopy(loader), world_size=2, rank=rank) for rank in range(2)]
+    first, second = ([source.order_digest(epoch) for epoch in range(3)] for source in ranks)
+    assert first == second
+    if name in ("shuffle", "none", "random", "sequential", "generator") or "its own" in name:
+        assert first == [None] * 3
+    else:
+        assert len(set(first)) == (1 if name in KEEPS_ITS_ORDER else 3)
+        assert all(0 <= digest < 2**62 for digest in first)
+
+
+def test_a_digest_tells_that_a_sampler_has_random_numbers_of_its_own():
+    loader = DataLoader(tensors(), batch_size=3, sampler=OfItsOwn(20))
+    one, other = wrap(loader), wrap(loader)
+    assert one.order_digest(0) != other.order_digest(0)
+    assert one.order_digest(0) == one.order_digest(0)
+    torch.manual_seed(0)
+    digest = one.order_digest(1)
+    order = indices(one.batches(1, 0))  # the one that the digest is of
+    assert digest == wrap(DataLoader(tensors(), batch_size=3, sampler=order)).order_digest(0)
+
+
+def test_a_digest_of_keys_is_the_same_in_every_process():
+    class Key:
+        pass
+
+    def digest(keys):
+        return wrap(DataLoader(ByName(range(3)), sampler=keys)).order_digest(0)
+
+    def some():
+        return ["a", ("b", 1, None), b"c", 1.5, [np.int64(3), slice(1, 2)], Key()]
+
+    assert digest(some()) == digest(some())
+    assert digest(["a", "b"]) != digest(["b", "a"])
+    assert digest(["a", "b"]) != digest(["ab"])
+    assert digest([torch.tensor([1, 2])]) == digest([np.array([1, 2])])
+
+
 # ---- sharing out
 
 
@@ -324,6 +444,23 @@ def test_drop_last_is_kept(training):
     ranks = group_batches(loader, 2, training=training)
     assert all(len(batch[0]) == 3 for batches in ranks for batch in batches)
     assert sum(map(len, ranks)) == (6 if training else 7)
+
+
+@given(
+    size=st.integers(6, 40),
+    world_size=st.integers(1, 3),
+    cut=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+def test_samples_that_are_dropped_do_not_count(size, world_size, cut, drop_last):
+    loader = DataLoader(tensors(size), batch_size=2, drop_last=drop_last)
+    sources = [wrap(loader, world_size=world_size, rank=rank) for rank in range(world_size)]
+    offset = 0
+    for num_steps in (cut, sources[0].steps_left(sources[0].offset_after(0, cut))):
+        seen = {i for source in sources for i in indices(source.batches(0, offset, num_steps))}
+        after = sources[0].offset_after(offset, num_steps)
+        assert sources[0].num_samples(offset, after) == len(seen)
+        offset = after
 
 
 def test_a_resize_in_the_middle_of_an_epoch_goes_on_with_the_unseen_samples():
@@ -483,6 +620,182 @@ def test_a_source_can_be_pickled(make_data):
     assert indices(twin.batches(2, 0)) == indices(source.batches(2, 0))
 
 
+# ---- loaders that iterate in a way of their own
+
+
+class Marking(DataLoader):
+    """Changes what it gives: the samples are 100 times their indices."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            first = batch[0] if isinstance(batch, list) else batch
+            yield first * 100
+
+
+class Wrapping(DataLoader):
+    """Wraps torch's iterator, as loaders that move batches ahead do."""
+
+    def _get_iterator(self):
+        return Hundredfold(super()._get_iterator())
+
+
+class Hundredfold:
+    """An iterator that has nothing of torch's but its batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self.batches)
+        return (batch[0] if isinstance(batch, list) else batch) * 100
+
+
+class Drawing(DataLoader):
+    """Draws from its batch sampler itself, and asks for its length."""
+
+    def __iter__(self):
+        drawn = iter(self.batch_sampler)
+        for _ in range(len(self)):
+            yield torch.tensor(next(drawn)) * 100
+
+
+class Endless(DataLoader):
+    """Goes round and round, as for training by steps."""
+
+    def __iter__(self):
+        while True:
+            for batch in super().__iter__():
+                yield (batch[0] if isinstance(batch, list) else batch) * 100
+
+
+class Pairing(DataLoader):
+    """Goes over its data twice at the same time."""
+
+    def __iter__(self):
+        for left, right in zip(super().__iter__(), super().__iter__(), strict=True):
+            assert same(left, right)
+            yield (left[0] if isinstance(left, list) else left) * 100
+
+
+OF_THEIR_OWN = [Marking, Wrapping, Drawing, Endless, Pairing]
+
+
+@pytest.mark.parametrize("make_data", [tensors, Numbers])
+@pytest.mark.parametrize("kind", OF_THEIR_OWN)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loader_that_iterates_in_its_own_way_does_so_over_this_workers_part(
+    kind, make_data, training
+):
+    data = make_data()
+    plain = DataLoader(data, batch_size=3, shuffle=True)
+    own = kind(data, batch_size=3, shuffle=True)
+    sources, expected = (
+        [wrap(loader, world_size=2, rank=rank, training=training) for rank in range(2)]
+        for loader in (own, plain)
+    )
+    for epoch, offset, num_steps in [(0, 0, None), (0, 6, 2), (0, 12, None), (1, 0, 1), (1, 6, 3)]:
+        for source, other in zip(sources, expected, strict=True):
+            found = list(source.batches(epoch, offset, num_steps))
+            wanted = [indices([b]) for b in other.batches(epoch, offset, num_steps)]
+            assert [indices([batch]) for batch in found] == [
+                [100 * index for index in batch] for batch in wanted
+            ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "persistent"), [(Marking, True), (Marking, False), (Wrapping, False)]
+)
+def test_a_loader_that_iterates_in_its_own_way_may_have_worker_processes(kind, persistent):
+    loader = kind(
+        Numbers(12),
+        batch_size=2,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=persistent,
+        prefetch_factor=3,
+    )
+    source = wrap(loader)
+    plain = wrap(DataLoader(Numbers(12), batch_size=2, shuffle=True))
+    for epoch, offset in [(0, 0), (1, 0), (1, 4), (2, 8)]:
+        wanted = [100 * index for index in indices(plain.batches(epoch, offset))]
+        first = source.batches(epoch, offset)
+        assert indices([next(first)]) == wanted[:2]  # and is left there
+        assert indices(source.batches(epoch, offset)) == wanted
+        source.renew()
+        assert indices(source.batches(epoch, offset)) == wanted
+    assert loader._iterator is None
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    source.renew()
+
+
+def test_a_loader_of_ones_own_that_does_not_collate_draws_from_its_sampler():
+    loader = Marking(Numbers(5), batch_size=None, shuffle=True)
+    ranks = group_batches(loader, 2)
+    assert [len(batches) for batches in ranks] == [3, 3]
+    assert {int(item) for batches in ranks for item in batches} == {0, 100, 200, 300, 400}
+
+
+def test_a_loader_of_ones_own_remembers_the_epochs_before():
+    class Counting(DataLoader):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([self.passes] * len(list(self.batch_sampler)))
+
+    source = wrap(Counting(Numbers(6), batch_size=3))
+    assert [list(source.batches(epoch, 0)) for epoch in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    assert source.loader.passes == 0
+
+
+def test_a_loader_of_ones_own_draws_nothing_from_the_random_numbers_of_the_user():
+    """Where its __iter__ is a generator, torch draws a seed when the first batch is asked for."""
+    source = wrap(Marking(tensors(), batch_size=3, shuffle=True))
+    before = torch.get_rng_state().tolist()
+    list(source.batches(1, 0))
+    assert torch.get_rng_state().tolist() == before
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_loader_that_does_not_draw_from_its_sampler_is_refused_at_its_first_batch(batch_size):
+    class Bypassing(DataLoader):
+        def __iter__(self):
+            yield from self.dataset.tensors[0].split(2)
+
+    source = wrap(Bypassing(tensors(8), batch_size=batch_size), world_size=2)
+    with pytest.raises(
+        RuntimeError, match=r"Bypassing gave .* without drawing .*batch_sampler .*add_dist_sampler"
+    ):
+        next(source.batches(0, 0))
+
+
+def test_a_loader_with_fewer_batches_than_its_sampler_does_not_let_the_other_workers_wait():
+    class Filtering(DataLoader):
+        def __iter__(self):
+            return (batch for batch in super().__iter__() if 4 not in batch)
+
+    def source(**arguments):
+        return wrap(Filtering(Numbers(12), batch_size=2), **arguments)
+
+    batches = source(world_size=2, rank=0).batches(0, 0)
+    assert indices([next(batches), next(batches)]) == [0, 1, 8, 9]
+    with pytest.raises(RuntimeError, match=r"Filtering gave 2 batches where its sampler has 3"):
+        next(batches)
+    assert indices(source().batches(0, 0)) == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    assert indices(source(world_size=2, training=False).batches(0, 0)) == [0, 1, 8, 9]
+
+
+def test_a_type_of_loader_that_iterates_as_torch_does_is_read_the_fast_way():
+    class Named(DataLoader):
+        name = "numbers"
+
+    assert wrap(Named(tensors(), batch_size=3))._rows is not None
+    assert wrap(Marking(tensors(), batch_size=3))._rows is None
+
+
 # ---- what is left as it is
 
 
@@ -496,6 +809,7 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
     loaders = [
         DataLoader(Stream(), batch_size=2),
         DataLoader(data, batch_sampler=OwnBatches(SequentialSampler(data), 3, False)),
+        DataLoader(data, batch_sampler=BatchSampler(Reversed(20), 3, False)),
         DataLoader(data, batch_size=3, sampler=sampler),
         [1, 2, 3],
     ]

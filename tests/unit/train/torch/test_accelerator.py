@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from raysgd import train
 from raysgd.context import WorkerContext
@@ -66,6 +66,14 @@ def test_a_loader_of_one_worker_or_over_an_iterable_is_not_shared_out():
     assert rows(shared(loader(), size=1)) == list(range(20))
     stream = shared(DataLoader(Stream(), batch_size=2))
     assert sum(len(batch) for batch in stream) == 4
+
+
+def test_a_loader_with_its_own_batch_sampler_is_left_as_it_is():
+    data = TensorDataset(torch.arange(20))
+    backwards = BatchSampler(range(19, -1, -1), 8, drop_last=False)
+    found = shared(DataLoader(data, batch_sampler=backwards))
+    assert [len(batch) for (batch,) in found] == [8, 8, 4]
+    assert rows(found) == list(range(19, -1, -1))
 
 
 def test_a_prepared_loader_has_what_the_loader_has():
