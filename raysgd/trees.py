@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["map_leaves"]
+__all__ = ["deep_copied", "map_leaves"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -25,3 +25,11 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(item, convert) for item in tree)
     return convert(tree)
+
+
+def deep_copied(leaf: Any) -> Any:
+    """Return a copy that nothing changes as training goes on, where there can be one."""
+    try:
+        return copy.deepcopy(leaf)
+    except TypeError:  # a lock or the like, which could not be saved either
+        return leaf

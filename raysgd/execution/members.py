@@ -297,5 +297,7 @@ def is_loss(error: BaseException) -> bool:
         error,
         ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
-        | ray.exceptions.NodeDiedError,
+        | ray.exceptions.NodeDiedError
+        # Ray's own, for a worker that it killed; what user code raises comes as an outcome
+        | ray.exceptions.OutOfMemoryError,
     )

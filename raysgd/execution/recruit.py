@@ -58,8 +58,10 @@ class Recruit:
             next(self._life)
         except StopIteration:
             self.is_ready = True
-        except Exception as error:
-            self.error = error
+        except BaseException as error:
+            self.error = error  # also after Ctrl-C: it is not ready, and cannot go on
+            if not isinstance(error, Exception):
+                raise
 
     def _wait_for_slot(self) -> Iterator[None]:
         looked = 0.0

@@ -17,9 +17,13 @@ class SnapshotKeeper:
     """Fetches snapshots while training goes on, and keeps the newest that has arrived.
 
     It has to be here: what a worker keeps, in its memory or in Ray's store, dies with it.
+
+    Args:
+        of_driver: whether to fetch them also from a worker in the driver's process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_driver: bool = False) -> None:
+        self._of_driver = of_driver
         self._pickled: bytes | None = None
         self._state: Mapping[str, Any] | None = None
         self._step = -1
@@ -34,7 +38,7 @@ class SnapshotKeeper:
         """Fetch the snapshot that `member` holds, if it is a newer one; never waits."""
         self._receive()
         newer = progress.snapshot is not None and progress.snapshot != self._step
-        if self._coming is None and newer and member.remote:
+        if self._coming is None and newer and (member.remote or self._of_driver):
             assert progress.snapshot is not None
             self._coming = (progress.snapshot, member.control("snapshot"))
 

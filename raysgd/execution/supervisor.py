@@ -71,8 +71,6 @@ _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
 _REJOINS = 2
 """How often workers that are all alive may fail to make a process group before that is an error."""
-_PAUSE_S = 5.0
-"""How long workers may take to reach the step at which they pause, before they are interrupted."""
 _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
 _BUSY_TICK_S = 0.05
@@ -139,7 +137,8 @@ class Supervisor:
         """Called whenever all workers have started anew, before they get a snapshot."""
         self.losses_in_call = 0
         """Times that workers were lost in the newest call."""
-        self.snapshots = SnapshotKeeper()
+        # the driver's own worker stays, unless all start anew
+        self.snapshots = SnapshotKeeper(of_driver=not self._elastic.in_place)
         self._causes: list[str] = []
         self._begun = False
         self.measured_from: dict[Member, int] = {}
@@ -367,7 +366,7 @@ class Supervisor:
         elif ended := watch.ended(progress):
             self._dissolve(ended)
         self._recruiting.tend(self._generation)
-        if pausable and self._recruiting.ready():
+        if pausable and self._paused_at is None and self._recruiting.ready():
             self._pause(attempt, progress)
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
@@ -380,13 +379,8 @@ class Supervisor:
         heard = [member.control("pause_at", step) for member in self.members]
         wait(heard, timeout=_ANSWER_S)
         in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
-        first = max(progress.values(), key=lambda p: p.global_step)
-        expected_s = (step - first.global_step + 1) * first.step_s
-        deadline = time.monotonic() + max(_PAUSE_S, 2 * expected_s)
-        while in_time and attempt.under_way and time.monotonic() < deadline:
-            attempt.settle(deadline - time.monotonic())
-        if attempt.under_way:
-            # some went past the step, and now wait for those that did not; give that step up
+        if not in_time:
+            # some went past the step, and will wait for those that did not; give that step up
             attempt.interrupted_by_us = True
             self._end(attempt)
 
@@ -731,6 +725,8 @@ class Supervisor:
                 )
         finally:
             queue.clear()
+        if self._begun:  # what was measured in the call is gone
+            self.measured_from = dict.fromkeys(self.members, self.progress.global_step)
         grown = num_before is not None and len(self.members) > num_before
         newcomers = self.members[num_before:] if grown else self.members
         seconds = time.monotonic() - started

@@ -22,7 +22,14 @@ _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
 _IN_VAIN_S = 0.7
 """After how long a collective that cannot end is given up."""
-_IN_COLLECTIVE = ("_engine_run_backward", "distributed_c10d", "_sync_buffers", "all_reduce")
+_IN_COLLECTIVE = (
+    "_engine_run_backward",
+    "distributed_c10d",
+    "_sync_buffers",
+    "all_reduce",
+    "mpi_ops.py",  # Horovod's
+    "quick_execute",  # TensorFlow's; from outside a collective in a graph looks like the rest of it
+)
 
 
 class Hearing:

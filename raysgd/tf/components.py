@@ -27,6 +27,7 @@ from raysgd.tf.losses import batch_metric, loss_function, own_metrics
 from raysgd.tf.precision import scaled_optimizer
 from raysgd.tf.sources import DatasetSource, plain_spec
 from raysgd.tf.state import copied_tree
+from raysgd.trees import deep_copied
 
 __all__ = ["Components", "TFSettings"]
 
@@ -245,8 +246,8 @@ class Components(Parts):
 
     @property
     def copy_leaf(self) -> Callable[[Any], Any]:
-        """Copies an array."""
-        return lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        """Copies an array, or anything else."""
+        return lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else deep_copied(leaf)
 
     @property
     def to_cpu(self) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
-from raysgd.trees import map_leaves
+from raysgd.trees import deep_copied, map_leaves
 
 __all__ = ["copied", "copied_to_cpu", "on_cpu", "rng_state", "set_rng_state", "to_cpu"]
 
@@ -40,10 +40,7 @@ def to_cpu(tree: Any) -> Any:
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            try:
-                return copy.deepcopy(leaf)
-            except TypeError:  # a lock or the like, which could not be saved either
-                return leaf
+            return deep_copied(leaf)
         leaf = leaf.detach()
         return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
 
@@ -56,8 +53,8 @@ def on_cpu(tree: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """Return a copy of a tensor on its device; anything else as it is."""
-    return leaf.detach().clone() if hasattr(leaf, "detach") else leaf
+    """Return a copy of a tensor on its device, or of anything else."""
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else deep_copied(leaf)
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:

@@ -43,7 +43,7 @@ class SlowLedger(Ledger):
         return super().train_batch(batch, batch_info)
 
 
-def ledger_trainer(num_workers, num_samples=3000, elastic=None, **config):
+def ledger_trainer(num_workers, num_samples=3000, elastic=None, use_local=False, **config):
     config = {"num_samples": num_samples, "loader_workers": 0, **config}
     if BATCH_SIZE not in config:
         config.setdefault("batch_size", 4)
@@ -52,6 +52,7 @@ def ledger_trainer(num_workers, num_samples=3000, elastic=None, **config):
         config={"until_size": num_workers, "hold_at": num_samples, **config},
         num_workers=num_workers,
         elastic=elastic,
+        use_local=use_local,
     )
 
 
@@ -249,15 +250,18 @@ def test_snapshots_every_few_steps_bound_what_is_redone(ray_cluster):
         assert torch.equal(ledger_of(trainer), torch.ones(400))
 
 
-def test_without_in_place_all_restart(ray_cluster):
+@pytest.mark.parametrize("use_local", [False, True])
+def test_without_in_place_all_restart(ray_cluster, use_local):
     elastic = ElasticConfig(in_place=False, snapshot_every=5)
-    with ledger_trainer(2, elastic=elastic, num_samples=400) as trainer:
+    with ledger_trainer(2, elastic=elastic, use_local=use_local, num_samples=400) as trainer:
         trainer.train(num_steps=13)
+        wait_until(lambda: snapshot_step(trainer) == 10)
         pids = trainer.apply_all_workers(os.getpid)
         os.kill(pids[1], signal.SIGKILL)
         trainer.train()
-        assert not set(pids) & set(trainer.apply_all_workers(os.getpid))
+        assert set(pids) & set(trainer.apply_all_workers(os.getpid)) <= {os.getpid()}
         assert torch.equal(ledger_of(trainer), torch.ones(400))
+        assert [e.step for e in trainer.events if e.kind == "restarted"] == [10]
 
 
 def test_the_group_grows_into_room_that_appears_and_spends_no_retry(ray_cluster):

@@ -221,6 +221,33 @@ def test_slow_steps_are_given_the_time_that_they_take(world):
     assert [member.interruptions for member in first_two] == [0, 0]
 
 
+def test_one_long_step_among_short_ones_is_waited_for_too(world):
+    """Such as one in which a worker evaluates for minutes."""
+    world.room = 2
+    supervisor = world.make(3, resize_cooldown_s=0.0)
+    first_two = list(supervisor.members)
+    world.at_step(4, lambda: setattr(world, "room", 3))
+
+    def hold_up():
+        member = first_two[0]
+        if member.pause is None:
+            world.plan(0.0, hold_up)
+        else:
+            member.silent = True
+            world.plan(120.0, go_on)
+
+    def go_on():
+        first_two[0].silent = False
+        first_two[0].go_on()
+
+    world.at_step(4, hold_up)
+    run_until(supervisor, 100, max_losses=0)
+    assert len(supervisor.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+    assert "lost" not in kinds(supervisor)
+    assert world.trained == list(range(1, 101))
+
+
 def test_nobody_is_paused_while_a_worker_does_not_answer(world):
     world.room = 2
     supervisor = world.make(3, resize_cooldown_s=0.0)
@@ -378,6 +405,16 @@ def test_an_event_says_how_many_batches_lost_their_metrics(world):
     first, second = (event for event in supervisor.events if event.kind == "lost")
     assert (first.step, first.num_batches) == (first.step, first.step - 10)
     assert second.num_batches == second.step - newcomer[0].step
+
+
+def test_after_a_restart_they_are_counted_from_there(world):
+    supervisor = world.make(3, in_place=False)
+    world.at_step(30, lambda: world.lose(1))
+    world.at_step(60, lambda: world.lose(1))
+    run_until(supervisor, 100, max_losses=2)
+    _, second = (event for event in supervisor.events if event.kind == "lost")
+    restarted = next(event for event in supervisor.events if event.kind == "restarted")
+    assert second.num_batches == second.step - restarted.step > 0
 
 
 def hold_when_ready(world, action):

@@ -359,6 +359,7 @@ def test_what_ray_says_about_a_death_comes_in_one_line():
         (ray.exceptions.ActorUnavailableError("gone", None), True),
         (ray.exceptions.WorkerCrashedError(), True),
         (ray.exceptions.NodeDiedError("node"), True),
+        (ray.exceptions.OutOfMemoryError("Task was killed due to the node running low"), True),
         (ray.exceptions.GetTimeoutError("late"), False),
         (RuntimeError("bad batch"), False),
     ],

@@ -192,6 +192,16 @@ def test_a_worker_that_cannot_be_started_is_an_error(recruit, group):
     assert recruit.member is None
 
 
+def test_ctrl_c_on_its_way_does_not_make_it_ready(recruit, group):
+    group.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        recruit.advance()
+    group.error = None
+    recruit.advance()
+    assert not recruit.is_ready
+    assert recruit.error is not None
+
+
 def test_nothing_more_is_done_when_it_is_ready_or_has_failed(recruit):
     answer_all(recruit, "place", "create", "prepare", "enter")
     asked = dict(recruit.member.asked)

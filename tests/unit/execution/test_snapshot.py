@@ -195,3 +195,13 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     for _ in range(2):
         keeper.follow(member, runner.progress())
     assert keeper.state()["global_step"] <= train_after
+
+
+def test_a_worker_of_the_driver_is_asked_only_where_it_does_not_stay():
+    member = FakeMember(remote=False)
+    SnapshotKeeper().follow(member, at(5))
+    assert member.asked == []
+    keeper = SnapshotKeeper(of_driver=True)
+    keeper.follow(member, at(5))
+    member.send({"step": 5})
+    assert keeper.state() == {"step": 5}

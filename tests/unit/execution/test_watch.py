@@ -107,6 +107,21 @@ def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
     assert watch.stuck(steps(members, 3, 3, 3)) == [members[1]]
 
 
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        'File ".../horovod/torch/mpi_ops.py", in synchronize',
+        'File ".../tensorflow/python/eager/execute.py", in quick_execute',
+    ],
+)
+def test_those_in_a_collective_of_another_framework_wait_as_well(clock, waiting):
+    members = [FakeMember(waiting), FakeMember(WORKING), FakeMember(waiting)]
+    watch, *_ = watched(*members)
+    watch.stuck(steps(members, 3, 3, 3))
+    clock.now += TIMEOUT_S
+    assert watch.stuck(steps(members, 3, 3, 3)) == [members[1]]
+
+
 @pytest.mark.parametrize("silence", [None, RuntimeError("the actor died")])
 def test_silent_workers_are_the_stuck_ones(clock, silence):
     members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(silence)]

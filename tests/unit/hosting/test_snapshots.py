@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,30 @@ def test_a_snapshot_does_not_change_as_training_goes_on(batch_norm):
     # and training has changed something
     now = runner.state_dict()["models"][0]
     assert any(not torch.equal(now[name], before["models"][0][name]) for name in now)
+
+
+class Counting(Recorder):
+    """Changes a state of its own in place."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.counts = np.zeros(2)
+        self.seen = {0}
+
+    def state_dict(self):
+        return {"counts": self.counts, "seen": self.seen}
+
+    def train_batch(self, batch, batch_info):
+        self.counts += 1
+        self.seen.add(batch_info["global_step"] + 1)
+        return super().train_batch(batch, batch_info)
+
+
+def test_what_an_operator_changes_in_place_stays_in_a_snapshot():
+    runner = make_runner("epoch", operator_cls=Counting)
+    runner.train(call=0, until_step=4)
+    held = runner.snapshot()["operator"]
+    assert (held["counts"].tolist(), held["seen"]) == ([0, 0], {0})
 
 
 def test_each_that_asks_gets_a_copy_of_its_own():
