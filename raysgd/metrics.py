@@ -84,6 +84,11 @@ class AverageMeter:
             self.count += n
 
     @property
+    def held(self) -> Any:
+        """The newest value as it was given, on its device."""
+        return self._last
+
+    @property
     def val(self) -> Any:
         """The newest value."""
         return plain(self._last)
@@ -151,6 +156,11 @@ class AverageMeterCollection:
                 self._mergeable[name] = (held[0].merge(value) if held else value), value
             else:
                 self._others[name] = value
+
+    def is_at_hand(self, name: str) -> bool:
+        """Whether the newest value of a metric can be read without waiting for a GPU."""
+        held = self._meters[name].held if name in self._meters else None
+        return getattr(getattr(held, "device", None), "type", "cpu") == "cpu"
 
     def last(self, name: str) -> Any:
         """Return the newest value of a metric, or None."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -15,8 +17,9 @@ from raysgd.hosting.parts import Parts
 from raysgd.hosting.places import check_place
 from raysgd.hosting.snapshots import Snapshots, full_state
 from raysgd.hosting.source import Source
+from raysgd.metrics import AverageMeterCollection
 
-__all__ = ["OperatorRunner"]
+__all__ = ["LossReader", "OperatorRunner"]
 
 
 class OperatorRunner(ABC):
@@ -29,6 +32,7 @@ class OperatorRunner(ABC):
         self._loop: Loop | None = None
         self._asked_pause: int | None = None
         self._own_pause: int | None = None
+        self._loss = LossReader()
 
     # ---- life
 
@@ -109,7 +113,7 @@ class OperatorRunner(ABC):
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if steps is None else steps.step_s,
             snapshot=self._loop.snapshots.step,
-            loss=None if meters is None else _number(meters.last("train_loss")),
+            loss=None if meters is None else self._loss.read(meters),
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
@@ -260,6 +264,31 @@ class OperatorRunner(ABC):
             "call": self._running.call_state(),
             "data": parts.fingerprint(),
         }
+
+
+class LossReader:
+    """Reads the newest loss, for who must never wait: its thread answers the driver.
+
+    A GPU gives a number when it has done all before it, and that may be a collective with a worker
+    that is gone. So a thread waits for it, and until then the loss is the one before.
+    """
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def read(self, meters: AverageMeterCollection) -> float | None:
+        """Return the newest loss that is known; None before there is one."""
+        if meters.is_at_hand("train_loss"):
+            return _number(meters.last("train_loss"))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            self._thread.start()
+        return self._value
+
+    def _wait(self, meters: AverageMeterCollection) -> None:
+        with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
+            self._value = _number(meters.last("train_loss"))
 
 
 def _number(value: Any) -> float | None:

@@ -1,6 +1,7 @@
 """What a worker hosts for torch: settings, state, generations, and what the driver reads."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch.utils.data import DataLoader, Dataset
 from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
+from raysgd.hosting.runner import LossReader
+from raysgd.metrics import AverageMeterCollection
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from tests.conftest import wait_until
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, batches_of
 
@@ -169,6 +173,37 @@ def test_progress_tells_how_far_the_call_is():
     assert (done.epoch, done.in_epoch, done.global_step, done.num_covered) == (0, True, 4, 32)
     runner.train(call=1, until_epoch=1)
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
+
+
+class OnDevice:
+    """Meters whose newest loss a GPU still computes."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def is_at_hand(self, name):
+        return False
+
+    def last(self, name):
+        assert self.done.wait(20)
+        return 2.5
+
+
+def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
+    """It may never be: where the GPU waits for a worker that is gone."""
+    reader, meters = LossReader(), OnDevice()
+    assert [reader.read(meters) for _ in range(3)] == [None] * 3
+    meters.done.set()
+    wait_until(lambda: reader.read(meters) == 2.5)
+    meters.done.clear()
+    assert [reader.read(meters) for _ in range(3)] == [2.5] * 3
+    meters.done.set()
+    meters = AverageMeterCollection()
+    assert meters.is_at_hand("train_loss")
+    meters.update({"train_loss": torch.ones(())})
+    assert meters.is_at_hand("train_loss")
+    meters.update({"train_loss": torch.ones((), device="meta")})
+    assert not meters.is_at_hand("train_loss")
 
 
 def test_a_request_to_stop_ends_the_loop_at_the_next_step():
