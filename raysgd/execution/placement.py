@@ -139,7 +139,12 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether the room is there; it goes with a node that is lost, and comes with another."""
-        return _is_created(self._group)
+        if self._index < 0:
+            return _is_created(self._group)
+        # while Ray looks for room in place of a node that was lost, what is on the others stays
+        table = placement_group_table(self._group)
+        nodes: dict[int, str] = table.get("bundles_to_node_id", {})
+        return table.get("state") in ("CREATED", "RESCHEDULING") and bool(nodes.get(self._index))
 
 
 class Reservation:

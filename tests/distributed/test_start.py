@@ -270,6 +270,7 @@ ray.init(address=cluster.address, log_to_driver=False)
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.context import Progress
 from raysgd.execution.group import GroupOptions, WorkerGroup
+from raysgd.execution.placement import reserve
 from raysgd.execution.supervisor import Supervisor
 from tests.operators import Classifier
 
@@ -301,11 +302,14 @@ with TorchTrainer(
 ) as trainer:
     spread = len({node for event in trainer.events for node in event.nodes})
     trainer.train(num_steps=3)
+    held = reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=60)
     lost_node = trainer.events[0].nodes[1]
     cluster.remove_node(next(n for n in nodes if n.node_id == lost_node))
     metrics = trainer.train()
     result = {"spread": spread, "left": trainer.num_workers, "samples": metrics["num_samples"]}
     print(json.dumps(result), flush=True)
+    print(json.dumps({"ready": [slot.is_ready for slot in held.slots]}), flush=True)
+    held.release()
 ray.shutdown()
 cluster.shutdown()
 """
@@ -321,7 +325,7 @@ def test_workers_spread_over_nodes_see_their_gpus_and_survive_a_node(tmp_path):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 2, run.stderr
+    assert len(lines) == 3, run.stderr
     places = lines[0]["places"]
     assert [place[:3] for place in places] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
     # all workers of a node see its GPUs in the same order, and each has one of its own
@@ -329,3 +333,4 @@ def test_workers_spread_over_nodes_see_their_gpus_and_survive_a_node(tmp_path):
     assert sorted(place[4] for place in places[:2]) == [0, 1]
     assert sorted(place[4] for place in places[2:]) == [0, 1]
     assert lines[1] == {"spread": 2, "left": 1, "samples": 1003 - 3 * 64}
+    assert sorted(lines[2]["ready"]) == [False, True]  # what is on the other node stays
