@@ -41,9 +41,7 @@ def check_fits(name: str, objects: Sequence[Any], saved: Any) -> None:
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     missing, unknown = held.keys() - state.keys(), state.keys() - held.keys()
     if missing or unknown:
-        return (
-            _named("without", missing) + ", " * bool(missing and unknown) + _named("with", unknown)
-        )
+        return _differing(missing, unknown)
     for key, value in held.items():
         found = state[key].shape if isinstance(state[key], torch.Tensor) else None
         if isinstance(value, torch.Tensor) and found != value.shape:
@@ -60,7 +58,35 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         return "its 'param_groups' have no lists of 'params'"
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
-    return "" if sizes == expected else f"groups of {sizes} parameters, not of {expected}"
+    if sizes != expected:
+        return f"groups of {sizes} parameters, not of {expected}"
+    for own, group in zip(held.param_groups, groups, strict=True):
+        if problem := _kind_problem(held, own, group):
+            return f"groups {problem}"
+    return ""
+
+
+def _kind_problem(
+    held: torch.optim.Optimizer, own: Mapping[str, Any], group: Mapping[str, Any]
+) -> str:
+    """Find a group of another kind of optimizer: torch loads it, and fails when it steps.
+
+    Options that are missing do not make it one alone: a later release may have added them, or a
+    wrapper such as Lookahead, and whoever did fills them in. Flags come and go. So a kind whose
+    options are all among the other's, as those of SparseAdam are among Adam's, is not found.
+    """
+    # a wrapper may not have called what sets its defaults
+    needed = {name for name, value in getattr(held, "defaults", {}).items() if _is_measure(value)}
+    missing, unknown = (needed & own.keys()) - group.keys(), group.keys() - own.keys()
+    return _differing(missing, unknown) if missing and unknown else ""
+
+
+def _is_measure(value: Any) -> bool:
+    return isinstance(value, int | float | tuple | list) and not isinstance(value, bool)
+
+
+def _differing(missing: set[Any], unknown: set[Any]) -> str:
+    return _named("without", missing) + ", " * bool(missing and unknown) + _named("with", unknown)
 
 
 def _named(how: str, keys: set[Any]) -> str:
