@@ -6,10 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 
 from raysgd.errors import CheckpointError
 
 __all__ = ["check_fits"]
+
+_TAKEN_OUT: dict[Any, str] = {
+    lr_scheduler.LambdaLR.load_state_dict: "lr_lambdas",
+    lr_scheduler.MultiplicativeLR.load_state_dict: "lr_lambdas",
+    lr_scheduler.SequentialLR.load_state_dict: "_schedulers",
+    lr_scheduler.ChainedScheduler.load_state_dict: "_schedulers",
+    lr_scheduler.CyclicLR.load_state_dict: "_scale_fn_custom",
+}
+"""What torch's ways to load a scheduler take out of its state, and fail without."""
 
 
 def check_fits(name: str, objects: Sequence[Any], saved: Any) -> None:
@@ -30,7 +40,7 @@ def check_fits(name: str, objects: Sequence[Any], saved: Any) -> None:
         elif isinstance(held, torch.optim.Optimizer):
             problem = _optimizer_problem(held, state)
         else:
-            problem = ""
+            problem = _scheduler_problem(held, state)
         if problem:
             raise CheckpointError(
                 f"The state is of another trainer: its {name}[{index}] does not fit the registered "
@@ -79,6 +89,26 @@ def _kind_problem(
     needed = {name for name, value in getattr(held, "defaults", {}).items() if _is_measure(value)}
     missing, unknown = (needed & own.keys()) - group.keys(), group.keys() - own.keys()
     return _differing(missing, unknown) if missing and unknown else ""
+
+
+def _scheduler_problem(held: Any, state: Any) -> str:
+    """Find what torch would fail on; for the rest, what is in a state is the scheduler's affair."""
+    # by the method and not by the class: a subclass may load in a way of its own
+    key = _TAKEN_OUT.get(getattr(type(held), "load_state_dict", None))
+    if key is None:
+        return ""
+    if not isinstance(state, Mapping) or key not in state:
+        return f"it has no {key!r}"
+    if key != "_schedulers":
+        return ""
+    inner = state[key]
+    if not isinstance(inner, list | tuple) or len(inner) != len(held._schedulers):
+        count = len(inner) if isinstance(inner, list | tuple) else "no"
+        return f"it has {count} schedulers in it, not {len(held._schedulers)}"
+    for index, (scheduler, saved) in enumerate(zip(held._schedulers, inner, strict=True)):
+        if problem := _scheduler_problem(scheduler, saved):
+            return f"in the {type(scheduler).__name__} {key}[{index}], {problem}"
+    return ""
 
 
 def _is_measure(value: Any) -> bool:

@@ -200,3 +200,75 @@ def test_a_scheduler_takes_any_dict():
     """What is in it is its own affair."""
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(linear().parameters(), lr=0.1), 1)
     check_fits("schedulers", [scheduler], [{"anything": 1}])
+
+
+Lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "step": lambda optimizer: Lr.StepLR(optimizer, 1),
+    "plateau": Lr.ReduceLROnPlateau,
+    "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "multiplicative": lambda optimizer: Lr.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "cyclic": lambda optimizer: Lr.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False),
+    "sequential": lambda optimizer: Lr.SequentialLR(
+        optimizer, [Lr.ConstantLR(optimizer), Lr.LambdaLR(optimizer, lambda epoch: 1)], [2]
+    ),
+    "chained": lambda optimizer: Lr.ChainedScheduler(
+        [Lr.ConstantLR(optimizer), Lr.StepLR(optimizer, 1), Lr.StepLR(optimizer, 2)]
+    ),
+}
+
+
+def scheduled(name):
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    optimizer.step()
+    return SCHEDULERS[name](optimizer)
+
+
+@pytest.mark.parametrize("saved", SCHEDULERS)
+@pytest.mark.parametrize("held", sorted(SCHEDULERS.keys() - {"plateau"}))
+def test_what_fits_a_scheduler_can_be_loaded(held, saved):
+    scheduler, state = scheduled(held), copy.deepcopy(scheduled(saved).state_dict())
+    try:
+        check_fits("schedulers", [scheduler], [state])
+    except CheckpointError:
+        assert held != saved
+    else:
+        scheduler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("held", "saved", "said"),
+    [
+        ("lambda", "step", "the registered LambdaLR: it has no 'lr_lambdas'."),
+        ("multiplicative", "step", "MultiplicativeLR: it has no 'lr_lambdas'."),
+        ("cyclic", "lambda", "CyclicLR: it has no '_scale_fn_custom'."),
+        ("sequential", "step", "SequentialLR: it has no '_schedulers'."),
+        ("chained", "sequential", "ChainedScheduler: it has 2 schedulers in it, not 3."),
+    ],
+)
+def test_a_state_of_another_kind_of_scheduler_names_what_it_lacks(held, saved, said):
+    """The models and optimizers would have been overwritten when torch fails with a KeyError."""
+    found = problem("schedulers", [scheduled(held)], [scheduled(saved).state_dict()])
+    assert "schedulers[0] does not fit" in found
+    assert found.endswith(said)
+
+
+def test_schedulers_in_a_scheduler_are_looked_at_too():
+    held, state = scheduled("sequential"), scheduled("sequential").state_dict()
+    state["_schedulers"][1] = scheduled("step").state_dict()
+    assert problem("schedulers", [held], [state]).endswith(
+        "SequentialLR: in the LambdaLR _schedulers[1], it has no 'lr_lambdas'."
+    )
+    for inner, said in ((None, "no schedulers in it, not 2."), ([{}, 3], "has no 'lr_lambdas'.")):
+        state["_schedulers"] = inner
+        assert problem("schedulers", [held], [state]).endswith(said)
+
+
+def test_a_scheduler_that_loads_in_a_way_of_its_own_is_let():
+    class Own(Lr.LambdaLR):
+        def load_state_dict(self, state_dict):
+            self.last_epoch = state_dict["last_epoch"]
+
+    scheduler = Own(torch.optim.SGD(linear().parameters(), lr=0.1), lambda epoch: 1)
+    check_fits("schedulers", [scheduler], [{"last_epoch": 3}])
+    check_fits("schedulers", [object()], [{"last_epoch": 3}])
