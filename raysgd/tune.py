@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,18 +181,21 @@ class BaseTrainable(Trainable):
 class BaseTorchTrainable(BaseTrainable):
     """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
 
+    # Not among the options, which checkpoints carry: it is the same for all trials of a script.
+    _owners: Sequence[int | None] = ()
+
     def look_at_operator(self) -> tuple[bool, Any]:
         """See :meth:`BaseTrainable.look_at_operator`."""
         from raysgd.torch import options
 
-        found: tuple[bool, Any] = self.trainer.apply_all_operators(options.facts)[0]
-        return found
+        has_validation, found, self._owners = self.trainer.apply_all_operators(options.facts)[0]
+        return has_validation, found
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
         """See :func:`raysgd.torch.options.with_options`."""
         from raysgd.torch import options
 
-        return options.with_options(state, then, now)
+        return options.with_options(state, then, now, self._owners)
 
 
 class TFTrainable(BaseTrainable):

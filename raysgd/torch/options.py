@@ -7,32 +7,37 @@ config, while what schedulers have made of them since is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from raysgd.torch.training_operator import TrainingOperator
 
-__all__ = ["Options", "facts", "with_options"]
+__all__ = ["Options", "Owners", "facts", "with_options"]
 
 Options = list[list[dict[str, Any]]]
 """By optimizer and parameter group: the options that are numbers, or lists of them."""
 
+Owners = Sequence[int | None]
+"""By scheduler: which of the optimizers it steps, or None where it does not say."""
+
 _Rates = list[tuple[list[Any], list[Any]]]
 
 
-def facts(operator: TrainingOperator) -> tuple[bool, Options]:
-    """Return whether an operator has a validation loader, and its optimizers' options.
+def facts(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
+    """Return whether there is a validation loader, the optimizers' options, and whose schedulers.
 
     Runs on a worker, after ``setup``.
     """
-    options = [
-        [_plain(group) for group in optimizer.param_groups]
-        for optimizer in operator._parts.optimizers
-    ]
-    return _has_validation(operator), options
+    optimizers = operator._parts.optimizers
+    options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    owners = [_owner(scheduler, optimizers) for scheduler in operator._parts.schedulers]
+    return _has_validation(operator), options, owners
 
 
-def with_options(state: dict[str, Any], then: Options, now: Options) -> dict[str, Any]:
+def with_options(
+    state: dict[str, Any], then: Options, now: Options, owners: Owners = ()
+) -> dict[str, Any]:
     """Change a state to other options, in place, and return it.
 
     An option that a scheduler has changed stays in proportion: a learning rate that had fallen to
@@ -42,8 +47,11 @@ def with_options(state: dict[str, Any], then: Options, now: Options) -> dict[str
         state: the state of a trainer.
         then: what the ``setup`` before it made of the options.
         now: what they shall begin with instead; options that are the same in both are left alone.
+        owners: whose each scheduler in the state is, so that optimizers of equal rates are told
+            apart. One that is not known, as all are without it, follows the first optimizer that
+            had its rates.
     """
-    rates: _Rates = []
+    rates: list[_Rates] = []
     for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
         groups = optimizer["param_groups"]
         before = [dict(group) for group in groups]
@@ -51,11 +59,22 @@ def with_options(state: dict[str, Any], then: Options, now: Options) -> dict[str
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _moved(group[name], old[name], new[name])
-        for name in ("initial_lr", "lr"):
-            rates.append(([g.get(name) for g in before], [g.get(name) for g in groups]))
-    for scheduler in state.get("schedulers", ()):
-        _move_scheduler(scheduler, rates)
+        rates.append(
+            [
+                ([g.get(name) for g in before], [g.get(name) for g in groups])
+                for name in ("initial_lr", "lr")
+            ]
+        )
+    schedulers = state.get("schedulers", ())
+    for scheduler, owner in zip(schedulers, owners or [None] * len(schedulers), strict=True):
+        _move_scheduler(scheduler, list(chain(*rates)) if owner is None else rates[owner])
     return state
+
+
+def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
+    # by the groups, which a wrapper shares with the optimizer that a scheduler was made with
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
 
 
 def _has_validation(operator: TrainingOperator) -> bool:

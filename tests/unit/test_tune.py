@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import ray
+import torch
 from ray.tune import Trainable
 
 from raysgd import TorchTrainer
@@ -241,6 +242,33 @@ def test_options_that_a_copied_trial_s_config_changes_are_used(make_trial, tmp_p
     third = make_trial({"lr": 0.4})
     third.restore(copied.save(str(tmp_path / "again")))
     assert lr_of(third) == 0.4
+
+
+class Pair(Classifier):
+    """Two optimizers that begin with equal rates, where the config says no other, and schedules."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(2, 2)
+        self.pair = [
+            torch.optim.SGD([parameter], lr=config.get(name, 0.1))
+            for name, parameter in zip(("lr_g", "lr_d"), model.parameters(), strict=True)
+        ]
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n) for o in self.pair]
+        self.register(models=model, optimizers=self.pair, schedulers=schedulers)
+
+    def rates(self):
+        for part in (*self.pair, *self._parts.schedulers):
+            part.step()
+        return [optimizer.param_groups[0]["lr"] for optimizer in self.pair]
+
+
+@pytest.mark.parametrize(("changed", "then"), [("lr_d", [0.05, 0.2]), ("lr_g", [0.2, 0.05])])
+def test_a_changed_rate_of_one_of_two_optimizers_lasts(make_trial, tmp_path, changed, then):
+    arguments = {"training_operator_cls": Pair, "scheduler_step_freq": "manual"}
+    better, copied = make_trial(**arguments), make_trial({changed: 0.4}, **arguments)
+    copied.restore(better.save(str(tmp_path / "saved")))
+    assert isinstance(json.loads((tmp_path / "saved" / "optimizer_options.json").read_text()), list)
+    assert copied.trainer.get_local_operator().rates() == then
 
 
 def test_a_rate_that_the_config_does_not_set_comes_from_the_checkpoint(make_trial, tmp_path):

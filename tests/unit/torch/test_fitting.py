@@ -83,6 +83,104 @@ def test_groups_of_an_optimizer_are_compared():
         assert said.endswith(f"Adam: groups of {others} parameters, not of [1, 2].")
 
 
+Optim = torch.optim
+
+
+def trained(optimizer_cls):
+    """A model and its optimizer, which has stepped once."""
+    model = linear()
+    optimizer = optimizer_cls(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("held", "saved", "said"),
+    [
+        (Optim.Adam, Optim.SGD, "without betas, eps, with dampening, momentum, nesterov"),
+        (Optim.SGD, Optim.Adam, "without dampening, momentum, with amsgrad, betas, "),
+        (Optim.SGD, Optim.RMSprop, "without dampening, with alpha, "),
+        (Optim.NAdam, Optim.Adam, "without momentum_decay, with amsgrad"),
+        (Optim.Rprop, Optim.AdamW, "without etas, step_sizes, with "),
+        (Optim.Adafactor, Optim.Adam, "without beta2_decay, d, with "),
+    ],
+)
+def test_a_state_of_another_kind_of_optimizer_names_what_it_lacks(held, saved, said):
+    """torch loads most of them, and the first step fails with a KeyError."""
+    found = problem("optimizers", [trained(held)[1]], [trained(saved)[1].state_dict()])
+    assert f"optimizers[0] does not fit the registered {held.__name__}: groups {said}" in found
+
+
+def test_a_second_group_of_another_kind_is_found():
+    state = copy.deepcopy(Optim.Adam([{"params": [p]} for p in linear().parameters()]).state_dict())
+    held = Optim.Adam([{"params": [p]} for p in linear().parameters()])
+    state["param_groups"][1]["momentum"] = state["param_groups"][1].pop("betas")
+    assert "groups without betas, with momentum." in problem("optimizers", [held], [state])
+
+
+KINDS = [Optim.SGD, Optim.Adam, Optim.AdamW, Optim.RMSprop, Optim.Adagrad, Optim.Adadelta]
+KINDS += [Optim.NAdam, Optim.ASGD, Optim.Rprop, Optim.Adafactor]
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("held", KINDS)
+def test_what_fits_an_optimizer_can_be_trained_with(held, saved):
+    model, optimizer = trained(held)
+    state = copy.deepcopy(trained(saved)[1].state_dict())
+    try:
+        check_fits("optimizers", [optimizer], [state])
+    except CheckpointError:
+        assert held is not saved
+        assert {held, saved} != {Optim.Adam, Optim.AdamW}
+    else:
+        optimizer.load_state_dict(state)
+        step(model, optimizer)
+
+
+def test_an_option_newer_than_the_file_is_left_to_the_optimizer_to_fill_in():
+    held, older = trained(Optim.RMSprop)[1], copy.deepcopy(trained(Optim.RMSprop)[1].state_dict())
+    for name in ("momentum", "capturable", "maximize"):
+        older["param_groups"][0].pop(name, None)
+    check_fits("optimizers", [held], [older])
+    held.load_state_dict(older)
+    assert held.param_groups[0]["momentum"] == 0
+
+
+class Lookahead(Optim.Optimizer):
+    """A wrapper like those in use: it shares the groups, and adds options of its own to them."""
+
+    def __init__(self, optimizer, *, with_defaults=True):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        if with_defaults:
+            self.defaults = {**optimizer.defaults, "alpha": 0.5}
+        for group in self.param_groups:
+            group["alpha"] = 0.5
+
+
+@pytest.mark.parametrize("with_defaults", [True, False])
+def test_a_wrapper_takes_the_state_of_what_it_wraps(with_defaults):
+    held = Lookahead(trained(Optim.SGD)[1], with_defaults=with_defaults)
+    check_fits("optimizers", [held], [trained(Optim.SGD)[1].state_dict()])
+    if with_defaults:
+        adam = trained(Optim.Adam)[1].state_dict()
+        assert "Lookahead: groups without alpha, dampening, momentum, with " in problem(
+            "optimizers", [held], [adam]
+        )
+
+
+def test_options_that_a_scheduler_or_the_user_adds_to_a_group_do_not_matter():
+    held, saved = trained(Optim.Adam)[1], trained(Optim.Adam)[1]
+    torch.optim.lr_scheduler.OneCycleLR(saved, max_lr=1.0, total_steps=5)
+    saved.param_groups[0]["name"] = "head"
+    check_fits("optimizers", [held], [saved.state_dict()])
+    check_fits("optimizers", [saved], [held.state_dict()])
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [
@@ -102,3 +200,75 @@ def test_a_scheduler_takes_any_dict():
     """What is in it is its own affair."""
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(linear().parameters(), lr=0.1), 1)
     check_fits("schedulers", [scheduler], [{"anything": 1}])
+
+
+Lr = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "step": lambda optimizer: Lr.StepLR(optimizer, 1),
+    "plateau": Lr.ReduceLROnPlateau,
+    "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "multiplicative": lambda optimizer: Lr.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "cyclic": lambda optimizer: Lr.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False),
+    "sequential": lambda optimizer: Lr.SequentialLR(
+        optimizer, [Lr.ConstantLR(optimizer), Lr.LambdaLR(optimizer, lambda epoch: 1)], [2]
+    ),
+    "chained": lambda optimizer: Lr.ChainedScheduler(
+        [Lr.ConstantLR(optimizer), Lr.StepLR(optimizer, 1), Lr.StepLR(optimizer, 2)]
+    ),
+}
+
+
+def scheduled(name):
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    optimizer.step()
+    return SCHEDULERS[name](optimizer)
+
+
+@pytest.mark.parametrize("saved", SCHEDULERS)
+@pytest.mark.parametrize("held", sorted(SCHEDULERS.keys() - {"plateau"}))
+def test_what_fits_a_scheduler_can_be_loaded(held, saved):
+    scheduler, state = scheduled(held), copy.deepcopy(scheduled(saved).state_dict())
+    try:
+        check_fits("schedulers", [scheduler], [state])
+    except CheckpointError:
+        assert held != saved
+    else:
+        scheduler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("held", "saved", "said"),
+    [
+        ("lambda", "step", "the registered LambdaLR: it has no 'lr_lambdas'."),
+        ("multiplicative", "step", "MultiplicativeLR: it has no 'lr_lambdas'."),
+        ("cyclic", "lambda", "CyclicLR: it has no '_scale_fn_custom'."),
+        ("sequential", "step", "SequentialLR: it has no '_schedulers'."),
+        ("chained", "sequential", "ChainedScheduler: it has 2 schedulers in it, not 3."),
+    ],
+)
+def test_a_state_of_another_kind_of_scheduler_names_what_it_lacks(held, saved, said):
+    """The models and optimizers would have been overwritten when torch fails with a KeyError."""
+    found = problem("schedulers", [scheduled(held)], [scheduled(saved).state_dict()])
+    assert "schedulers[0] does not fit" in found
+    assert found.endswith(said)
+
+
+def test_schedulers_in_a_scheduler_are_looked_at_too():
+    held, state = scheduled("sequential"), scheduled("sequential").state_dict()
+    state["_schedulers"][1] = scheduled("step").state_dict()
+    assert problem("schedulers", [held], [state]).endswith(
+        "SequentialLR: in the LambdaLR _schedulers[1], it has no 'lr_lambdas'."
+    )
+    for inner, said in ((None, "no schedulers in it, not 2."), ([{}, 3], "has no 'lr_lambdas'.")):
+        state["_schedulers"] = inner
+        assert problem("schedulers", [held], [state]).endswith(said)
+
+
+def test_a_scheduler_that_loads_in_a_way_of_its_own_is_let():
+    class Own(Lr.LambdaLR):
+        def load_state_dict(self, state_dict):
+            self.last_epoch = state_dict["last_epoch"]
+
+    scheduler = Own(torch.optim.SGD(linear().parameters(), lr=0.1), lambda epoch: 1)
+    check_fits("schedulers", [scheduler], [{"last_epoch": 3}])
+    check_fits("schedulers", [object()], [{"last_epoch": 3}])

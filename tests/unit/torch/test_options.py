@@ -48,7 +48,8 @@ def state_of(operator):
 
 def moved_to(donor, heir):
     """Load the donor's state into the heir, as its config wants it."""
-    state = with_options(state_of(donor), facts(donor_at_start(donor))[1], facts(heir)[1])
+    _, now, owners = facts(heir)
+    state = with_options(state_of(donor), facts(donor_at_start(donor))[1], now, owners)
     heir.optimizer.load_state_dict(state["optimizers"][0])
     if heir.scheduler is not None:
         heir.scheduler.load_state_dict(state["schedulers"][0])
@@ -120,3 +121,90 @@ def test_whether_there_is_a_validation_loader_is_found_out():
     own = tuned(lr=0.1)
     own.validation_loader = [1, 2]  # set by hand
     assert facts(own)[0] is True
+
+
+def sequence(optimizer):
+    return Lr.SequentialLR(
+        optimizer,
+        [Lr.ConstantLR(optimizer, 0.5, 2), Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch)],
+        milestones=[2],
+    )
+
+
+SCHEDULERS = {
+    "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "sequential": sequence,
+    "chained": lambda optimizer: Lr.ChainedScheduler(
+        [Lr.ConstantLR(optimizer, 0.5, 2), Lr.ExponentialLR(optimizer, 0.9)]
+    ),
+    "plateau": Lr.ReduceLROnPlateau,
+}
+
+
+class Rivals(TrainingOperator):
+    """As a GAN: two optimizers, most often of equal rates, and a scheduler of the same kind each.
+
+    The schedulers are registered in the order of ``config["order"]``.
+    """
+
+    def setup(self, config):
+        models = [torch.nn.Linear(2, 2) for _ in range(2)]
+        self.rivals = [
+            torch.optim.Adam(model.parameters(), lr=lr)
+            for model, lr in zip(models, config["rates"], strict=True)
+        ]
+        steps = config.get("schedulers", SCHEDULERS["lambda"])
+        schedulers = [steps(self.rivals[index]) for index in config.get("order", (0, 1))]
+        self.register(models=models, optimizers=self.rivals, schedulers=schedulers)
+
+    def advance(self):
+        for rival in self.rivals:
+            rival.step()
+        for scheduler in self._parts.schedulers:
+            of_plateau = isinstance(scheduler, Lr.ReduceLROnPlateau)
+            scheduler.step(1.0) if of_plateau else scheduler.step()
+
+    def rates(self):
+        return [rival.param_groups[0]["lr"] for rival in self.rivals]
+
+
+def rivals(*rates, **config):
+    return run_operator(Rivals, {"rates": rates, **config}, scheduler_step_freq="manual")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("schedulers", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("changed", [(0.2, 0.4), (0.4, 0.2)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in:UserWarning")
+def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
+    changed, schedulers, order
+):
+    config = {"schedulers": schedulers, "order": order}
+    donor, heir = rivals(0.2, 0.2, **config), rivals(*changed, **config)
+    always = rivals(*changed, **config)
+    then = facts(donor)[1]
+    for _ in range(3):
+        donor.advance()
+        always.advance()
+    _, now, owners = facts(heir)
+    assert owners == list(order)
+    saved = copy.deepcopy(donor._parts.training_state())
+    heir._parts.load_training_state(with_options(saved, then, now, owners))
+    for _ in range(3):
+        assert heir.rates() == pytest.approx(always.rates())
+        for mine, other in zip(heir._parts.schedulers, always._parts.schedulers, strict=True):
+            assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
+        heir.advance()
+        always.advance()
+
+
+def test_a_scheduler_that_names_no_optimizer_of_the_operator_follows_the_one_with_its_rates():
+    operator = rivals(0.2, 0.3)
+    wrapped, stranger, silent = operator._parts.schedulers[0], *rivals(1, 1)._parts.schedulers
+    wrapped.optimizer = type("Wrapper", (), {"param_groups": operator.rivals[0].param_groups})()
+    del silent.optimizer
+    operator._parts.schedulers = [wrapped, stranger, silent]
+    assert facts(operator)[2] == [0, None, None]
+    state = copy.deepcopy(rivals(0.2, 0.3)._parts.training_state())
+    with_options(state, facts(rivals(0.2, 0.3))[1], facts(rivals(0.2, 0.6))[1], [None, None])
+    assert [scheduler["base_lrs"] for scheduler in state["schedulers"]] == [[0.2], [0.6]]
