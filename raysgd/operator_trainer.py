@@ -295,9 +295,9 @@ class OperatorTrainer:
         own = {key: value for key, value in state.items() if key not in of_driver}
         self._call("load_state_dict", state=own, max_losses=3)
         self._supervisor.snapshots.set(own)
-        measured = state.get("validation_due", {})
-        self._latest_metrics.update(measured)
-        self._validations.note_owed(bool(measured))
+        self._latest_metrics.update(state.get("validation_due", {}))
+        # also where it is empty: saved before anything had been measured
+        self._validations.note_owed("validation_due" in state)
         self._hooks.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
