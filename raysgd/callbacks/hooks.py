@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import check_folder
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
+from raysgd.trees import map_leaves
 
 __all__ = ["Hooks", "checked_callbacks"]
 
@@ -270,10 +272,13 @@ class Hooks:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by key, also of those that are not attached (any more)."""
+        """Return the callbacks' states by key, also of those that are not attached (any more).
+
+        They are copies, which do not change as callbacks go on.
+        """
         held = {entry.key: self._state_of(entry) for entry in self._entries}
         own = {key: state for key, state in held.items() if state}
-        others = {**self._loaded, **self._detached}
+        others = map_leaves({**self._loaded, **self._detached}, _copied)
         return {**{k: v for k, v in others.items() if k not in held and v}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,9 +290,10 @@ class Hooks:
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:
-            return entry.callback.state_dict()
+            state: dict[str, Any] = map_leaves(entry.callback.state_dict(), _copied)
         except Exception as error:
             raise _state_error(entry, "state_dict", error) from error
+        return state
 
     def _load(self, entry: _Entry, state: dict[str, Any]) -> None:
         try:
@@ -344,6 +350,14 @@ def _check_hooks(where: str, callback: Callback) -> None:
 
 def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not _HOOKS[hook]
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy, or as it is what has none: it is for the save to say what can be saved."""
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf
 
 
 def _key(name: str, number: int) -> str:

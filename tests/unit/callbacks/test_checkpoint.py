@@ -1,12 +1,13 @@
 """Checkpoints of a run, and going on from the newest."""
 
 import logging
+import threading
 
 import pytest
 import torch
 
 from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
-from raysgd.checkpoint import read_manifest
+from raysgd.checkpoint import CheckpointStore, read_file, read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier
 from tests.unit.callbacks.spy import Spy
@@ -249,6 +250,22 @@ def test_writing_behind_is_done_when_training_ends(make_trainer, tmp_path):
         other = make_trainer()
         other.load(next(tmp_path.glob(f"*{step:08d}.ckpt")))
         assert other.global_step == step
+
+
+def test_what_is_written_behind_has_the_states_of_callbacks_as_they_were(
+    make_trainer, tmp_path, monkeypatch
+):
+    go, write = threading.Event(), CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda *given: go.wait(60) and write(*given))
+    spy = Spy(state={"seen": [1], "mean": torch.ones(1)})
+    trainer = make_trainer(callbacks=[spy, CheckpointCallback(tmp_path, blocking=False)])
+    trainer.train()
+    spy.state["seen"].append(2)
+    spy.state["mean"] += 1
+    go.set()
+    trainer.shutdown()
+    state = read_file(tmp_path / names(tmp_path)[0])
+    assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
 
 
 @pytest.mark.parametrize("blocking", [True, False])

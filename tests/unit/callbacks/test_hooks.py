@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -510,6 +512,38 @@ def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
     fresh = Spy()
     trainer.fit(2, callbacks=[fresh])
     assert fresh.loaded == [], "what another fit left is for those who load it"
+
+
+def test_a_state_is_apart_from_what_callbacks_go_on_with(make_trainer):
+    """Of those of the trainer, and of one that has gone with its `fit` and is used again."""
+    always, own = Spy(state={"seen": [1]}), Late(state={"seen": [1], "mean": torch.ones(1)})
+    trainer = make_trainer(callbacks=[always])
+    trainer.fit(1, callbacks=[own])
+    state = trainer.state_dict()
+    for spy in (always, own):
+        spy.state["seen"].append(2)
+    own.state["mean"] += 1
+    expected = {"Spy": {"seen": [1]}, "Late": {"seen": [1], "mean": torch.ones(1)}}
+    assert state["callbacks"] == expected
+    assert trainer.state_dict()["callbacks"] == {**expected, "Spy": {"seen": [1, 2]}}
+
+
+def test_a_state_is_apart_from_one_that_waits(make_trainer):
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": {"Spy": {"seen": [1]}}})
+    state = trainer.state_dict()
+    spy = Spy()
+    trainer.fit(1, callbacks=[spy])
+    spy.loaded[0]["seen"].append(2)
+    assert state["callbacks"] == {"Spy": {"seen": [1]}}
+
+
+def test_a_state_that_cannot_be_copied_is_refused_when_it_is_saved(make_trainer, tmp_path):
+    lock = threading.Lock()
+    trainer = make_trainer(callbacks=[Spy(state={"lock": lock, "seen": [1]})])
+    assert trainer.state_dict()["callbacks"]["Spy"] == {"lock": lock, "seen": [1]}
+    with pytest.raises(CheckpointError, match=r"callbacks' state_dict\(\) returned"):
+        trainer.save(tmp_path / "state.pt")
 
 
 def test_state_that_would_not_load_again_is_refused_when_it_is_saved(make_trainer, tmp_path):
