@@ -10,7 +10,7 @@ from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, Learni
 from raysgd.checkpoint import CheckpointStore, read_file, read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier
-from tests.unit.callbacks.spy import Spy
+from tests.unit.callbacks.spy import Spy, Unloadable
 from tests.unit.recorder import Recorder
 
 
@@ -327,6 +327,18 @@ def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):
     make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(2)
     assert spy.calls[0] == ("spy", "on_train_start", 2)
     assert spy.loaded == [{"best": 1}]
+
+
+def test_one_that_cannot_load_what_was_restored_can_do_so_when_it_is_mended(make_trainer, tmp_path):
+    spies = [Unloadable(state={"best": 1}), Spy(state={"best": 2})]
+    make_trainer(callbacks=[CheckpointCallback(tmp_path), *spies]).fit(2)
+    trainer, own = make_trainer(), [Unloadable(), Spy(), CheckpointCallback(tmp_path)]
+    with pytest.raises(CallbackError, match="on_train_start"):
+        trainer.fit(3, callbacks=own)
+    assert (trainer.epoch, own[1].loaded) == (2, [{"best": 2}])
+    own[0].mended = True
+    assert [entry["epoch"] for entry in trainer.fit(3, callbacks=own)] == [3]
+    assert own[0].loaded == [{"best": 1}]
 
 
 def test_the_folder_may_be_a_url(make_trainer):

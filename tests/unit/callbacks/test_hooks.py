@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd.callbacks import Callback
 from raysgd.errors import CallbackError, CheckpointError
-from tests.unit.callbacks.spy import Late, Spy
+from tests.unit.callbacks.spy import Late, Spy, Unloadable
 from tests.unit.recorder import Recorder, Streaming
 
 
@@ -564,6 +564,40 @@ def test_a_callback_whose_state_fails_is_named(make_trainer, hook):
     trainer = make_trainer(callbacks=[spy])
     with pytest.raises(CallbackError, match=f"Spy failed in {hook}"):
         getattr(trainer, hook)(*([state] if hook == "load_state_dict" else []))
+
+
+def test_one_that_cannot_load_keeps_no_other_from_loading(make_trainer, caplog):
+    bad, good, worse = Unloadable(), Spy(), Unloadable()
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}, "Unloadable-2": {"best": 3}}
+    trainer = make_trainer(callbacks=[bad, good, worse])
+    state = trainer.state_dict()
+    with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict") as caught:
+        trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
+    assert isinstance(caught.value.__cause__, KeyError)
+    (note,) = caught.value.__notes__
+    assert "Unloadable failed in load_state_dict" in note, "the other one"
+    assert sum(record.exc_info is not None for record in caplog.records) == 1, "its traceback"
+    assert good.loaded == [{"best": 2}]
+    assert trainer.state_dict()["callbacks"] == {"Other": {"best": 4}}, "what they have now"
+    assert trainer.train()["epoch"] == 1
+
+
+def test_states_wait_on_where_one_of_a_fit_cannot_load(make_trainer):
+    """Whether it is the same callbacks that come again, or others."""
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
+    bad, good = Unloadable(state={"best": 9}), Spy(state={"best": 9})
+    for _ in range(2):
+        with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
+            trainer.fit(1, callbacks=[bad, good])
+        assert good.loaded[-1] == {"best": 2}
+        assert trainer.epoch == 0
+        assert trainer.state_dict()["callbacks"] == saved
+    bad.mended, other = True, Spy(state={"best": 9})
+    trainer.fit(1, callbacks=[bad, other])
+    assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
+    assert trainer.state_dict()["callbacks"] == {"Unloadable": {"best": 9}, "Spy": {"best": 9}}
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
