@@ -52,7 +52,7 @@ class OperatorTrainer:
         self._shown: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
-        self._validations = Validations()
+        self._validations = Validations(lambda: supervisor.progress)
         warn_of_rounding(config, supervisor.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
@@ -105,7 +105,6 @@ class OperatorTrainer:
             result = self._calls.train(
                 self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
             )
-            self._validations.note_trained()
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
@@ -145,7 +144,7 @@ class OperatorTrainer:
         self._check_open(moves=True)
         with self._hooks.calling(self):
             result = self._calls.validate(self, num_steps, profile=profile, info=info)
-            self._validations.note_validated(self._num_completed)
+            self._validations.note_validated()
             self._show("on_validation_end", result.merged, result.call)
         return result.merged if reduce_results else [dict(each) for each in result.by_worker]
 
@@ -164,8 +163,8 @@ class OperatorTrainer:
         `num_epochs` counts from the first epoch of all: a trainer that was loaded at epoch 3, or
         that a CheckpointCallback has brought there, trains 7 more for ``fit(10)``. So a script
         that is started again after a crash ends where it would have ended. An epoch that is
-        part-finished is finished first, and one that was saved before its validation is validated
-        first.
+        part-finished is finished first, and one that was saved, or ended by an exception, before
+        its validation is validated first.
 
         Args:
             num_epochs: how many epochs shall be completed.
@@ -202,7 +201,7 @@ class OperatorTrainer:
             if validate_every and not any(self._call("can_validate", max_losses=3)):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
-            with self._validations.of_fit(num_epochs, validate_every, self._num_completed):
+            with self._validations.of_fit(num_epochs, validate_every):
                 return run_epochs(
                     self,
                     num_epochs,
@@ -238,8 +237,8 @@ class OperatorTrainer:
         returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
         or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
         data, and the states of the workers' random number generators, ``callbacks``, what
-        callbacks want to be saved, and between an epoch of `fit` and its validation
-        ``validation_due``, the newest metrics.
+        callbacks want to be saved, and between an epoch of `fit` and its validation, also where
+        an exception has ended `fit` there, ``validation_due``, the newest metrics.
 
         Args:
             copy: False leaves large tensors and arrays of workers that are Ray actors in Ray's
@@ -257,7 +256,7 @@ class OperatorTrainer:
         state = self._workers_state(own)
         if callbacks:
             state["callbacks"] = callbacks
-        if self._validations.missing_after(self._num_completed):
+        if self._validations.missing:
             # with what was measured before, which callbacks look at when they see a validation
             state["validation_due"] = scalars(self.latest_metrics)
         return state
@@ -296,9 +295,9 @@ class OperatorTrainer:
         own = {key: value for key, value in state.items() if key not in of_driver}
         self._call("load_state_dict", state=own, max_losses=3)
         self._supervisor.snapshots.set(own)
-        measured = state.get("validation_due", {})
-        self._latest_metrics.update(measured)
-        self._validations.owed = bool(measured)
+        self._latest_metrics.update(state.get("validation_due", {}))
+        # also where it is empty: saved before anything had been measured
+        self._validations.note_owed("validation_due" in state)
         self._hooks.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:

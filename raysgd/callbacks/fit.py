@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.callbacks.base import Trainer
+from raysgd.context import Progress
 
 __all__ = ["History", "Validations", "run_epochs"]
 
@@ -28,41 +29,57 @@ class Validations:
     """After which epochs ``fit()`` validates, and whether that of the newest is still to come.
 
     What is saved at the end of an epoch comes before its validation. A run that goes on from there
-    validates first, so that callbacks see the values that they would have seen.
+    validates first, so that callbacks see the values that they would have seen. So does a ``fit()``
+    after one that an exception ended there.
+
+    Args:
+        progress: returns how far training has come.
     """
 
-    def __init__(self) -> None:
-        self.owed = False
-        """Whether the state that was loaded was saved between an epoch and its validation."""
+    def __init__(self, progress: Callable[[], Progress]) -> None:
+        self._progress = progress
+        self._owed_at: int | None = None
         self._num_epochs = 0
         self._every: int | None = None
         self._settled = 0
 
     @contextlib.contextmanager
-    def of_fit(self, num_epochs: int, every: int | None, completed: int) -> Iterator[None]:
+    def of_fit(self, num_epochs: int, every: int | None) -> Iterator[None]:
         """Follow the rule of a ``fit()`` while it runs."""
-        self._num_epochs, self._every, self._settled = num_epochs, every, completed
+        self._num_epochs, self._every = num_epochs, every
+        self._settled = self._progress().epoch
         try:
             yield
         finally:
+            self.note_owed(self.missing)
             self._every = None
 
-    def due_after(self, epoch: int) -> bool:
-        """Whether ``fit()`` validates when so many epochs are completed."""
-        every = self._every
+    @property
+    def due(self) -> bool:
+        """Whether ``fit()`` validates after the newest epoch that is completed."""
+        epoch, every = self._progress().epoch, self._every
         return every is not None and (epoch % every == 0 or epoch >= self._num_epochs)
 
-    def missing_after(self, epoch: int) -> bool:
-        """Whether that validation has not been done."""
-        return self.owed or (epoch > self._settled and self.due_after(epoch))
+    @property
+    def owed(self) -> bool:
+        """Whether the ``fit()`` before, or the state that was loaded, came to no validation here.
 
-    def note_trained(self) -> None:
-        """Training has gone on: what was owed before comes too late."""
-        self.owed = False
+        It comes too late once training has gone on.
+        """
+        return self._owed_at == self._progress().global_step
 
-    def note_validated(self, epoch: int) -> None:
+    @property
+    def missing(self) -> bool:
+        """Whether the validation of the newest epoch has not been done."""
+        return self.owed or (self._progress().epoch > self._settled and self.due)
+
+    def note_owed(self, owed: bool) -> None:
+        """A ``fit()`` is over, or a state is loaded, and a validation was still to come or not."""
+        self._owed_at = self._progress().global_step if owed else None
+
+    def note_validated(self) -> None:
         """A validation has been done."""
-        self.owed, self._settled = False, epoch
+        self._owed_at, self._settled = None, self._progress().epoch
 
 
 def run_epochs(
@@ -77,13 +94,15 @@ def run_epochs(
 
     ::
 
-        if the state was saved between an epoch and its validation: validate()
+        if an epoch was saved, or ended by an exception, before its validation: validate()
         while fewer are completed and nobody has asked to stop:
             train()
             if it is time to: validate()
     """
     history = History()
-    if completed() >= num_epochs:
+    if validations.owed and validations.due:
+        validate()
+    elif completed() >= num_epochs:
         logger.warning(
             "fit(%d): nothing to do, since %d epochs are trained already. num_epochs counts from "
             "the first epoch of all: fit(%d) would train as many more.",
@@ -91,11 +110,9 @@ def run_epochs(
             completed(),
             completed() + num_epochs,
         )
-    if validations.owed and validations.due_after(completed()):
-        validate()
     while trainer.stop_reason is None and completed() < num_epochs:
         history.append(train())
-        if validations.due_after(completed()):
+        if validations.due:
             history[-1] = {**validate(), **history[-1]}
     if trainer.stop_reason is not None and completed() < num_epochs:
         history.stop_reason = trainer.stop_reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import check_folder
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
+from raysgd.trees import map_leaves
 
 __all__ = ["Hooks", "checked_callbacks"]
 
@@ -87,9 +89,7 @@ class Hooks:
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
         try:
-            for entry in added:
-                if entry.key in self._loaded:
-                    self._load(entry, self._loaded.pop(entry.key))
+            self._load(added)
             with self.calling(trainer):
                 yield
         except BaseException as error:
@@ -105,6 +105,8 @@ class Hooks:
         finally:
             for entry in added:
                 self._entries.remove(entry)
+                if entry.key in self._loaded:
+                    continue  # it could not be loaded, and waits for the next fit
                 with contextlib.suppress(CallbackError):  # nothing is saved now
                     self._detached[entry.key] = self._state_of(entry)
 
@@ -257,43 +259,55 @@ class Hooks:
     def note_failures(self, error: BaseException) -> None:
         """Note on an error what callbacks raised besides."""
         failures, self._failures = self._failures, []
-        for failure in failures:
-            error.add_note(f"Also: {failure}")
-            # a note has no traceback, and nothing else will show this one
-            logger.error(
-                "Where the callback %s failed in %s:",
-                failure.callback,
-                failure.hook,
-                exc_info=failure.__cause__,
-            )
+        _note(error, failures)
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by key, also of those that are not attached (any more)."""
+        """Return the callbacks' states by key, also of those that are not attached (any more).
+
+        They are copies, which do not change as callbacks go on.
+        """
         held = {entry.key: self._state_of(entry) for entry in self._entries}
         own = {key: state for key, state in held.items() if state}
-        others = {**self._loaded, **self._detached}
+        others = map_leaves({**self._loaded, **self._detached}, _copied)
         return {**{k: v for k, v in others.items() if k not in held and v}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the callbacks their states; what nobody claims waits for ``fit(callbacks=...)``."""
+        """Give the callbacks their states; what nobody claims waits for ``fit(callbacks=...)``.
+
+        Raises:
+            CallbackError: if one of them raised; the others have theirs.
+        """
         self._loaded, self._detached = dict(state), {}
-        for entry in self._entries:
-            if entry.key in self._loaded:
-                self._load(entry, self._loaded.pop(entry.key))
+        self._load(self._entries)
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:
-            return entry.callback.state_dict()
+            state: dict[str, Any] = map_leaves(entry.callback.state_dict(), _copied)
         except Exception as error:
             raise _state_error(entry, "state_dict", error) from error
+        return state
 
-    def _load(self, entry: _Entry, state: dict[str, Any]) -> None:
-        try:
-            entry.callback.load_state_dict(state)
-        except Exception as error:
-            raise _state_error(entry, "load_state_dict", error) from error
+    def _load(self, entries: Sequence[_Entry]) -> None:
+        """Give these the states that wait for them, and raise then what one of them raised.
+
+        If one did, the states wait on: a `fit` that it keeps from beginning is called once again.
+        """
+        claiming = [entry for entry in entries if entry.key in self._loaded]
+        failures = []
+        for entry in claiming:
+            try:
+                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], _copied))
+            except Exception as error:
+                failures.append(_state_error(entry, "load_state_dict", error))
+                failures[-1].__cause__ = error
+        if failures:
+            first, *others = failures
+            _note(first, others)
+            raise first
+        for entry in claiming:
+            del self._loaded[entry.key]
 
 
 def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
@@ -344,6 +358,26 @@ def _check_hooks(where: str, callback: Callback) -> None:
 
 def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not _HOOKS[hook]
+
+
+def _note(error: BaseException, failures: Iterable[CallbackError]) -> None:
+    for failure in failures:
+        error.add_note(f"Also: {failure}")
+        # a note has no traceback, and nothing else will show this one
+        logger.error(
+            "Where the callback %s failed in %s:",
+            failure.callback,
+            failure.hook,
+            exc_info=failure.__cause__,
+        )
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy, or as it is what has none: it is for the save to say what can be saved."""
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf
 
 
 def _key(name: str, number: int) -> str:

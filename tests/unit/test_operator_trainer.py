@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import TorchTrainer, checkpoint
+from raysgd.callbacks import Callback
 from raysgd.calls import _doubt
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
@@ -404,6 +405,22 @@ def test_a_save_behind_holds_copies_also_of_what_is_no_tensor(make_trainer, tmp_
     slow_disk.set()
     trainer.shutdown()
     assert checkpoint.read_file(path)["operator"] == {"seen": {1}, "places": [{1}]}
+
+
+def test_a_save_behind_holds_copies_of_the_tensors_of_callbacks(make_trainer, tmp_path, slow_disk):
+    class Averaging(Callback):
+        mean = torch.ones(1)
+
+        def state_dict(self):
+            return {"mean": self.mean}
+
+    averaging = Averaging()
+    trainer = make_trainer(callbacks=[averaging])
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    averaging.mean += 1
+    slow_disk.set()
+    trainer.shutdown()
+    assert checkpoint.read_file(path)["callbacks"] == {"Averaging": {"mean": torch.ones(1)}}
 
 
 def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_disk):

@@ -62,3 +62,14 @@ class Late(Spy):
     """A stage later than the others."""
 
     stage = 1
+
+
+class Unloadable(Spy):
+    """Cannot load its state until it is mended."""
+
+    mended = False
+
+    def load_state_dict(self, state):
+        if not self.mended:
+            raise KeyError("best")
+        super().load_state_dict(state)

@@ -1,15 +1,16 @@
 """Checkpoints of a run, and going on from the newest."""
 
 import logging
+import threading
 
 import pytest
 import torch
 
 from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
-from raysgd.checkpoint import read_manifest
+from raysgd.checkpoint import CheckpointStore, read_file, read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier
-from tests.unit.callbacks.spy import Spy
+from tests.unit.callbacks.spy import Spy, Unloadable
 from tests.unit.recorder import Recorder
 
 
@@ -121,20 +122,18 @@ def test_a_run_that_is_cut_off_again_and_again_misses_no_validation(make_trainer
         assert "score has not improved for 3 values" in history.stop_reason
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
 def test_so_does_one_that_is_saved_in_a_pause_after_the_last_step_of_an_epoch(
-    make_trainer, tmp_path
+    make_trainer, tmp_path, epoch
 ):
+    """Also of the first, when nothing has been measured."""
     saving = CheckpointCallback(tmp_path, every=5)
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(callbacks=[saving, CutOff(2)]).fit(3)
+        make_trainer(callbacks=[saving, CutOff(epoch)]).fit(3)
     spy = Spy()
     make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(3)
-    assert spy.hooks[2:] == [
-        "on_validation_end",
-        "on_epoch_end",
-        "on_validation_end",
-        "on_train_end",
-    ]
+    rest = ["on_epoch_end", "on_validation_end"] * (3 - epoch)
+    assert spy.hooks[2:] == ["on_validation_end", *rest, "on_train_end"]
 
 
 def test_what_was_validated_before_it_was_saved_is_not_validated_again(make_trainer, tmp_path):
@@ -253,6 +252,22 @@ def test_writing_behind_is_done_when_training_ends(make_trainer, tmp_path):
         assert other.global_step == step
 
 
+def test_what_is_written_behind_has_the_states_of_callbacks_as_they_were(
+    make_trainer, tmp_path, monkeypatch
+):
+    go, write = threading.Event(), CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda *given: go.wait(60) and write(*given))
+    spy = Spy(state={"seen": [1], "mean": torch.ones(1)})
+    trainer = make_trainer(callbacks=[spy, CheckpointCallback(tmp_path, blocking=False)])
+    trainer.train()
+    spy.state["seen"].append(2)
+    spy.state["mean"] += 1
+    go.set()
+    trainer.shutdown()
+    state = read_file(tmp_path / names(tmp_path)[0])
+    assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_save_that_fails_is_told_and_training_can_go_on(make_trainer, tmp_path, blocking):
     folder = tmp_path / "checkpoints"
@@ -312,6 +327,18 @@ def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):
     make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(2)
     assert spy.calls[0] == ("spy", "on_train_start", 2)
     assert spy.loaded == [{"best": 1}]
+
+
+def test_one_that_cannot_load_what_was_restored_can_do_so_when_it_is_mended(make_trainer, tmp_path):
+    spies = [Unloadable(state={"best": 1}), Spy(state={"best": 2})]
+    make_trainer(callbacks=[CheckpointCallback(tmp_path), *spies]).fit(2)
+    trainer, own = make_trainer(), [Unloadable(), Spy(), CheckpointCallback(tmp_path)]
+    with pytest.raises(CallbackError, match="on_train_start"):
+        trainer.fit(3, callbacks=own)
+    assert (trainer.epoch, own[1].loaded) == (2, [{"best": 2}])
+    own[0].mended = True
+    assert [entry["epoch"] for entry in trainer.fit(3, callbacks=own)] == [3]
+    assert own[0].loaded == [{"best": 1}]
 
 
 def test_the_folder_may_be_a_url(make_trainer):

@@ -23,6 +23,14 @@ class Stopping(Callback):
             trainer.request_stop("a second reason")
 
 
+def failing_at(step):
+    def fail(batch_info, when):
+        if batch_info["global_step"] == step:
+            raise ValueError("bad batch")
+
+    return fail
+
+
 class TrainOnly(Recorder):
     def make_loaders(self, config):
         loaders = super().make_loaders(config)
@@ -165,6 +173,142 @@ def test_an_error_of_a_callback_ends_it_after_the_epoch(make_trainer):
         ("good", "on_train_end", 1),
     ]
     assert len(trainer.fit(2)) == 1
+
+
+def breaking(batch_info, when):
+    if when == "validate":
+        raise ZeroDivisionError
+
+
+def whole(batch_info, when):
+    """Break nothing."""
+
+
+@pytest.fixture(params=["a callback", "the validation"])
+def broken_off(request, make_trainer):
+    """A trainer whose `fit` raised between epoch 2 and its validation, and a spy; both mended."""
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer.fit(1)
+    if request.param == "a callback":
+        spy.fail_in = ["on_epoch_end"]
+    else:
+        trainer.get_local_operator().fail = breaking
+    with pytest.raises((CallbackError, ZeroDivisionError)):
+        trainer.fit(3)
+    assert (trainer.epoch, spy.hooks.count("on_validation_end")) == (2, 1)
+    trainer.get_local_operator().fail, spy.fail_in = whole, ()
+    spy.calls.clear()
+    return trainer, spy
+
+
+def told(spy):
+    """What was trained and validated."""
+    return [hook for hook in spy.hooks if hook in ("on_epoch_end", "on_validation_end")]
+
+
+def test_an_epoch_whose_validation_an_exception_kept_from_being_done_is_validated_first(
+    broken_off, make_trainer, tmp_path, caplog
+):
+    trainer, spy = broken_off
+    path = trainer.save(tmp_path / "state.pt")
+    assert [entry["epoch"] for entry in trainer.fit(3)] == [3]
+    resumed_by = Spy()
+    resumed = make_trainer(Recorder, callbacks=[resumed_by])
+    resumed.load(path)
+    resumed.fit(3)
+    for each in (spy, resumed_by):
+        assert told(each) == ["on_validation_end", "on_epoch_end", "on_validation_end"]
+    trainer.fit(3)
+    assert len(told(spy)) == 3, "once"
+    assert caplog.text.count("nothing to do") == 1, "where that is so"
+
+
+def test_the_last_one_is_too(broken_off, caplog):
+    trainer, spy = broken_off
+    assert trainer.fit(2) == []
+    assert told(spy) == ["on_validation_end"]
+    assert "nothing to do" not in caplog.text
+
+
+def test_it_stays_so_until_it_is_done(broken_off):
+    trainer, spy = broken_off
+    trainer.get_local_operator().fail = breaking
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(3)
+        assert "validation_due" in trainer.state_dict()
+    trainer.get_local_operator().fail = whole
+    trainer.fit(3)
+    assert told(spy) == ["on_validation_end", "on_epoch_end", "on_validation_end"]
+
+
+def test_a_plain_validation_makes_up_for_it(broken_off):
+    trainer, spy = broken_off
+    trainer.validate()
+    assert "validation_due" not in trainer.state_dict()
+    trainer.fit(3)
+    assert told(spy) == ["on_validation_end", "on_epoch_end", "on_validation_end"]
+
+
+@pytest.mark.parametrize("num_steps", [2, None])
+def test_it_comes_too_late_when_training_has_gone_on(broken_off, num_steps):
+    """Also within the call that goes on, and where that fails."""
+    trainer, spy = broken_off
+    states = []
+    spy.pause_every, spy.on_pause = 1, lambda trainer: states.append(trainer.state_dict())
+    if num_steps is None:
+        trainer.get_local_operator().fail = failing_at(trainer.global_step + 2)
+        with pytest.raises(ValueError, match="bad batch"):
+            trainer.train()
+        trainer.get_local_operator().fail = whole
+    else:
+        trainer.train(num_steps=num_steps)
+    states.append(trainer.state_dict())
+    assert len(states) > 1
+    assert not any("validation_due" in state for state in states)
+    trainer.fit(3)
+    assert told(spy) == ["on_epoch_end", "on_validation_end"]
+
+
+def test_training_that_fails_before_its_first_step_leaves_it_owed(broken_off):
+    trainer, spy = broken_off
+    trainer.get_local_operator().fail = failing_at(trainer.global_step)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    trainer.get_local_operator().fail = whole
+    trainer.fit(2)
+    assert told(spy) == ["on_validation_end"]
+
+
+def test_a_fit_that_would_not_validate_there_does_not(broken_off):
+    trainer, spy = broken_off
+    trainer.fit(3, validate_every=3)
+    assert told(spy) == ["on_epoch_end", "on_validation_end"]
+
+
+def test_a_state_in_mid_epoch_never_owes_one(make_trainer):
+    trainer = make_trainer(Recorder)
+    trainer.fit(1)
+    states = []
+    spy = Spy(pause_every=2)
+    spy.on_pause = lambda trainer: states.append(trainer.state_dict())
+    other = make_trainer(Recorder, callbacks=[spy])
+    other.load_state_dict({**trainer.state_dict(), "validation_due": {"val_loss": 1.0}})
+    other.train()
+    assert len(states) == 3
+    assert not any("validation_due" in state for state in states)
+
+
+def test_what_is_saved_as_an_exception_is_told_says_that_a_validation_is_due(make_trainer):
+    class Saving(Spy):
+        def on_exception(self, trainer, error):
+            self.saved = trainer.state_dict()
+
+    saving = Saving(fail_in=["on_epoch_end"])
+    with pytest.raises(CallbackError):
+        make_trainer(callbacks=[saving]).fit(2)
+    assert saving.saved["validation_due"]["epoch"] == 1
 
 
 def test_an_error_in_the_end_is_raised(make_trainer):

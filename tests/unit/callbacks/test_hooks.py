@@ -2,15 +2,17 @@
 
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.callbacks import Callback
 from raysgd.errors import CallbackError, CheckpointError
-from tests.unit.callbacks.spy import Late, Spy
+from tests.unit.callbacks.spy import Late, Spy, Unloadable
 from tests.unit.recorder import Recorder, Streaming
 
 
@@ -512,6 +514,38 @@ def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
     assert fresh.loaded == [], "what another fit left is for those who load it"
 
 
+def test_a_state_is_apart_from_what_callbacks_go_on_with(make_trainer):
+    """Of those of the trainer, and of one that has gone with its `fit` and is used again."""
+    always, own = Spy(state={"seen": [1]}), Late(state={"seen": [1], "mean": torch.ones(1)})
+    trainer = make_trainer(callbacks=[always])
+    trainer.fit(1, callbacks=[own])
+    state = trainer.state_dict()
+    for spy in (always, own):
+        spy.state["seen"].append(2)
+    own.state["mean"] += 1
+    expected = {"Spy": {"seen": [1]}, "Late": {"seen": [1], "mean": torch.ones(1)}}
+    assert state["callbacks"] == expected
+    assert trainer.state_dict()["callbacks"] == {**expected, "Spy": {"seen": [1, 2]}}
+
+
+def test_a_state_is_apart_from_one_that_waits(make_trainer):
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": {"Spy": {"seen": [1]}}})
+    state = trainer.state_dict()
+    spy = Spy()
+    trainer.fit(1, callbacks=[spy])
+    spy.loaded[0]["seen"].append(2)
+    assert state["callbacks"] == {"Spy": {"seen": [1]}}
+
+
+def test_a_state_that_cannot_be_copied_is_refused_when_it_is_saved(make_trainer, tmp_path):
+    lock = threading.Lock()
+    trainer = make_trainer(callbacks=[Spy(state={"lock": lock, "seen": [1]})])
+    assert trainer.state_dict()["callbacks"]["Spy"] == {"lock": lock, "seen": [1]}
+    with pytest.raises(CheckpointError, match=r"callbacks' state_dict\(\) returned"):
+        trainer.save(tmp_path / "state.pt")
+
+
 def test_state_that_would_not_load_again_is_refused_when_it_is_saved(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[Spy(state={"odd": Recorder})])
     with pytest.raises(CheckpointError, match="callbacks"):
@@ -530,6 +564,40 @@ def test_a_callback_whose_state_fails_is_named(make_trainer, hook):
     trainer = make_trainer(callbacks=[spy])
     with pytest.raises(CallbackError, match=f"Spy failed in {hook}"):
         getattr(trainer, hook)(*([state] if hook == "load_state_dict" else []))
+
+
+def test_one_that_cannot_load_keeps_no_other_from_loading(make_trainer, caplog):
+    bad, good, worse = Unloadable(), Spy(), Unloadable()
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}, "Unloadable-2": {"best": 3}}
+    trainer = make_trainer(callbacks=[bad, good, worse])
+    state = trainer.state_dict()
+    with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict") as caught:
+        trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
+    assert isinstance(caught.value.__cause__, KeyError)
+    (note,) = caught.value.__notes__
+    assert "Unloadable failed in load_state_dict" in note, "the other one"
+    assert sum(record.exc_info is not None for record in caplog.records) == 1, "its traceback"
+    assert good.loaded == [{"best": 2}]
+    assert trainer.state_dict()["callbacks"] == {"Other": {"best": 4}}, "what they have now"
+    assert trainer.train()["epoch"] == 1
+
+
+def test_states_wait_on_where_one_of_a_fit_cannot_load(make_trainer):
+    """Whether it is the same callbacks that come again, or others."""
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
+    bad, good = Unloadable(state={"best": 9}), Spy(state={"best": 9})
+    for _ in range(2):
+        with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
+            trainer.fit(1, callbacks=[bad, good])
+        assert good.loaded[-1] == {"best": 2}
+        assert trainer.epoch == 0
+        assert trainer.state_dict()["callbacks"] == saved
+    bad.mended, other = True, Spy(state={"best": 9})
+    trainer.fit(1, callbacks=[bad, other])
+    assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
+    assert trainer.state_dict()["callbacks"] == {"Unloadable": {"best": 9}, "Spy": {"best": 9}}
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
