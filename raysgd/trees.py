@@ -28,8 +28,8 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def deep_copied(leaf: Any) -> Any:
-    """Return a copy that nothing changes as training goes on, where there can be one."""
+    """Return a copy, or as it is what has none, such as a lock: it cannot be saved either."""
     try:
         return copy.deepcopy(leaf)
-    except TypeError:  # a lock or the like, which could not be saved either
+    except Exception:
         return leaf

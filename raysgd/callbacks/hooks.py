@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import check_folder
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
-from raysgd.trees import map_leaves
+from raysgd.trees import deep_copied, map_leaves
 
 __all__ = ["Hooks", "checked_callbacks"]
 
@@ -270,7 +269,7 @@ class Hooks:
         """
         held = {entry.key: self._state_of(entry) for entry in self._entries}
         own = {key: state for key, state in held.items() if state}
-        others = map_leaves({**self._loaded, **self._detached}, _copied)
+        others = map_leaves({**self._loaded, **self._detached}, deep_copied)
         return {**{k: v for k, v in others.items() if k not in held and v}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,7 +283,7 @@ class Hooks:
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:
-            state: dict[str, Any] = map_leaves(entry.callback.state_dict(), _copied)
+            state: dict[str, Any] = map_leaves(entry.callback.state_dict(), deep_copied)
         except Exception as error:
             raise _state_error(entry, "state_dict", error) from error
         return state
@@ -298,7 +297,7 @@ class Hooks:
         failures = []
         for entry in claiming:
             try:
-                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], _copied))
+                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], deep_copied))
             except Exception as error:
                 failures.append(_state_error(entry, "load_state_dict", error))
                 failures[-1].__cause__ = error
@@ -370,14 +369,6 @@ def _note(error: BaseException, failures: Iterable[CallbackError]) -> None:
             failure.hook,
             exc_info=failure.__cause__,
         )
-
-
-def _copied(leaf: Any) -> Any:
-    """Return a copy, or as it is what has none: it is for the save to say what can be saved."""
-    try:
-        return copy.deepcopy(leaf)
-    except Exception:
-        return leaf
 
 
 def _key(name: str, number: int) -> str:
