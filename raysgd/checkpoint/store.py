@@ -88,6 +88,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         world_size: int = 1,
         operator: str = "",
+        of_training: bool = False,
     ) -> str:
         """Write a checkpoint, name it the newest, and remove what is not to be kept.
 
@@ -96,6 +97,8 @@ class CheckpointStore:
             metrics: what was measured with it; the numbers in it are kept in the file.
             world_size: number of workers.
             operator: name of the operator.
+            of_training: whether `metrics` are those of training alone. Such a checkpoint gives way
+                to those that were saved without it, however good its own metric is.
 
         Returns:
             The path of the checkpoint, or its URL.
@@ -113,7 +116,11 @@ class CheckpointStore:
         name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}.ckpt"
         target = self._folder.child(name)
         manifest = Manifest(
-            world_size=world_size, operator=operator, job=self._job, metrics=numbers
+            world_size=world_size,
+            operator=operator,
+            job=self._job,
+            metrics=numbers,
+            of_training=of_training,
         )
         path = write_file(state, target.name, manifest)
         self._point_to(name)
@@ -252,13 +259,15 @@ class CheckpointStore:
             return []
 
         def goodness(name: str) -> tuple[Any, ...]:
-            value = math.nan
+            value, manifest = math.nan, self._own[name]
             if self._monitor is not None:
-                value = self._own[name].metrics.get(self._monitor, math.nan)
+                value = manifest.metrics.get(self._monitor, math.nan)
             known = not math.isnan(value)
             rank = 0.0 if not known else -value if self._mode == "min" else value
+            # values of training and of validation do not compare
+            validated = known and not manifest.of_training
             # of equals the newer; steps behind the newest are of a try that was given up
-            return known, rank, name == newest, _place(name)
+            return known, validated, rank, name == newest, _place(name)
 
         best = sorted(self._own, key=goodness, reverse=True)
         return [name for name in best[self._keep :] if name != newest]

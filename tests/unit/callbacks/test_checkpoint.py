@@ -206,6 +206,47 @@ def test_the_best_are_kept_and_the_metric_of_validation_is_theirs(make_trainer, 
     assert "train_loss" in read_manifest(tmp_path / names(tmp_path)[0]).metrics
 
 
+class Overfitting(Callback):
+    """A metric that training and validation both have, and training by far the better."""
+
+    stage = -1
+
+    def on_epoch_end(self, trainer, metrics):
+        metrics["score"] = 100 - trainer.epoch % 3
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
+
+
+@pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
+@pytest.mark.parametrize(
+    ("keep", "validate_every", "kept"),
+    [(1, 1, [10, 30]), (2, 1, [10, 20, 30]), (1, 2, [10, 30]), (3, 2, [10, 20, 30])],
+)
+def test_of_a_metric_that_both_have_that_of_validation_rates(
+    make_trainer, tmp_path, keep, validate_every, kept, ends
+):
+    """No file that training has rated takes the room of one that a validation has rated."""
+    for end in ends:
+        saving = CheckpointCallback(tmp_path, keep=keep, monitor="score", mode="max")
+        trainer = make_trainer(callbacks=[saving, Overfitting()])
+        trainer.fit(end, validate_every=validate_every)
+    assert steps(tmp_path) == kept
+    rated = [read_manifest(tmp_path / name) for name in names(tmp_path)]
+    expected = {10: 9, 20: 5, 30: 4}
+    assert [manifest.metrics["score"] for manifest in rated] == [expected[step] for step in kept]
+    assert not any(manifest.of_training for manifest in rated)
+
+
+def test_until_a_validation_rates_training_does(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, keep=1, monitor="score", mode="max")
+    trainer = make_trainer(callbacks=[saving, Overfitting()])
+    trainer.fit(5, validate_every=None)
+    assert steps(tmp_path) == [15, 25]
+    trainer.validate()
+    assert steps(tmp_path) == [25], "the worst of all values, and the only one of validation"
+
+
 def test_steps_and_the_best_go_together(make_trainer, tmp_path):
     """What is saved in mid-epoch has not been measured, and gives way to what has."""
     saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")

@@ -131,6 +131,17 @@ def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
     assert steps_in(folder) == kept
 
 
+def test_what_training_has_rated_gives_way_to_what_validation_has(folder):
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+    for step, score in enumerate([9.0, 1.0, 8.0, 2.0, math.nan, 7.0], start=1):
+        path = store.save(state_at(step), {"score": score}, of_training=step % 2 == 1)
+        assert read_manifest(path).of_training == (step % 2 == 1)
+    assert steps_in(folder) == [4, 6], "neither 1 nor 3"
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+    store.save(state_at(7), {"score": 9.0}, of_training=True)
+    assert steps_in(folder) == [4, 6, 7]
+
+
 def test_what_is_kept_does_not_depend_on_a_restart(folder):
     for step, loss in enumerate([0.3, 0.1, 0.5, 0.2, 0.6], start=1):
         store = CheckpointStore(folder, job="first", keep=2, monitor="loss")
