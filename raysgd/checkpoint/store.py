@@ -31,7 +31,7 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Newer checkpoints that could not be loaded, and why; newest first."""
+    """Those that were tried before it and could not be loaded, in that order, and why."""
 
 
 class CheckpointStore:
@@ -46,7 +46,7 @@ class CheckpointStore:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
             checkpoint.
         keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            besides.
+            besides. Those of steps that were given up, since training went back, go first.
         monitor: name of the metric by which the best are kept; without one the newest are.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job; a folder with checkpoints of another one is refused.
@@ -132,6 +132,9 @@ class CheckpointStore:
     def restore(self) -> Restored | None:
         """Load the newest checkpoint that is in order.
 
+        Those of later steps than ``latest`` names are tried last: training went back and on from
+        an older one, or began anew.
+
         Returns:
             Its path, its state, and the newer ones that were passed over, with the reason; None
             if the folder is empty or missing.
@@ -145,6 +148,7 @@ class CheckpointStore:
         passed_over = [] if problem is None else [(self._folder.child(_LATEST).name, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
+            names.sort(key=lambda name: _given_up(name, newest))  # which keeps the order else
         if not names and problem is None:
             return None
         for name in names:
@@ -266,8 +270,8 @@ class CheckpointStore:
             rank = 0.0 if not known else -value if self._mode == "min" else value
             # values of training and of validation do not compare
             validated = known and not manifest.of_training
-            # of equals the newer; steps behind the newest are of a try that was given up
-            return known, validated, rank, name == newest, _place(name)
+            # of equals the newer
+            return not _given_up(name, newest), known, validated, rank, _place(name)
 
         best = sorted(self._own, key=goodness, reverse=True)
         return [name for name in best[self._keep :] if name != newest]
@@ -283,6 +287,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             continue
     return numbers
+
+
+def _given_up(name: str, newest: str) -> bool:
+    """Whether training has gone back to before a checkpoint since that was written."""
+    return _place(name) > _place(newest)
 
 
 def _place(name: str) -> tuple[int, int]:
