@@ -100,7 +100,7 @@ class CheckpointCallback(Callback):
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{restored.path} is not of what is trained here. Train with the config that it "
+                f"{restored.shown} is not of what is trained here. Train with the config that it "
                 "was written with, give another folder (or logdir), or empty this one to begin "
                 f"anew. {error}"
             ) from error
@@ -108,7 +108,7 @@ class CheckpointCallback(Callback):
         # seen by default: the script's own learning rate, for one, has no effect now
         logger.warning(
             "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
-            restored.path,
+            restored.shown,
             trainer.epoch,
             trainer.global_step,
         )

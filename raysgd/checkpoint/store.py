@@ -31,7 +31,13 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Those that were tried before it and could not be loaded, in that order, and why."""
+    """Those that were tried before it and could not be loaded, in that order, and why. They are
+    named as messages name them: a URL is without its password."""
+
+    @property
+    def shown(self) -> str:
+        """How messages name the path: a URL without its password."""
+        return locate(self.path).shown
 
 
 class CheckpointStore:
@@ -145,30 +151,30 @@ class CheckpointStore:
         """
         names = self._names()
         newest, problem = self._pointed_to()
-        passed_over = [] if problem is None else [(self._folder.child(_LATEST).name, problem)]
+        passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
             names.sort(key=lambda name: _given_up(name, newest))  # which keeps the order else
         if not names and problem is None:
             return None
         for name in names:
-            path = self._folder.child(name).name
+            file = self._folder.child(name)
             try:
-                state, manifest = read_checkpoint(path)
+                state, manifest = read_checkpoint(file.name)
             except UnreachableError:
                 raise  # it may well be in order
             except CheckpointError as error:
-                passed_over.append((path, str(error)))
+                passed_over.append((file.shown, str(error)))
                 self._unreadable.add(name)
                 continue
             if manifest is None:
-                passed_over.append((path, "It has no manifest: no store wrote it."))
+                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
                 continue
             self._check_job(name, manifest)
             for passed, reason in passed_over:
                 logger.warning("Passed over %s: %s", passed, reason)
-            return Restored(path, state, passed_over)
-        reasons = "".join(f"\n- {path}: {reason}" for path, reason in passed_over)
+            return Restored(file.name, state, passed_over)
+        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
         raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
 
     # ---- helpers

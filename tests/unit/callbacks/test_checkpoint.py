@@ -347,6 +347,21 @@ def test_going_on_from_a_checkpoint_is_seen_by_default(make_trainer, tmp_path, c
     assert names(tmp_path)[0] in record.message
 
 
+def test_a_password_in_the_url_is_in_no_message(make_trainer, tmp_path, caplog):
+    url = f"memory://me:secret@{tmp_path.name}/run"
+    shown = url.replace("secret", "***")
+    make_trainer(callbacks=[CheckpointCallback(url)]).fit(1)
+    saving = CheckpointCallback(url)
+    make_trainer(callbacks=[saving]).fit(1)
+    assert f"Going on from {shown}/epoch-00001" in caplog.text
+    read_manifest(saving.restored_from)  # which is to be opened
+    trainer = make_trainer(Wider, callbacks=[CheckpointCallback(url, job="Classifier")])
+    with pytest.raises(CallbackError) as caught:
+        trainer.fit(1)
+    assert f"{shown}/epoch-00001" in str(caught.value.__cause__)
+    assert "secret" not in str(caught.value.__cause__) + caplog.text
+
+
 def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):
     make_trainer(callbacks=[CheckpointCallback(tmp_path), Spy(state={"best": 1})]).fit(2)
     spy = Spy()

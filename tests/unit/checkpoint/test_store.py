@@ -382,6 +382,26 @@ def test_a_place_that_does_not_let_itself_be_read_is_no_reason_to_go_back(tmp_pa
         store.restore()
 
 
+def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
+    url = f"memory://me:secret@{tmp_path.name}/run"
+    shown = url.replace("secret", "***")
+    store = CheckpointStore(url, job="first")
+    for step in (1, 2):
+        store.save(state_at(step))
+    damage(url, 2)
+    locate(url).child("latest").write(lambda file: file.write(b"damaged"))
+    restored = store.restore()
+    assert restored.path == f"{url}/{name_at(1)}", "with it, since the path is to be opened"
+    assert restored.shown == f"{shown}/{name_at(1)}"
+    damage(url, 1)
+    with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
+        store.restore()
+    assert str(caught.value).count(f"{shown}/epoch") >= 2
+    assert f"Passed over {shown}/{name_at(2)}" in caplog.text
+    for text in (caplog.text, str(caught.value), str(restored.passed_over)):
+        assert "secret" not in text
+
+
 # ---- other jobs
 
 
