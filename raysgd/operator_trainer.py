@@ -18,6 +18,7 @@ from raysgd.callbacks.fit import History, Validations, run_epochs
 from raysgd.callbacks.hooks import Hooks, checked_callbacks
 from raysgd.callbacks.values import scalars
 from raysgd.calls import Calls
+from raysgd.checkpoint.location import locate
 from raysgd.config import rounded_config, warn_of_rounding
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
@@ -322,7 +323,7 @@ class OperatorTrainer:
         write = checkpoint.prepare_write(state, target, manifest)
         if blocking:
             return write()
-        self._writer.submit(write, target)
+        self._writer.submit(write, locate(target).shown)
         return target
 
     def save_model(self, path: str | os.PathLike[str]) -> str:

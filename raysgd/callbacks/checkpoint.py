@@ -25,7 +25,9 @@ class CheckpointCallback(Callback):
 
     Without `monitor` it saves at the end of each epoch, or every so many steps. With it, it also
     saves whenever the metric is measured, which is when the epoch's checkpoint can be judged:
-    after ``validate()`` for ``val_loss``, and instead of at the end of the epoch.
+    after ``validate()`` for ``val_loss``, and instead of at the end of the epoch. Where training
+    has a metric of that name too, the checkpoint is saved at both times: one that validation has
+    not rated yet gives way to those that it has.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
@@ -33,7 +35,8 @@ class CheckpointCallback(Callback):
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
         keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
             besides.
-        monitor: name of the metric by which the best are kept; without one the newest are.
+        monitor: name of the metric by which the best are kept, of training or of validation; of
+            validation where both have it. Without one the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
         blocking: False: copy the state, and write it while training goes on.
         resume: whether a trainer that has not trained yet starts from the newest checkpoint in the
@@ -97,7 +100,7 @@ class CheckpointCallback(Callback):
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{restored.path} is not of what is trained here. Train with the config that it "
+                f"{restored.shown} is not of what is trained here. Train with the config that it "
                 "was written with, give another folder (or logdir), or empty this one to begin "
                 f"anew. {error}"
             ) from error
@@ -105,7 +108,7 @@ class CheckpointCallback(Callback):
         # seen by default: the script's own learning rate, for one, has no effect now
         logger.warning(
             "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
-            restored.path,
+            restored.shown,
             trainer.epoch,
             trainer.global_step,
         )
@@ -123,7 +126,8 @@ class CheckpointCallback(Callback):
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Save, unless the metric that judges it is still to come."""
         if self._monitor in metrics or (self._monitor is None and self._every == "epoch"):
-            self._save(trainer, metrics)
+            # a validation that is to come may have the metric too, and then rates
+            self._save(trainer, metrics, of_training=True)
         elif self._monitor is not None:
             self._num_epochs_missing += 1
             if self._num_epochs_missing == 2:
@@ -150,7 +154,7 @@ class CheckpointCallback(Callback):
         """Wait for the write that is under way."""
         self._writer.wait()
 
-    def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def _save(self, trainer: Trainer, metrics: dict[str, Any], of_training: bool = False) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # before the state is copied, so that there is one at a time
@@ -158,7 +162,12 @@ class CheckpointCallback(Callback):
         if self._monitor is not None:
             metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
         save = functools.partial(
-            self._store.save, state, metrics, trainer.num_workers, trainer.operator_name
+            self._store.save,
+            state,
+            metrics,
+            trainer.num_workers,
+            trainer.operator_name,
+            of_training,
         )
         if self._blocking:
             save()

@@ -63,6 +63,8 @@ class Manifest:
     job: str = ""
     """Name of the job, where a store wrote it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    of_training: bool = False
+    """Whether the metrics are those of training alone, which a validation's may still replace."""
     parts: tuple[Part, ...] = ()
 
     def to_json(self) -> bytes:
@@ -92,6 +94,8 @@ class Manifest:
                     f"reads formats up to {FORMAT}. Update raysgd"
                 )
             known = {entry.name for entry in dataclasses.fields(cls)}
+            # the first files of this format had no of_training
+            content = {"of_training": False, **content}
             values: dict[str, Any] = {key: content[key] for key in known}
             values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
             values["parts"] = tuple(Part(**part) for part in values["parts"])

@@ -80,6 +80,12 @@ class RemoteFile(Location):
                 fs.put_file(local, temporary, callback=_Progress(tick))
                 tick()
                 fs.mv(temporary, path)
+                fs.invalidate_cache()  # which may list the temporary file still
+                if fs.exists(temporary):  # WebHDFS refuses without an error
+                    raise OSError(
+                        "what was uploaded was not renamed to it. Some servers replace no file: "
+                        "save to another name, or remove the one that is there"
+                    )
             except BaseException:
                 with contextlib.suppress(Exception):
                     fs.rm_file(temporary)

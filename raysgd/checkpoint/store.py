@@ -31,7 +31,13 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Newer checkpoints that could not be loaded, and why; newest first."""
+    """Those that were tried before it and could not be loaded, in that order, and why. They are
+    named as messages name them: a URL is without its password."""
+
+    @property
+    def shown(self) -> str:
+        """How messages name the path: a URL without its password."""
+        return locate(self.path).shown
 
 
 class CheckpointStore:
@@ -46,7 +52,7 @@ class CheckpointStore:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
             checkpoint.
         keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            besides.
+            besides. Those of steps that were given up, since training went back, go first.
         monitor: name of the metric by which the best are kept; without one the newest are.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job; a folder with checkpoints of another one is refused.
@@ -88,6 +94,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         world_size: int = 1,
         operator: str = "",
+        of_training: bool = False,
     ) -> str:
         """Write a checkpoint, name it the newest, and remove what is not to be kept.
 
@@ -96,6 +103,8 @@ class CheckpointStore:
             metrics: what was measured with it; the numbers in it are kept in the file.
             world_size: number of workers.
             operator: name of the operator.
+            of_training: whether `metrics` are those of training alone. Such a checkpoint gives way
+                to those that were saved without it, however good its own metric is.
 
         Returns:
             The path of the checkpoint, or its URL.
@@ -113,7 +122,11 @@ class CheckpointStore:
         name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}.ckpt"
         target = self._folder.child(name)
         manifest = Manifest(
-            world_size=world_size, operator=operator, job=self._job, metrics=numbers
+            world_size=world_size,
+            operator=operator,
+            job=self._job,
+            metrics=numbers,
+            of_training=of_training,
         )
         path = write_file(state, target.name, manifest)
         self._point_to(name)
@@ -125,6 +138,9 @@ class CheckpointStore:
     def restore(self) -> Restored | None:
         """Load the newest checkpoint that is in order.
 
+        Those of later steps than ``latest`` names are tried last: training went back and on from
+        an older one, or began anew.
+
         Returns:
             Its path, its state, and the newer ones that were passed over, with the reason; None
             if the folder is empty or missing.
@@ -135,29 +151,30 @@ class CheckpointStore:
         """
         names = self._names()
         newest, problem = self._pointed_to()
-        passed_over = [] if problem is None else [(self._folder.child(_LATEST).name, problem)]
+        passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
+            names.sort(key=lambda name: _given_up(name, newest))  # which keeps the order else
         if not names and problem is None:
             return None
         for name in names:
-            path = self._folder.child(name).name
+            file = self._folder.child(name)
             try:
-                state, manifest = read_checkpoint(path)
+                state, manifest = read_checkpoint(file.name)
             except UnreachableError:
                 raise  # it may well be in order
             except CheckpointError as error:
-                passed_over.append((path, str(error)))
+                passed_over.append((file.shown, str(error)))
                 self._unreadable.add(name)
                 continue
             if manifest is None:
-                passed_over.append((path, "It has no manifest: no store wrote it."))
+                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
                 continue
             self._check_job(name, manifest)
             for passed, reason in passed_over:
                 logger.warning("Passed over %s: %s", passed, reason)
-            return Restored(path, state, passed_over)
-        reasons = "".join(f"\n- {path}: {reason}" for path, reason in passed_over)
+            return Restored(file.name, state, passed_over)
+        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
         raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
 
     # ---- helpers
@@ -252,13 +269,15 @@ class CheckpointStore:
             return []
 
         def goodness(name: str) -> tuple[Any, ...]:
-            value = math.nan
+            value, manifest = math.nan, self._own[name]
             if self._monitor is not None:
-                value = self._own[name].metrics.get(self._monitor, math.nan)
+                value = manifest.metrics.get(self._monitor, math.nan)
             known = not math.isnan(value)
             rank = 0.0 if not known else -value if self._mode == "min" else value
-            # of equals the newer; steps behind the newest are of a try that was given up
-            return known, rank, name == newest, _place(name)
+            # values of training and of validation do not compare
+            validated = known and not manifest.of_training
+            # of equals the newer
+            return not _given_up(name, newest), known, validated, rank, _place(name)
 
         best = sorted(self._own, key=goodness, reverse=True)
         return [name for name in best[self._keep :] if name != newest]
@@ -274,6 +293,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             continue
     return numbers
+
+
+def _given_up(name: str, newest: str) -> bool:
+    """Whether training has gone back to before a checkpoint since that was written."""
+    return _place(name) > _place(newest)
 
 
 def _place(name: str) -> tuple[int, int]:

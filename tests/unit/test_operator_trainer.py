@@ -486,6 +486,19 @@ def writing():
     return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
 
 
+def test_a_write_behind_that_fails_shows_no_password(make_trainer, monkeypatch):
+    def fail():
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+    trainer = make_trainer()
+    url = "memory://me:secret@host/state.pt"
+    assert trainer.save(url, blocking=False) == url
+    wait_until(lambda: not writing())
+    with pytest.raises(CheckpointError, match=r"to memory://me:\*\*\*@host/state.pt: .*broken"):
+        trainer.train()
+
+
 CALLS = {
     "train": lambda t, path: t.train(),
     "validate": lambda t, path: t.validate(),

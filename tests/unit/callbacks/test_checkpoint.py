@@ -205,6 +205,47 @@ def test_the_best_are_kept_and_the_metric_of_validation_is_theirs(make_trainer, 
     assert "train_loss" in read_manifest(tmp_path / names(tmp_path)[0]).metrics
 
 
+class Overfitting(Callback):
+    """A metric that training and validation both have, and training by far the better."""
+
+    stage = -1
+
+    def on_epoch_end(self, trainer, metrics):
+        metrics["score"] = 100 - trainer.epoch % 3
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
+
+
+@pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
+@pytest.mark.parametrize(
+    ("keep", "validate_every", "kept"),
+    [(1, 1, [10, 30]), (2, 1, [10, 20, 30]), (1, 2, [10, 30]), (3, 2, [10, 20, 30])],
+)
+def test_of_a_metric_that_both_have_that_of_validation_rates(
+    make_trainer, tmp_path, keep, validate_every, kept, ends
+):
+    """No file that training has rated takes the room of one that a validation has rated."""
+    for end in ends:
+        saving = CheckpointCallback(tmp_path, keep=keep, monitor="score", mode="max")
+        trainer = make_trainer(callbacks=[saving, Overfitting()])
+        trainer.fit(end, validate_every=validate_every)
+    assert steps(tmp_path) == kept
+    rated = [read_manifest(tmp_path / name) for name in names(tmp_path)]
+    expected = {10: 9, 20: 5, 30: 4}
+    assert [manifest.metrics["score"] for manifest in rated] == [expected[step] for step in kept]
+    assert not any(manifest.of_training for manifest in rated)
+
+
+def test_until_a_validation_rates_training_does(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, keep=1, monitor="score", mode="max")
+    trainer = make_trainer(callbacks=[saving, Overfitting()])
+    trainer.fit(5, validate_every=None)
+    assert steps(tmp_path) == [15, 25]
+    trainer.validate()
+    assert steps(tmp_path) == [25], "the worst of all values, and the only one of validation"
+
+
 def test_steps_and_the_best_go_together(make_trainer, tmp_path):
     """What is saved in mid-epoch has not been measured, and gives way to what has."""
     saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")
@@ -319,6 +360,21 @@ def test_going_on_from_a_checkpoint_is_seen_by_default(make_trainer, tmp_path, c
     (record,) = [r for r in caplog.records if "Going on from" in r.message]
     assert record.levelno >= logging.WARNING
     assert names(tmp_path)[0] in record.message
+
+
+def test_a_password_in_the_url_is_in_no_message(make_trainer, tmp_path, caplog):
+    url = f"memory://me:secret@{tmp_path.name}/run"
+    shown = url.replace("secret", "***")
+    make_trainer(callbacks=[CheckpointCallback(url)]).fit(1)
+    saving = CheckpointCallback(url)
+    make_trainer(callbacks=[saving]).fit(1)
+    assert f"Going on from {shown}/epoch-00001" in caplog.text
+    read_manifest(saving.restored_from)  # which is to be opened
+    trainer = make_trainer(Wider, callbacks=[CheckpointCallback(url, job="Classifier")])
+    with pytest.raises(CallbackError) as caught:
+        trainer.fit(1)
+    assert f"{shown}/epoch-00001" in str(caught.value.__cause__)
+    assert "secret" not in str(caught.value.__cause__) + caplog.text
 
 
 def test_other_callbacks_start_with_what_was_restored(make_trainer, tmp_path):

@@ -26,6 +26,7 @@ MANIFESTS = st.builds(
     operator=st.text(),
     job=st.text(),
     metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    of_training=st.booleans(),
     parts=st.lists(PARTS).map(tuple),
 )
 
@@ -53,7 +54,16 @@ def test_additions_within_a_format_are_ignored():
     assert Manifest.from_json(json.dumps(content).encode()).epoch == 3
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
+def test_one_that_was_written_before_there_was_of_training_loads():
+    content = json.loads(Manifest(epoch=3).to_json())
+    del content["of_training"]
+    assert Manifest.from_json(json.dumps(content).encode()) == Manifest(epoch=3)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [field.name for field in dataclasses.fields(Manifest) if field.name != "of_training"],
+)
 def test_a_missing_entry_is_no_manifest(field):
     content = json.loads(Manifest().to_json())
     del content[field]

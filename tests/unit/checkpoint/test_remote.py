@@ -192,6 +192,17 @@ def test_the_old_state_survives_a_failing_upload(failing, method):
     assert files() == ["/run/state.pt"]
 
 
+def test_a_server_that_does_not_rename_and_does_not_say_so_is_found_out(failing):
+    """As with WebHDFS, which answers that it did not, and fsspec does not look."""
+    url = "failing://run/state.pt"
+    write_file(state_at(1), URL)
+    failing("mv", lambda source, target: None)
+    with pytest.raises(UnreachableError, match=f"Cannot save to {url}: .* was not renamed to it"):
+        write_file(state_at(2), url)
+    assert step_of(read_file(URL)) == 1
+    assert files() == ["/run/state.pt"]
+
+
 @pytest.mark.parametrize(
     ("method", "act"),
     [

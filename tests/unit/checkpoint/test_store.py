@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -20,7 +21,7 @@ from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_fi
 from raysgd.checkpoint import store as checkpoint_store
 from raysgd.checkpoint.leftovers import temporary_name
 from raysgd.checkpoint.local import LocalFile
-from raysgd.checkpoint.location import UnreachableError
+from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork, in_child
 from tests.unit.checkpoint.states import STATE, Code, flip, state_at, step_of
@@ -110,6 +111,36 @@ def test_the_newest_is_the_one_saved_last_also_after_going_back(folder):
     assert steps_in(folder) == [25]
 
 
+def damage(folder, step):
+    with fsspec.open(f"{folder}/{name_at(step)}", "wb") as file:
+        file.write(b"damaged")
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept", "order"),
+    [(2, [20, 25], [25, 20]), (3, [10, 20, 25], [25, 20, 10]), (None, None, [25, 20, 10, 40, 30])],
+)
+def test_what_was_given_up_is_the_last_to_be_kept_and_restored(folder, keep, kept, order):
+    store = CheckpointStore(folder, job="first", keep=None)
+    for step in (10, 20, 30, 40):
+        store.save(state_at(step))
+    CheckpointStore(folder, job="first", keep=keep).save(state_at(25))
+    assert steps_in(folder) == (kept or [10, 20, 25, 30, 40])
+    for step in order:
+        assert restored_step(folder) == step
+        damage(folder, step)
+    with pytest.raises(CheckpointError, match="No checkpoint in"):
+        restored_step(folder)
+
+
+def test_where_the_newest_is_gone_what_was_given_up_still_comes_last(folder):
+    store = CheckpointStore(folder, job="first", keep=None)
+    for step in (10, 20, 30, 20):
+        store.save(state_at(step))
+    locate(folder).child(name_at(20)).remove()
+    assert restored_step(folder) == 10
+
+
 # ---- what is kept
 
 
@@ -129,6 +160,29 @@ def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
     for step, score in enumerate([0.9, 0.1, 0.8, 0.2, math.nan, 0.5], start=1):
         store.save(state_at(step), {"score": score})
     assert steps_in(folder) == kept
+
+
+def test_the_best_of_what_was_given_up_takes_no_room(folder):
+    """It is kept as long as there is room, the best of it first."""
+    store = CheckpointStore(folder, job="first", keep=None, monitor="score")
+    for step, score in ((10, 0.5), (20, 0.4), (30, 0.1), (40, 0.2)):
+        store.save(state_at(step), {"score": score})
+    store = CheckpointStore(folder, job="first", keep=3, monitor="score")
+    store.save(state_at(15), {"score": 0.9})
+    assert steps_in(folder) == [10, 15, 30]
+    store.save(state_at(16), {"score": math.nan})
+    assert steps_in(folder) == [10, 15, 16], "also of what is not measured"
+
+
+def test_what_training_has_rated_gives_way_to_what_validation_has(folder):
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+    for step, score in enumerate([9.0, 1.0, 8.0, 2.0, math.nan, 7.0], start=1):
+        path = store.save(state_at(step), {"score": score}, of_training=step % 2 == 1)
+        assert read_manifest(path).of_training == (step % 2 == 1)
+    assert steps_in(folder) == [4, 6], "neither 1 nor 3"
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+    store.save(state_at(7), {"score": 9.0}, of_training=True)
+    assert steps_in(folder) == [4, 6, 7]
 
 
 def test_what_is_kept_does_not_depend_on_a_restart(folder):
@@ -326,6 +380,26 @@ def test_a_place_that_does_not_let_itself_be_read_is_no_reason_to_go_back(tmp_pa
     monkeypatch.setattr(checkpoint_store, "read_checkpoint", refuse)
     with pytest.raises(UnreachableError, match=rf"{name_at(2)}: no answer"):
         store.restore()
+
+
+def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
+    url = f"memory://me:secret@{tmp_path.name}/run"
+    shown = url.replace("secret", "***")
+    store = CheckpointStore(url, job="first")
+    for step in (1, 2):
+        store.save(state_at(step))
+    damage(url, 2)
+    locate(url).child("latest").write(lambda file: file.write(b"damaged"))
+    restored = store.restore()
+    assert restored.path == f"{url}/{name_at(1)}", "with it, since the path is to be opened"
+    assert restored.shown == f"{shown}/{name_at(1)}"
+    damage(url, 1)
+    with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
+        store.restore()
+    assert str(caught.value).count(f"{shown}/epoch") >= 2
+    assert f"Passed over {shown}/{name_at(2)}" in caplog.text
+    for text in (caplog.text, str(caught.value), str(restored.passed_over)):
+        assert "secret" not in text
 
 
 # ---- other jobs
