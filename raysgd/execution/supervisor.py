@@ -138,7 +138,8 @@ class Supervisor:
         self.losses_in_call = 0
         """Times that workers were lost in the newest call."""
         # the driver's own worker stays, unless all start anew
-        self.snapshots = SnapshotKeeper(of_driver=not self._elastic.in_place)
+        start_anew = not self._elastic.in_place and not group.options.inline
+        self.snapshots = SnapshotKeeper(of_driver=start_anew)
         self._causes: list[str] = []
         self._begun = False
         self.measured_from: dict[Member, int] = {}
@@ -283,7 +284,8 @@ class Supervisor:
                     self._record("user_error", [attempt.first_error[0]], cause=repr(error))
                 raise error
             elif not attempt.failed:
-                self.state = State.READY
+                # who was interrupted as the call ended has to be told to go on
+                self.state = State.BROKEN if attempt.interrupted_by_us else State.READY
                 if not attempt.paused:
                     self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                     return [attempt.outcomes[member] for member in members]

@@ -47,6 +47,7 @@ class Loop:
         self._validated: _Counted | None = None
         self._validation: tuple[int, int] | None = None
         self._stop_requested = False
+        self._orders_agree = False
         self._start: int | None = None
         self._shared_out = True
         self._source: Source | None = None
@@ -296,19 +297,31 @@ class Loop:
         return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
 
     def _check_order(self, source: Source) -> None:
-        """Check that all ranks share out one order: those of a user's sampler may differ."""
-        parts = self._parts
-        if not source.sharded or parts.context.world_size == 1:
+        """See that all ranks share out one order: those of a user's sampler may differ."""
+        parts, epoch = self._parts, self._parts.epoch
+        rank, size = parts.context.world_rank, parts.context.world_size
+        if not source.sharded or size == 1:
             return
-        digest = source.order_digest(parts.epoch)
-        if digest is not None and parts.minimum(digest) != -parts.minimum(-digest):
-            raise RuntimeError(
-                f"The workers' orders of epoch {parts.epoch} differ, as "
-                f"{type(source.loader.sampler).__name__} gives them, so that samples would be "
-                "repeated and left out. Let it draw from a torch.Generator that is its "
-                "`generator`, from the global generators of torch, numpy or random, which are "
-                "seeded alike on all workers meanwhile, or from what set_epoch(epoch) tells it."
-            )
+        was_drawn = source.has_order(epoch)
+        digest = source.order_digest(epoch)
+        if digest is None:
+            return
+        if parts.minimum(digest) != -parts.minimum(-digest):
+            if parts.minimum(-int(self._orders_agree)) == 0:
+                raise RuntimeError(
+                    f"The workers' orders of epoch {epoch} differ, as "
+                    f"{type(source.loader.sampler).__name__} gives them, so that samples would be "
+                    "repeated and left out. Let it draw from a torch.Generator that is its "
+                    "`generator`, from the global generators of torch, numpy or random, which are "
+                    "seeded alike on all workers meanwhile, or from what set_epoch(epoch) tells "
+                    "it. If it gives each worker a part of its own, pass add_dist_sampler=False "
+                    "to the trainer."
+                )
+            # they were one before: the sampler of who has joined since has not come as far
+            leader = parts.minimum(rank if was_drawn else size) % size
+            order = parts.from_rank(lambda: source.order(epoch), leader)
+            source.take_order(epoch, order)
+        self._orders_agree = True
 
     def _every_rank(self, has_batch: bool) -> bool:
         return bool(self._parts.minimum(int(has_batch)))

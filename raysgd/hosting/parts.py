@@ -201,6 +201,10 @@ class Parts(ABC):
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
 
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+        raise NotImplementedError
+
     def sync_buffers(self) -> None:  # noqa: B027
         """Give every rank what is not trained, and may differ, of rank 0."""
 

@@ -54,6 +54,18 @@ class Source:
         """Return how many samples this worker takes at so many steps; None where unknown."""
         return None
 
+    def has_order(self, epoch: int) -> bool:
+        """Whether the order of an epoch has been drawn, and is kept."""
+        return False
+
+    def order(self, epoch: int) -> Any:
+        """Return the order of an epoch."""
+        raise NotImplementedError
+
+    def take_order(self, epoch: int, order: Any) -> None:
+        """Go by another worker's order of an epoch."""
+        raise NotImplementedError
+
     def order_digest(self, epoch: int) -> int | None:
         """Return a number from 0 to 2**62 - 1 that tells orders of an epoch apart.
 

@@ -119,7 +119,10 @@ class Components(Parts):
                 for optimizer in self.optimizers
             }
         elif self.settings.wrap_ddp and self.settings.context.distributed:
-            self.models = [self._wrapped(model, ddp_args or {}) for model in self.models]
+            self.models = [
+                *(self._wrapped(model, ddp_args or {}) for model in self.given_models),
+                *(self._wrapped_criterion(m, ddp_args or {}) for m in self._criterions),
+            ]
         if self._trains_criterion:
             criterion = self.models[-1]
         elif isinstance(criterion, torch.nn.Module):
@@ -143,7 +146,11 @@ class Components(Parts):
     @property
     def given_models(self) -> list[torch.nn.Module]:
         """The models that were registered as such; a criterion that is trained is one besides."""
-        return self.models[:-1] if self._trains_criterion else self.models
+        return self.models[: len(self.models) - self._trains_criterion]
+
+    @property
+    def _criterions(self) -> list[torch.nn.Module]:
+        return self.models[len(self.models) - self._trains_criterion :]
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""
@@ -192,6 +199,16 @@ class Components(Parts):
         if replica.only_running_statistics(model) and "broadcast_buffers" not in given:
             given.setdefault("forward_sync_buffers", False)
         return replica.ReplicatedModel(model, **given)
+
+    def _wrapped_criterion(
+        self, criterion: torch.nn.Module, arguments: dict[str, Any]
+    ) -> torch.nn.Module:
+        index = self.settings.device.index
+        given = {"device_ids": None if index is None else [index], **arguments}
+        if "broadcast_buffers" not in given:
+            # a loss may be called several times in a step, which must not change what it holds
+            given.setdefault("forward_sync_buffers", False)
+        return replica.ReplicatedCriterion(criterion, **given)
 
     # ---- committed steps
 
@@ -279,6 +296,10 @@ class Components(Parts):
         """Return the smallest `value` of all ranks. Every rank must call it."""
         return replica.agree_on_minimum(value, self.settings.device)
 
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+        return replica.broadcast_state(make, rank, self.settings.device)
+
     def validating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which models do not communicate."""
         return replica.no_forward_sync(self.models)
@@ -356,7 +377,7 @@ class Components(Parts):
         Raises:
             CheckpointError: if they do not.
         """
-        for name, objects in self._stateful():
+        for name, objects in self._stateful(state):
             check_fits(name, objects, state.get(name, []))
         key = self._scaler_key(state)
         if key is not None and (problem := self.updates.precision.problem_with(state[key])):
@@ -364,7 +385,7 @@ class Components(Parts):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
-        for name, objects in self._stateful():
+        for name, objects in self._stateful(state):
             for held, saved in zip(objects, state.get(name, []), strict=True):
                 held.load_state_dict(saved)
         if (key := self._scaler_key(state)) is not None:
@@ -376,9 +397,12 @@ class Components(Parts):
         precision = self.updates.precision
         return precision.state_key if precision.scales and precision.state_key in state else None
 
-    def _stateful(self) -> list[tuple[str, list[Any]]]:
+    def _stateful(self, state: dict[str, Any]) -> list[tuple[str, list[Any]]]:
+        models = self.models
+        if len(self.given_models) == len(state.get("models", ())) < len(models):
+            models = self.given_models  # an older file, without the criterion
         return [
-            ("models", [replica.unwrap(model) for model in self.models]),
+            ("models", [replica.unwrap(model) for model in models]),
             ("optimizers", self.optimizers),
             ("schedulers", self.schedulers),
         ]

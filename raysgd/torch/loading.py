@@ -199,6 +199,18 @@ class ShardedLoader(Source):
             self._order = (key, order)
         return self._order[1]
 
+    def has_order(self, epoch: int) -> bool:
+        """Whether the order of an epoch has been drawn, and is kept."""
+        return self._order is not None and self._order[0] == (self._seed, epoch)
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch."""
+        return self._order_of(epoch)
+
+    def take_order(self, epoch: int, order: Order) -> None:
+        """Go by another worker's order of an epoch."""
+        self._order = ((self._seed, epoch), order)
+
     def order_digest(self, epoch: int) -> int | None:
         """Return a digest of the order of an epoch, where it is a sampler's of the user's."""
         sampler = self.loader.sampler

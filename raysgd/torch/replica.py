@@ -19,6 +19,7 @@ from raysgd.torch import collectives
 from raysgd.trees import map_leaves
 
 __all__ = [
+    "ReplicatedCriterion",
     "ReplicatedModel",
     "agree_on_minimum",
     "broadcast_state",
@@ -46,6 +47,19 @@ class ReplicatedModel(DistributedDataParallel):
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self.module(*inputs, **kwargs)
+
+
+class ReplicatedCriterion(ReplicatedModel):
+    """A loss that learns, with the attributes of the loss."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Give access to what the loss has, as where there is one worker."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:

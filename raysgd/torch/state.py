@@ -53,8 +53,12 @@ def on_cpu(tree: Any) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """Return a copy of a tensor on its device, or of anything else."""
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else deep_copied(leaf)
+    """Return a copy of a tensor on its device, or of anything else that is data."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    # a scheduler within another's state, or a method of one, would bring its optimizer along
+    is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
+    return deep_copied(leaf) if is_data else leaf
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
@@ -64,19 +68,23 @@ def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        twin = tensor.detach().cpu().clone()
-        if isinstance(tensor, torch.nn.Parameter):
-            twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = twin
+        memo[id(tensor)] = _twin(tensor)
     # what a forward pass has left in attributes has a graph, which cannot be copied and is no use
     for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
         if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().cpu().clone()
+            memo[id(tensor)] = _twin(tensor)
     copied_model = copy.deepcopy(model, memo)
     for module in copied_model.modules():
         if parametrize.is_parametrized(module):
             copyreg.pickle(type(module), _reduced)
     return copied_model
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = tensor.detach().cpu().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin
 
 
 def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -14,13 +14,14 @@ import psutil
 import pytest
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
+from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data import Dataset
 from raysgd.execution import recruiting
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import SOON_S, wait_until
-from tests.distributed.test_exactness import Ledger, ledger_of
+from tests.distributed.test_exactness import Ids, Ledger, ledger_of
 from tests.distributed.test_failures import Faulty, order, reached
 from tests.operators import Classifier, replica_hash
 
@@ -289,6 +290,45 @@ def test_a_newcomer_goes_on_in_the_data_set_of_the_call(ray_cluster):
         assert torch.equal(ledger_of(trainer), torch.ones(400))
 
 
+class Counting:
+    """Draws from random numbers of its own, alike on all workers that were there at the start."""
+
+    def __init__(self, size):
+        self.size = size
+        self.hidden = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=self.hidden).tolist())
+
+
+class OwnOrder(Ledger):
+    def setup(self, config):
+        super().setup(config)
+        data = Ids(config["num_samples"])
+        sampler = Counting(len(data))
+        self.register_data(train_loader=DataLoader(data, batch_size=4, sampler=sampler))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_newcomer_takes_the_order_of_the_others(ray_cluster, victim):
+    with TorchTrainer(
+        training_operator_cls=OwnOrder,
+        config={"num_samples": 48, "batch_size": 4, "loader_workers": 0},
+        num_workers=2,
+        min_workers=2,
+    ) as trainer:
+        trainer.train()
+        trainer.train(num_steps=2)
+        os.kill(trainer.apply_all_workers(os.getpid)[victim], signal.SIGKILL)
+        trainer.train()
+        assert ledger_of(trainer).tolist() == [2] * 48
+        trainer.train()
+        assert ledger_of(trainer).tolist() == [3] * 48
+
+
 def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):
     with TorchTrainer(
         training_operator_cls=Rich,
@@ -323,7 +363,6 @@ class Rich(Classifier):
             criterion=torch.nn.CrossEntropyLoss(),
             schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
         )
-        from torch.utils.data import DataLoader
 
         from tests.operators import make_data
 

@@ -13,11 +13,13 @@ from tests.unit.recorder import Recorder
 EPOCH = list(range(40))
 
 
-def make_runner(every, config=None, context=None, operator_cls=Recorder):
+def make_runner(every, config=None, context=None, operator_cls=Recorder, **options):
     """A runner of epochs of five batches with eight samples each."""
     config = {"num_samples": 40, "batch_size": 8, **(config or {})}
     runner = TorchRunner(
-        TorchRunnerOptions(operator_cls=operator_cls, config=config, snapshot_every=every)
+        TorchRunnerOptions(
+            operator_cls=operator_cls, config=config, snapshot_every=every, **options
+        )
     )
     context = context or WorkerContext(in_driver=True)
     runner.prepare(context)
@@ -138,6 +140,21 @@ def test_what_an_operator_changes_in_place_stays_in_a_snapshot():
     runner.train(call=0, until_step=4)
     held = runner.snapshot()["operator"]
     assert (held["counts"].tolist(), held["seen"]) == ([0, 0], {0})
+
+
+def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
+    class WarmUp(torch.optim.lr_scheduler.StepLR):
+        def __init__(self, optimizer):
+            self.after = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            self.then = self.after.step
+            super().__init__(optimizer, 1)
+
+    runner = make_runner("epoch", {"scheduler": WarmUp}, scheduler_step_freq="epoch")
+    runner.train(call=0, until_step=1)
+    (held,) = runner._loop.snapshots._held[1]["schedulers"]
+    (mine,) = runner.operator._parts.schedulers
+    assert held["after"] is mine.after
+    assert held["then"].__self__ is mine.after
 
 
 def test_each_that_asks_gets_a_copy_of_its_own():

@@ -111,6 +111,10 @@ def test_a_criterion_that_is_trained_is_a_model_besides():
     assert (given[0], given[2]) == (model, criterion)
     assert (parts.models, parts.given_models) == ([model, criterion], [model])
     assert len(parts.training_state()["models"]) == 2
+    older = parts.training_state()
+    older["models"].pop()
+    parts.check_training_state(older)
+    parts.load_training_state(older)
     frozen = linear().requires_grad_(False)
     parts = components()
     register(parts, model, sgd(model, frozen), frozen)
