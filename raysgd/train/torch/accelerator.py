@@ -134,7 +134,8 @@ def prepare_data_loader(
     """Return a loader of which each worker gets its part, on its device.
 
     A loader that shuffles goes on doing so, in an order that all workers agree on. It changes with
-    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler.
+    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler,
+    before any pass, the first as well; later passes count on from there.
     What any other sampler gives (a subset, a weighted draw) is shared out as it gives it: every
     worker draws all of it, with the same random numbers, and takes its part. The last ones are
     made even with the first.

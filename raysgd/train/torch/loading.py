@@ -62,7 +62,7 @@ class PreparedLoader(DataLoader[Any]):
         self._device = device
         self._ahead = ahead and device is not None and device.type == "cuda"
         self._num_passes = 0
-        self._set_epoch: int | None = None
+        self._own_epoch: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # DataLoader's own guards what is not its any more
@@ -86,11 +86,16 @@ class PreparedLoader(DataLoader[Any]):
         sampler = self._loader.sampler
         if not isinstance(sampler, DistributedSampler):
             return
-        if self._set_epoch is not None and sampler.epoch != self._set_epoch:
-            self._num_passes = sampler.epoch  # the user has: go on from there
-        sampler.set_epoch(self._num_passes)
-        self._set_epoch = sampler.epoch
+        found, own = sampler.epoch, self._own_epoch
+        if own is None or found != own or type(found) is not type(own):
+            self._num_passes = found  # the user's, or where a sampler begins: go on from there
+        sampler.set_epoch(_Epoch(self._num_passes))
+        self._own_epoch = sampler.epoch
         self._num_passes += 1
+
+
+class _Epoch(int):
+    """An epoch that no user has set: told from one that a user sets to the same number."""
 
 
 def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -134,19 +139,33 @@ class _SharedSampler(DistributedSampler[Any]):
     """
 
     def __init__(self, given: Any, num_replicas: int, rank: int, seed: int) -> None:
-        super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
         self._given = given
+        super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was set, here or on the user's own sampler."""
+        found = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
+        return found if isinstance(found, int) else self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, on the user's own sampler as well where it has one."""
+        self._epoch = epoch
+        if hasattr(self._given, "set_epoch"):
+            self._given.set_epoch(epoch)
 
     def __len__(self) -> int:
         return -(-len(self._given) // self.num_replicas)
 
     def __iter__(self) -> Iterator[Any]:
-        if hasattr(self._given, "set_epoch"):
-            self._given.set_epoch(self.epoch)
         generator = getattr(self._given, "generator", None)
         if not isinstance(generator, torch.Generator):
             generator = None  # numpy's, say, which cannot be put back
-        with seeded(self.seed + self.epoch, generator):
+        with seeded(self.seed + self._epoch, generator):
             order = list(self._given)
         # begun again where it does not divide, as torch does, so that all have equally many
         num_each = -(-len(order) // self.num_replicas)

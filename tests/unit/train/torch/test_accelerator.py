@@ -70,6 +70,71 @@ def test_the_user_may_set_the_epoch():
     assert rows(given) == first
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "subset", "their own"])
+def test_an_epoch_that_was_set_before_the_first_pass_holds(kind):
+    def make():
+        if kind == "shuffled":
+            return loader(shuffle=True)
+        if kind == "subset":
+            return loader(sampler=SubsetRandomSampler(range(20)))
+        return loader(sampler=DistributedSampler(range(20), num_replicas=2, rank=0))
+
+    begun = shared(make())
+    passes = [rows(begun) for _ in range(5)]
+    resumed = shared(make())
+    resumed.sampler.set_epoch(3)
+    assert [rows(resumed), rows(resumed)] == passes[3:]
+    given = make()
+    if kind == "their own":
+        given.sampler.set_epoch(3)
+        assert rows(shared(given)) == passes[3]
+
+
+def test_an_epoch_that_was_set_holds_where_a_pass_had_come_to_it_by_itself():
+    given = shared(loader(shuffle=True))
+    found = []
+    for epoch in range(3):
+        given.sampler.set_epoch(epoch)
+        found.append([rows(given), rows(given)])  # twice through it in each epoch
+    assert found[0][1] == found[1][0]
+    assert found[1][1] == found[2][0]
+    assert given.sampler.epoch == 3
+
+
+def test_the_epoch_is_noticed_where_a_sampler_makes_a_plain_number_of_it():
+    class Own(DistributedSampler):
+        def set_epoch(self, epoch):
+            self.epoch = int(epoch)
+
+    given = shared(loader(sampler=Own(range(20), num_replicas=2, rank=0)))
+    passes = [rows(given) for _ in range(3)]
+    assert passes[0] != passes[1] != passes[2]
+    given.sampler.set_epoch(1)
+    assert rows(given) == passes[1]
+
+
+def test_the_epoch_of_a_shared_sampler_can_be_set_on_the_users_own():
+    class Own:
+        epoch = 2
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            return iter(range(self.epoch, self.epoch + 8))
+
+    sampler = Own()
+    given = shared(loader(sampler=sampler))
+    assert [rows(given)[0], rows(given)[0]] == [2, 3]
+    sampler.set_epoch(3)
+    assert [rows(given)[0], rows(given)[0]] == [3, 4]
+    given.sampler.set_epoch(7)
+    assert [rows(given)[0], rows(given)[0]] == [7, 8]
+
+
 def test_a_loader_of_one_worker_or_over_an_iterable_is_not_shared_out():
     class Stream(IterableDataset):
         def __iter__(self):
