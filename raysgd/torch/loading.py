@@ -7,7 +7,6 @@ import copy
 import hashlib
 import itertools
 import numbers
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from raysgd.hosting.sharding import Shard
 from raysgd.hosting.source import PlainLoader as UnsharedLoader
 from raysgd.hosting.source import Source
 from raysgd.torch.rows import rows_of
+from raysgd.torch.seeding import seeded
 
 __all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "wrap_loader"]
 
@@ -151,7 +151,7 @@ class ShardedLoader(Source):
         if self._iterates_itself and self.loader.generator is None:
             # where its __iter__ is a generator, it draws when the first batch is asked for
             loader.generator = torch.Generator().manual_seed(seed)
-        with _seeded(seed, None):
+        with seeded(seed, None):
             batches = iter(loader)
         return self._checked(batches, indices) if self._iterates_itself else batches
 
@@ -191,7 +191,7 @@ class ShardedLoader(Source):
             generator = getattr(sampler, "generator", None)
             if not isinstance(generator, torch.Generator):
                 generator = None  # numpy's, say, which cannot be put back
-            with _seeded(self._seed + epoch, generator):
+            with seeded(self._seed + epoch, generator):
                 if _is_plain_shuffle(sampler):
                     order: Order = torch.randperm(len(sampler.data_source))
                 else:
@@ -453,25 +453,6 @@ def _is_plain_shuffle(sampler: Any) -> bool:
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     )
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
-    """Let every random number that a sampler may draw follow from `seed`, and restore all after."""
-    # torch.manual_seed would reseed the GPUs as well
-    generators = [torch.default_generator, *([] if generator is None else [generator])]
-    held = random.getstate(), np.random.get_state(), [g.get_state() for g in generators]
-    try:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        for each in generators:
-            each.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(held[0])
-        np.random.set_state(held[1])
-        for each, state in zip(generators, held[2], strict=True):
-            each.set_state(state)
 
 
 def dataset_loader(dataset: ItemDataset) -> DataLoader[Any]:

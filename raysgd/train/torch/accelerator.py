@@ -134,12 +134,19 @@ def prepare_data_loader(
     """Return a loader of which each worker gets its part, on its device.
 
     A loader that shuffles goes on doing so, in an order that all workers agree on. It changes with
-    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler.
+    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler,
+    before any pass, the first as well; later passes count on from there.
+    What any other sampler gives (a subset, a weighted draw) is shared out as it gives it: every
+    worker draws all of it, with the same random numbers, and takes its part. The last ones are
+    made even with the first.
 
     Args:
         data_loader: the loader, the same on all workers; its batch size is that of one worker.
-        add_dist_sampler: whether to share it out, where there are several workers and it is not
-            over an IterableDataset, and has no DistributedSampler of its own.
+        add_dist_sampler: whether to share it out, where there are several workers. One over an
+            IterableDataset, with a batch sampler of its own, or with a sampler that is for one
+            worker of several already (a DistributedSampler, or another with ``num_replicas``), is
+            left as it is; so is, with a warning, a subclass with an ``__iter__`` of its own, and
+            one whose sampler has no length.
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
             before is trained on; needs a GPU.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +18,11 @@ from torch.utils.data import (
 )
 
 from raysgd.torch.moving import moved
+from raysgd.torch.seeding import seeded
 
 __all__ = ["PreparedLoader", "prepared_loader"]
+
+logger = logging.getLogger(__name__)
 
 
 def prepared_loader(
@@ -57,7 +62,7 @@ class PreparedLoader(DataLoader[Any]):
         self._device = device
         self._ahead = ahead and device is not None and device.type == "cuda"
         self._num_passes = 0
-        self._set_epoch: int | None = None
+        self._own_epoch: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # DataLoader's own guards what is not its any more
@@ -81,11 +86,16 @@ class PreparedLoader(DataLoader[Any]):
         sampler = self._loader.sampler
         if not isinstance(sampler, DistributedSampler):
             return
-        if self._set_epoch is not None and sampler.epoch != self._set_epoch:
-            self._num_passes = sampler.epoch  # the user has: go on from there
-        sampler.set_epoch(self._num_passes)
-        self._set_epoch = sampler.epoch
+        found, own = sampler.epoch, self._own_epoch
+        if own is None or found != own or type(found) is not type(own):
+            self._num_passes = found  # the user's, or where a sampler begins: go on from there
+        sampler.set_epoch(_Epoch(self._num_passes))
+        self._own_epoch = sampler.epoch
         self._num_passes += 1
+
+
+class _Epoch(int):
+    """An epoch that no user has set: told from one that a user sets to the same number."""
 
 
 def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -122,15 +132,91 @@ def _record(batch: Any, stream: Any) -> None:
             _record(item, stream)
 
 
+class _SharedSampler(DistributedSampler[Any]):
+    """This worker's part of what a sampler of the user's gives.
+
+    Every worker draws the whole order, from the same random numbers, and takes its part of it.
+    """
+
+    def __init__(self, given: Any, num_replicas: int, rank: int, seed: int) -> None:
+        self._given = given
+        super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was set, here or on the user's own sampler."""
+        found = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
+        return found if isinstance(found, int) else self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, on the user's own sampler as well where it has one."""
+        self._epoch = epoch
+        if hasattr(self._given, "set_epoch"):
+            self._given.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return -(-len(self._given) // self.num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self._given, "generator", None)
+        if not isinstance(generator, torch.Generator):
+            generator = None  # numpy's, say, which cannot be put back
+        with seeded(self.seed + self._epoch, generator):
+            order = list(self._given)
+        # begun again where it does not divide, as torch does, so that all have equally many
+        num_each = -(-len(order) // self.num_replicas)
+        even = itertools.islice(itertools.cycle(order), num_each * self.num_replicas)
+        return itertools.islice(even, self.rank, None, self.num_replicas)
+
+
 def _can_share(loader: DataLoader[Any]) -> bool:
     # with a batch sampler of the user's, torch sets batch_size to None and sampler to a dummy
     own_batches = loader.batch_sampler is not None and (
         type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
     )
+    if own_batches or isinstance(loader.dataset, IterableDataset) or _is_part(loader.sampler):
+        return False
+    if type(loader).__iter__ not in (DataLoader.__iter__, PreparedLoader.__iter__):
+        _warn(f"{type(loader).__name__} has an __iter__ of its own")
+        return False
+    if not hasattr(loader.sampler, "__len__"):
+        _warn(f"its sampler, of type {type(loader.sampler).__name__}, has no length")
+        return False
+    return True
+
+
+def _is_part(sampler: Any) -> bool:
+    """Whether a sampler, or one that it draws from, is for one worker of several already."""
+    while sampler is not None:
+        # the name that torch gives it, and those who write others follow
+        if hasattr(sampler, "num_replicas"):
+            return True
+        sampler = getattr(sampler, "sampler", None)
+    return False
+
+
+def _warn(reason: str) -> None:
+    logger.warning(
+        "A loader is not shared out, since %s: every worker goes through all that it gives. Let "
+        "it read a part on each worker, by train.world_rank() and train.world_size(), and pass "
+        "add_dist_sampler=False to prepare_data_loader().",
+        reason,
+    )
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader goes through its whole data set once, in order or shuffled."""
+    sampler: Any = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]
     return (
-        not own_batches
-        and not isinstance(loader.dataset, IterableDataset)
-        and not isinstance(loader.sampler, DistributedSampler)
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]
     )
 
 
@@ -138,12 +224,16 @@ def _shared(
     loader: DataLoader[Any], world_size: int, rank: int, seed: int, pin: bool
 ) -> DataLoader[Any]:
     """Return a loader with the same settings over this worker's part."""
-    shuffles = not isinstance(loader.sampler, SequentialSampler)
     if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
         seed = loader.generator.initial_seed() % 2**31
-    sampler: Any = DistributedSampler(
-        loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffles, seed=seed
-    )
+    sampler: Any
+    if _is_plain(loader):
+        shuffles = not isinstance(loader.sampler, SequentialSampler)
+        sampler = DistributedSampler(
+            loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffles, seed=seed
+        )
+    else:
+        sampler = _SharedSampler(loader.sampler, num_replicas=world_size, rank=rank, seed=seed)
     settings: dict[str, Any] = {
         "batch_size": loader.batch_size,
         "sampler": sampler,

@@ -1,8 +1,20 @@
 """Models, loaders and optimizers made ready, in this process."""
 
+import random
+
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raysgd import train
 from raysgd.context import WorkerContext
@@ -58,6 +70,71 @@ def test_the_user_may_set_the_epoch():
     assert rows(given) == first
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "subset", "their own"])
+def test_an_epoch_that_was_set_before_the_first_pass_holds(kind):
+    def make():
+        if kind == "shuffled":
+            return loader(shuffle=True)
+        if kind == "subset":
+            return loader(sampler=SubsetRandomSampler(range(20)))
+        return loader(sampler=DistributedSampler(range(20), num_replicas=2, rank=0))
+
+    begun = shared(make())
+    passes = [rows(begun) for _ in range(5)]
+    resumed = shared(make())
+    resumed.sampler.set_epoch(3)
+    assert [rows(resumed), rows(resumed)] == passes[3:]
+    given = make()
+    if kind == "their own":
+        given.sampler.set_epoch(3)
+        assert rows(shared(given)) == passes[3]
+
+
+def test_an_epoch_that_was_set_holds_where_a_pass_had_come_to_it_by_itself():
+    given = shared(loader(shuffle=True))
+    found = []
+    for epoch in range(3):
+        given.sampler.set_epoch(epoch)
+        found.append([rows(given), rows(given)])  # twice through it in each epoch
+    assert found[0][1] == found[1][0]
+    assert found[1][1] == found[2][0]
+    assert given.sampler.epoch == 3
+
+
+def test_the_epoch_is_noticed_where_a_sampler_makes_a_plain_number_of_it():
+    class Own(DistributedSampler):
+        def set_epoch(self, epoch):
+            self.epoch = int(epoch)
+
+    given = shared(loader(sampler=Own(range(20), num_replicas=2, rank=0)))
+    passes = [rows(given) for _ in range(3)]
+    assert passes[0] != passes[1] != passes[2]
+    given.sampler.set_epoch(1)
+    assert rows(given) == passes[1]
+
+
+def test_the_epoch_of_a_shared_sampler_can_be_set_on_the_users_own():
+    class Own:
+        epoch = 2
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            return iter(range(self.epoch, self.epoch + 8))
+
+    sampler = Own()
+    given = shared(loader(sampler=sampler))
+    assert [rows(given)[0], rows(given)[0]] == [2, 3]
+    sampler.set_epoch(3)
+    assert [rows(given)[0], rows(given)[0]] == [3, 4]
+    given.sampler.set_epoch(7)
+    assert [rows(given)[0], rows(given)[0]] == [7, 8]
+
+
 def test_a_loader_of_one_worker_or_over_an_iterable_is_not_shared_out():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -74,6 +151,132 @@ def test_a_loader_with_its_own_batch_sampler_is_left_as_it_is():
     found = shared(DataLoader(data, batch_sampler=backwards))
     assert [len(batch) for (batch,) in found] == [8, 8, 4]
     assert rows(found) == list(range(19, -1, -1))
+
+
+def parts_of(make, passes=1, size=2):
+    """What each worker gets in the last of so many passes; `make` makes its loader."""
+    parts = []
+    for rank in range(size):
+        random.seed(rank)  # workers' own random numbers differ
+        torch.manual_seed(rank)
+        made = shared(make(), rank, size)
+        parts.append([rows(made) for _ in range(passes)][-1])
+    return parts
+
+
+def test_a_subset_sampler_is_shared_out_and_nothing_else_of_the_data():
+    def make():
+        return loader(sampler=SubsetRandomSampler(range(6, 16)))
+
+    first, second = parts_of(make), parts_of(make, passes=2)
+    for parts in (first, second):
+        assert [len(part) for part in parts] == [5, 5]
+        assert sorted(parts[0] + parts[1]) == list(range(6, 16))
+    assert first != second
+    assert len(shared(make())) == 2
+    assert len(shared(make()).sampler) == 5
+
+
+def test_the_epoch_of_a_shared_sampler_can_be_set_and_the_workers_random_numbers_stay():
+    generator = torch.Generator().manual_seed(5)
+    sampler = SubsetRandomSampler(range(10), generator=generator)
+    given = shared(loader(sampler=sampler))
+    assert isinstance(given.sampler, DistributedSampler)  # as scripts ask before they set it
+    assert (given.sampler.num_replicas, given.sampler.rank) == (2, 0)
+    states = generator.get_state(), random.getstate()
+    first = rows(given)
+    assert torch.equal(generator.get_state(), states[0])
+    assert random.getstate() == states[1]
+    rows(given)
+    given.sampler.set_epoch(0)
+    assert rows(given) == first
+
+
+def test_a_weighted_sampler_keeps_its_weights_and_its_number():
+    weights = [0.0] * 18 + [1.0, 1.0]
+    first, second = parts_of(lambda: loader(sampler=WeightedRandomSampler(weights, 31)))
+    assert len(first) == len(second) == 16  # one is repeated, so that they are even
+    assert set(first + second) == {18, 19}
+
+
+def test_what_draws_a_part_of_the_data_is_not_taken_for_a_shuffle():
+    data = range(20)
+    found = parts_of(lambda: loader(sampler=RandomSampler(data, num_samples=6)))
+    assert [len(set(part)) for part in found] == [3, 3]
+    first, second = parts_of(lambda: loader(sampler=RandomSampler(data, replacement=True)))
+    assert len(set(first + second)) < len(first + second) == 20
+    assert parts_of(lambda: loader(sampler=SequentialSampler(range(5)))) == [[0, 2, 4], [1, 3, 0]]
+    assert parts_of(lambda: loader(sampler=[7, 3]), size=5) == [[7], [3], [7], [3], [7]]
+    assert parts_of(lambda: loader(sampler=[])) == [[], []]
+
+
+def test_a_sampler_of_the_users_own_hears_of_the_epoch():
+    heard = []
+
+    class Own:
+        def set_epoch(self, epoch):
+            heard.append(epoch)
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            return iter(random.sample(range(8), 8))
+
+    parts = parts_of(lambda: loader(sampler=Own()), passes=2)
+    assert sorted(parts[0] + parts[1]) == list(range(8))
+    assert heard == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sampler_that_is_for_one_worker_of_several_is_left_as_it_is(nested, caplog):
+    class Own:
+        num_replicas, rank = 2, 1
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter([1, 3])
+
+    sampler = BatchSampler(Own(), 2, drop_last=False) if nested else Own()
+    data = TensorDataset(torch.arange(20))
+    found = shared(DataLoader(data, batch_size=None if nested else 4, sampler=sampler))
+    assert rows(found) == [1, 3]
+    assert not caplog.messages
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_left_as_it_is_with_a_warning(caplog):
+    class OwnLoader(DataLoader):
+        def __iter__(self):
+            return reversed(list(super().__iter__()))
+
+    given = OwnLoader(TensorDataset(torch.arange(6)), batch_size=4)
+    assert rows(shared(given)) == [4, 5, 0, 1, 2, 3]
+    (message,) = caplog.messages
+    assert "OwnLoader has an __iter__ of its own" in message
+    assert "add_dist_sampler=False" in message
+
+
+def test_a_sampler_without_a_length_is_left_as_it_is_with_a_warning(caplog):
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield 3
+
+    batches = iter(shared(loader(sampler=Endless())))
+    assert next(batches)[0].tolist() == [3, 3, 3, 3]
+    assert "Endless, has no length" in caplog.text
+
+
+def test_a_loader_that_is_prepared_twice_is_shared_out_once(caplog):
+    once = [shared(loader(shuffle=True), rank) for rank in range(2)]
+    parts = [rows(shared(each, rank)) for rank, each in enumerate(once)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    left = [shared(loader(), size=1) for _ in range(2)]
+    parts = [rows(shared(each, rank)) for rank, each in enumerate(left)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    assert not caplog.messages
 
 
 def test_a_prepared_loader_has_what_the_loader_has():
