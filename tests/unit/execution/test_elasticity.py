@@ -749,6 +749,21 @@ def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog)
 # ---- hangs
 
 
+def test_workers_whose_call_ended_although_they_were_interrupted_enter_anew(world):
+    """They may have been told to stop, or their process group be of no use any more."""
+    supervisor = world.make(2, hang_timeout_s=5.0, grow=False)
+    members = list(supervisor.members)
+    for member in members:
+        member.deaf, member.stack = True, "in all_reduce"
+    world.step_s = 7.0
+    assert steps_of(run_until(supervisor, 1)) == [1, 1]
+    assert [member.interruptions for member in members] == [1, 1]
+    world.step_s = 0.1
+    joins = [member.num_joins for member in members]
+    assert steps_of(run_until(supervisor, 2)) == [2, 2]
+    assert [member.num_joins for member in members] == [n + 1 for n in joins]
+
+
 def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
     supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
     stuck = supervisor.members[1]
