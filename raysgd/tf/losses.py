@@ -10,14 +10,11 @@ import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
 
-__all__ = ["KerasMetric", "accuracy", "batch_metric", "loss_function", "own_metrics"]
+__all__ = ["KerasMetric", "MeanLoss", "accuracy", "batch_metric", "loss_function", "own_metrics"]
 
 
-def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
+def loss_function(keras: Any, criterion: Any) -> MeanLoss:
     """Return a function of (target, output) that gives the mean loss of a batch.
-
-    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
-    there; so their values for each sample are averaged here.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
@@ -27,18 +24,48 @@ def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
         criterion = keras.losses.get(criterion)
     if isinstance(criterion, type):
         criterion = criterion()
-    each = criterion
-    if isinstance(criterion, keras.losses.Loss):
-        if str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum"):
-            return lambda target, output: tf.reduce_sum(criterion.call(target, output))
-        each = criterion.call
-    if not callable(each):
+    if isinstance(criterion, MeanLoss):
+        return criterion
+    if not callable(criterion):
         raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+    return MeanLoss(criterion, of_keras=isinstance(criterion, keras.losses.Loss))
 
-    def mean_loss(target: Any, output: Any) -> Any:
-        return tf.reduce_mean(tf.cast(each(target, output), tf.float32))
 
-    return mean_loss
+class MeanLoss:
+    """A loss as a plain mean over a worker's own batch; what is read of it is the loss's own.
+
+    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
+    there; so their values for each sample are averaged here.
+
+    Args:
+        criterion: a loss of Keras, or any function of (target, output).
+        of_keras: whether it is a loss of Keras.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], of_keras: bool) -> None:
+        self._criterion, self._of_keras = criterion, of_keras
+
+    def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
+        """Return the mean loss; what else is given, such as sample weights, goes to the loss."""
+        criterion: Any = self._criterion
+        if self._of_keras:
+            summed = str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum")
+            if not summed:
+                criterion = _unreduced(criterion)
+        values = criterion(target, output, *others, **named)
+        return tf.reduce_mean(tf.cast(values, tf.float32))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._criterion, name)
+
+
+def _unreduced(criterion: Any) -> Any:
+    """Return a copy of a loss of Keras that gives a value for each sample."""
+    made = object.__new__(type(criterion))  # copy.copy writes and reads a config, or fails to
+    vars(made).update(vars(criterion), reduction="none")
+    return made
 
 
 def accuracy(target: Any, output: Any) -> float | None:

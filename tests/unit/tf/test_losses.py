@@ -53,6 +53,26 @@ def test_a_loss_may_be_a_name_a_class_a_function_or_have_no_reduction(keras):
 
 
 @both
+def test_a_loss_is_the_plain_mean_under_a_strategy_and_keeps_its_attributes(keras):
+    class Weighty(keras_of({"keras": keras}).losses.Loss):
+        weight = 2.0
+
+        def call(self, target, output):
+            return self.weight * tf.reduce_mean((target - output) ** 2, axis=-1)
+
+    found = loss_function(keras_of({"keras": keras}), Weighty(name="mine"))
+    assert (found.weight, found.name) == (2.0, "mine")
+    assert not hasattr(found, "sharpness")
+    expected = 2 * np.mean((BITS - CHANCES) ** 2)
+    assert float(found(BITS, CHANCES)) == pytest.approx(expected, rel=1e-5)
+    weights = np.arange(len(BITS), dtype="float32")
+    weighed = 2 * np.mean((BITS - CHANCES)[:, 0] ** 2 * weights)
+    assert float(found(BITS, CHANCES, sample_weight=weights)) == pytest.approx(weighed, rel=1e-5)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        assert float(found(BITS, CHANCES)) == pytest.approx(expected, rel=1e-5)
+
+
+@both
 def test_what_cannot_be_called_is_no_loss(keras):
     with pytest.raises(TypeError, match=r"register\(criterion=...\) must be callable, .* 3"):
         loss_function(keras_of({"keras": keras}), 3)
