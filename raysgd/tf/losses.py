@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,10 @@ def loss_function(keras: Any, criterion: Any) -> MeanLoss:
         return criterion
     if not callable(criterion):
         raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+    if inspect.isfunction(criterion) and criterion.__module__.startswith(f"{keras.__name__}."):
+        # Keras's own function, or its name: as compile() takes it, with masks and alike ranks
+        wrapper = keras.losses.MeanSquaredError.__base__
+        criterion = wrapper(criterion, name=criterion.__name__)
     return MeanLoss(criterion, of_keras=isinstance(criterion, keras.losses.Loss))
 
 
@@ -47,18 +52,34 @@ class MeanLoss:
 
     def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
         """Return the mean loss; what else is given, such as sample weights, goes to the loss."""
-        criterion: Any = self._criterion
+        criterion, mask = self._criterion, None
+        output = tf.nest.map_structure(_widened, output)
         if self._of_keras:
             summed = str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum")
             if not summed:
-                criterion = _unreduced(criterion)
+                criterion, mask = _unreduced(criterion), getattr(output, "_keras_mask", None)
         values = criterion(target, output, *others, **named)
-        return tf.reduce_mean(tf.cast(values, tf.float32))
+        mean = tf.reduce_mean(tf.cast(values, tf.float32))
+        if mask is None:
+            return mean
+        # what is masked is 0 by now, and does not count
+        return tf.math.divide_no_nan(mean, tf.reduce_mean(tf.cast(mask, tf.float32)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._criterion, name)
+
+
+def _widened(tensor: Any) -> Any:
+    """Return a tensor in float32 where it was float16 or bfloat16, in which losses overflow."""
+    if getattr(tensor, "dtype", None) not in (tf.float16, tf.bfloat16):
+        return tensor
+    widened = tf.cast(tensor, tf.float32)
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        widened._keras_mask = mask
+    return widened
 
 
 def _unreduced(criterion: Any) -> Any:
@@ -122,7 +143,12 @@ def batch_metric(keras: Any, metric: Any, target: Any, output: Any) -> Mergeable
     mean = keras.metrics.Mean
     if isinstance(metric, mean) and type(metric).result is mean.result:  # no root of one
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    return KerasMetric(keras.__name__, metric)
+    spec = [tf.nest.map_structure(_shape_and_type, each) for each in (target, output)]
+    return KerasMetric(keras.__name__, metric, spec)
+
+
+def _shape_and_type(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 class KerasMetric(MergeableMetric):
@@ -131,25 +157,37 @@ class KerasMetric(MergeableMetric):
     Args:
         flavor: "keras" or "tf_keras".
         metric: a metric whose variables are sums over samples, as those of AUC and Precision are.
+        spec: the shapes and types of a target and an output.
     """
 
-    def __init__(self, flavor: str, metric: Any) -> None:
-        self._flavor = flavor
+    def __init__(self, flavor: str, metric: Any, spec: Any) -> None:
+        self._flavor, self._spec = flavor, spec
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
     def merge(self, other: KerasMetric) -> KerasMetric:
         """Add the counts."""
         merged = KerasMetric.__new__(KerasMetric)
-        merged._flavor, merged._config = self._flavor, self._config
+        merged._flavor, merged._spec = self._flavor, self._spec
+        merged._config = self._config
         pairs = zip(self._sums, other._sums, strict=True)
         merged._sums = [left + right for left, right in pairs]
         return merged
 
-    def compute(self) -> float:
-        """Let Keras compute it."""
+    def compute(self) -> float | dict[str, float]:
+        """Let Keras compute it: a number, or one for each class by its place, ``_0``, ``_1``."""
         kind, config = self._config
         metric = kind.from_config(config)
+        if len(metric.variables) != len(self._sums):  # F1Score and others make them of a batch
+            zeros = [tf.nest.map_structure(_zeros, each) for each in self._spec]
+            metric.update_state(*zeros)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        return float(metric.result())
+        result = np.asarray(metric.result(), np.float64)
+        if result.ndim == 0:
+            return float(result)
+        return {f"_{place}": float(value) for place, value in enumerate(result.ravel())}
+
+
+def _zeros(spec: tf.TensorSpec) -> Any:
+    return tf.zeros(spec.shape, spec.dtype)
