@@ -87,7 +87,8 @@ class Components(Parts):
         given = [_shaped_like(models, self.models), _shaped_like(optimizers, self.optimizers)]
         return tuple(
             given
-            + ([criterion] if criterion is not None else [])
+            # not Keras's own loss, which divides by the number of workers, or refuses to work
+            + ([self.criterion] if self.criterion is not None else [])
             + ([metrics] if metrics is not None else [])
         )
 

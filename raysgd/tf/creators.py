@@ -66,6 +66,8 @@ class CreatorOperator(TrainingOperator):
         creators = type(self)
         self.model, self.optimizer, *_ = self.register(creators._model_creator(config))
         self._callbacks: Any = None
+        self._steps_per_epoch = fit_plan(config).steps_per_epoch
+        self._begun: int | None = None
         self._given = (config.get("fit_config") or {}).get("callbacks") or []
         if creators._data_creator is None:
             return
@@ -89,14 +91,21 @@ class CreatorOperator(TrainingOperator):
             kind = self._parts.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
-        self._callbacks.on_epoch_begin(epoch_idx)
+        # that of fit(): endless data are in their first epoch for ever
+        steps = self._steps_per_epoch
+        epoch = self.global_step // steps if steps else epoch_idx
+        if not steps or self._begun != epoch:
+            self._begun = epoch
+            self._callbacks.on_epoch_begin(epoch)
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        if steps and self.global_step // steps == epoch:
+            return result  # broken off, by a loss or the end of the data
         logs = {
             name.removeprefix("train_"): float(value)
             for name, value in result.items()
             if name.startswith("train_")
         }
-        self._callbacks.on_epoch_end(epoch_idx, logs)
+        self._callbacks.on_epoch_end(epoch, logs)
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

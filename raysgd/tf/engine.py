@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, communication: Communication) -> None:
         self._communication = communication
         self._gradients: dict[Any, Any] = {}
-        self._updates: dict[int, Any] = {}
+        self._updates: dict[Any, Any] = {}
         self._calls: dict[Any, Any] = {}
         # what a compiled step refers to by its id must live as long as that
         self._kept: list[Any] = []
@@ -99,9 +99,10 @@ class Engine:
 
     def update(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Average gradients over the workers and apply them, on all workers or on none."""
-        key = id(optimizer)
+        # the compiled update applies to these variables, whatever gradients it is given
+        key = (id(optimizer), tuple(id(variable) for variable in variables))
         if key not in self._updates:
-            self._kept.append(optimizer)
+            self._kept += [optimizer, list(variables)]
             _leave_averaging_to_us(optimizer)
             self._updates[key] = self._compiled_update(optimizer, list(variables))
         self._updates[key](list(gradients))

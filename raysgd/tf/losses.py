@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,11 @@ import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
 
-__all__ = ["KerasMetric", "accuracy", "batch_metric", "loss_function", "own_metrics"]
+__all__ = ["KerasMetric", "MeanLoss", "accuracy", "batch_metric", "loss_function", "own_metrics"]
 
 
-def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
+def loss_function(keras: Any, criterion: Any) -> MeanLoss:
     """Return a function of (target, output) that gives the mean loss of a batch.
-
-    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
-    there; so their values for each sample are averaged here.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
@@ -27,18 +25,68 @@ def loss_function(keras: Any, criterion: Any) -> Callable[[Any, Any], Any]:
         criterion = keras.losses.get(criterion)
     if isinstance(criterion, type):
         criterion = criterion()
-    each = criterion
-    if isinstance(criterion, keras.losses.Loss):
-        if str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum"):
-            return lambda target, output: tf.reduce_sum(criterion.call(target, output))
-        each = criterion.call
-    if not callable(each):
+    if isinstance(criterion, MeanLoss):
+        return criterion
+    if not callable(criterion):
         raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+    if inspect.isfunction(criterion) and criterion.__module__.startswith(f"{keras.__name__}."):
+        # Keras's own function, or its name: as compile() takes it, with masks and alike ranks
+        wrapper = keras.losses.MeanSquaredError.__base__
+        criterion = wrapper(criterion, name=criterion.__name__)
+    return MeanLoss(criterion, of_keras=isinstance(criterion, keras.losses.Loss))
 
-    def mean_loss(target: Any, output: Any) -> Any:
-        return tf.reduce_mean(tf.cast(each(target, output), tf.float32))
 
-    return mean_loss
+class MeanLoss:
+    """A loss as a plain mean over a worker's own batch; what is read of it is the loss's own.
+
+    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
+    there; so their values for each sample are averaged here.
+
+    Args:
+        criterion: a loss of Keras, or any function of (target, output).
+        of_keras: whether it is a loss of Keras.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], of_keras: bool) -> None:
+        self._criterion, self._of_keras = criterion, of_keras
+
+    def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
+        """Return the mean loss; what else is given, such as sample weights, goes to the loss."""
+        criterion, mask = self._criterion, None
+        output = tf.nest.map_structure(_widened, output)
+        if self._of_keras:
+            summed = str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum")
+            if not summed:
+                criterion, mask = _unreduced(criterion), getattr(output, "_keras_mask", None)
+        values = criterion(target, output, *others, **named)
+        mean = tf.reduce_mean(tf.cast(values, tf.float32))
+        if mask is None:
+            return mean
+        # what is masked is 0 by now, and does not count
+        return tf.math.divide_no_nan(mean, tf.reduce_mean(tf.cast(mask, tf.float32)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._criterion, name)
+
+
+def _widened(tensor: Any) -> Any:
+    """Return a tensor in float32 where it was float16 or bfloat16, in which losses overflow."""
+    if getattr(tensor, "dtype", None) not in (tf.float16, tf.bfloat16):
+        return tensor
+    widened = tf.cast(tensor, tf.float32)
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        widened._keras_mask = mask
+    return widened
+
+
+def _unreduced(criterion: Any) -> Any:
+    """Return a copy of a loss of Keras that gives a value for each sample."""
+    made = object.__new__(type(criterion))  # copy.copy writes and reads a config, or fails to
+    vars(made).update(vars(criterion), reduction="none")
+    return made
 
 
 def accuracy(target: Any, output: Any) -> float | None:
@@ -95,7 +143,12 @@ def batch_metric(keras: Any, metric: Any, target: Any, output: Any) -> Mergeable
     mean = keras.metrics.Mean
     if isinstance(metric, mean) and type(metric).result is mean.result:  # no root of one
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    return KerasMetric(keras.__name__, metric)
+    spec = [tf.nest.map_structure(_shape_and_type, each) for each in (target, output)]
+    return KerasMetric(keras.__name__, metric, spec)
+
+
+def _shape_and_type(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 class KerasMetric(MergeableMetric):
@@ -104,25 +157,37 @@ class KerasMetric(MergeableMetric):
     Args:
         flavor: "keras" or "tf_keras".
         metric: a metric whose variables are sums over samples, as those of AUC and Precision are.
+        spec: the shapes and types of a target and an output.
     """
 
-    def __init__(self, flavor: str, metric: Any) -> None:
-        self._flavor = flavor
+    def __init__(self, flavor: str, metric: Any, spec: Any) -> None:
+        self._flavor, self._spec = flavor, spec
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
     def merge(self, other: KerasMetric) -> KerasMetric:
         """Add the counts."""
         merged = KerasMetric.__new__(KerasMetric)
-        merged._flavor, merged._config = self._flavor, self._config
+        merged._flavor, merged._spec = self._flavor, self._spec
+        merged._config = self._config
         pairs = zip(self._sums, other._sums, strict=True)
         merged._sums = [left + right for left, right in pairs]
         return merged
 
-    def compute(self) -> float:
-        """Let Keras compute it."""
+    def compute(self) -> float | dict[str, float]:
+        """Let Keras compute it: a number, or one for each class by its place, ``_0``, ``_1``."""
         kind, config = self._config
         metric = kind.from_config(config)
+        if len(metric.variables) != len(self._sums):  # F1Score and others make them of a batch
+            zeros = [tf.nest.map_structure(_zeros, each) for each in self._spec]
+            metric.update_state(*zeros)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        return float(metric.result())
+        result = np.asarray(metric.result(), np.float64)
+        if result.ndim == 0:
+            return float(result)
+        return {f"_{place}": float(value) for place, value in enumerate(result.ravel())}
+
+
+def _zeros(spec: tf.TensorSpec) -> Any:
+    return tf.zeros(spec.shape, spec.dtype)

@@ -172,7 +172,8 @@ class TrainingOperator(OperatorBase):
 
         Returns:
             (models, optimizers) and then criterion and metrics where there are some, each in the
-            shape that it was given in. With ``use_fp16`` in float16 the optimizers are wrapped.
+            shape that it was given in. With ``use_fp16`` in float16 the optimizers are wrapped. The
+            criterion is called as (target, output) and gives the plain mean over the batch.
 
         Raises:
             TypeError: if a model is no Keras model, or an optimizer none of Keras, or Horovod's.

@@ -65,6 +65,7 @@ def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluste
     for num_workers, batch_size in ((2, 16), (1, 32)):
         for data in ("arrays", "tf"):
             config = {**settings, "batch_size": batch_size, "data": data}
+            config["own_step"] = data == "tf"  # by self.criterion
             with make_trainer(
                 config, num_workers=num_workers, use_local=num_workers == 1
             ) as trainer:

@@ -38,6 +38,41 @@ def test_what_is_no_function_is_refused():
         creator_operator(3, None)
 
 
+@pytest.fixture
+def made(build):
+    """An operator of functions, and what its callback of Keras is told."""
+    keras, calls = keras_of({}), []
+
+    def model_creator(config):
+        model = make_model(keras)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    class Telling(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            calls.append(("begin", epoch))
+
+        def on_epoch_end(self, epoch, logs=None):
+            calls.append(("end", epoch))
+
+    config = {"fit_config": {"steps_per_epoch": 2, "callbacks": [Telling()]}}
+    return build(creator_operator(model_creator, lambda config: digits()), config), calls
+
+
+@pytest.mark.parametrize("stretches", [[2, 2], [1, 1, 2], [2, 1, 1]])
+def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made, stretches):
+    operator, calls = made
+
+    def steps(count):
+        for batch in operator._parts.source("train").batches(0, 0, count):
+            yield batch
+            operator._parts.commit()
+
+    for count in stretches:
+        operator.train_epoch(steps(count), epoch_idx=0)  # endless data stay in their first epoch
+    assert calls == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+
+
 def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
     calls = []
 

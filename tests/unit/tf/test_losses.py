@@ -1,6 +1,7 @@
 """Losses and metrics of both Kerases, as plain means over a worker's own batch."""
 
 import functools
+import pickle
 
 import numpy as np
 import pytest
@@ -53,6 +54,58 @@ def test_a_loss_may_be_a_name_a_class_a_function_or_have_no_reduction(keras):
 
 
 @both
+def test_a_loss_is_the_plain_mean_under_a_strategy_and_keeps_its_attributes(keras):
+    class Weighty(keras_of({"keras": keras}).losses.Loss):
+        weight = 2.0
+
+        def call(self, target, output):
+            return self.weight * tf.reduce_mean((target - output) ** 2, axis=-1)
+
+    found = loss_function(keras_of({"keras": keras}), Weighty(name="mine"))
+    assert (found.weight, found.name) == (2.0, "mine")
+    assert not hasattr(found, "sharpness")
+    expected = 2 * np.mean((BITS - CHANCES) ** 2)
+    assert float(found(BITS, CHANCES)) == pytest.approx(expected, rel=1e-5)
+    weights = np.arange(len(BITS), dtype="float32")
+    weighed = 2 * np.mean((BITS - CHANCES)[:, 0] ** 2 * weights)
+    assert float(found(BITS, CHANCES, sample_weight=weights)) == pytest.approx(weighed, rel=1e-5)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        assert float(found(BITS, CHANCES)) == pytest.approx(expected, rel=1e-5)
+
+
+@both
+@pytest.mark.parametrize("kind", ["loss", "name", "function"])
+def test_a_loss_of_a_narrow_output_is_computed_in_float32(keras, kind):
+    module = keras_of({"keras": keras})
+    criterion = {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": lambda target, output: (tf.cast(target, output.dtype) - output) ** 2,
+    }[kind]
+    found = loss_function(module, criterion)
+    assert float(found(np.zeros((2, 1), "float32"), tf.constant([[300.0]] * 2, tf.float16))) == 9e4
+    assert float(found(np.ones((2, 1), "float32"), tf.constant([[3.0]] * 2, tf.bfloat16))) == 4
+
+
+@both
+@pytest.mark.parametrize("kind", ["loss", "name", "function"])
+def test_a_loss_leaves_out_what_the_output_masks(keras, kind):
+    module = keras_of({"keras": keras})
+    layers = [module.layers.Embedding(5, 2, mask_zero=True), module.layers.Dense(1)]
+    model = module.Sequential([module.Input((4,)), *layers])
+    steps = tf.constant([[1, 2, 0, 0], [3, 0, 0, 0]])
+    target, output = tf.ones((2, 4, 1)), model(steps)
+    criterion = {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": module.losses.mean_squared_error,
+    }[kind]
+    found = loss_function(module, criterion)(target, output)
+    expected = np.mean((1 - output.numpy()[steps.numpy() > 0]) ** 2)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@both
 def test_what_cannot_be_called_is_no_loss(keras):
     with pytest.raises(TypeError, match=r"register\(criterion=...\) must be callable, .* 3"):
         loss_function(keras_of({"keras": keras}), 3)
@@ -99,6 +152,37 @@ def test_a_metric_does_not_depend_on_how_samples_are_batched(keras, name, sizes)
     metric.reset_state()
     metric.update_state(target, output)
     assert merged.compute() == pytest.approx(float(metric.result()), rel=1e-4)
+
+
+KINDS = np.eye(3, dtype="float32")[CLASSES]
+LIKELY = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("F1Score", {"average": "macro"}),
+        ("F1Score", {}),  # one for each class
+        ("FBetaScore", {"beta": 2.0}),
+        ("R2Score", {}),
+        ("AUC", {"multi_label": True}),
+    ],
+)
+def test_a_metric_may_build_its_variables_late_and_give_several_numbers(keras, name, arguments):
+    module = keras_of({"keras": keras})
+    metric = getattr(module.metrics, name)(**arguments)
+    parts = [(KINDS[:5], LIKELY[:5]), (KINDS[5:], LIKELY[5:])]
+    batches = [pickle.loads(pickle.dumps(batch_metric(module, metric, *p))) for p in parts]
+    found = batches[0].merge(batches[1]).compute()
+    metric.reset_state()
+    metric.update_state(KINDS, LIKELY)
+    expected = np.asarray(metric.result())
+    if expected.ndim == 0:
+        assert found == pytest.approx(float(expected), rel=1e-4)
+    else:
+        assert list(found) == ["_0", "_1", "_2"]
+        assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 @both

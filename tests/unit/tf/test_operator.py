@@ -13,6 +13,7 @@ from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E40
 
 KERASES = ["keras", "tf_keras"]
 both = pytest.mark.parametrize("keras", KERASES)
+CLASSES, SCORES = np.array([0, 2]), np.array([[0.5, 0.1, 0.2], [0.3, 0.9, 0.1]], "float32")
 
 
 def batches(operator, name="train"):
@@ -142,6 +143,64 @@ def test_a_step_of_ones_own_needs_one_call(build):
     found = operator.train_epoch(batches(operator))
     assert found["spread"] > 0
     assert found["train_loss"] > 0
+
+
+@both
+def test_the_criterion_that_is_handed_back_is_the_mean_of_a_step(build, keras):
+    operator = build(Digits, {"keras": keras})
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():  # where tf_keras's own refuses to work
+        loss = operator.criterion(CLASSES, SCORES)
+    expected = tf.nn.sparse_softmax_cross_entropy_with_logits(CLASSES, SCORES)
+    assert float(loss) == pytest.approx(float(tf.reduce_mean(expected)), rel=1e-5)
+
+
+class TwoHeads(TrainingOperator):
+    """Two heads of equal shapes over one body, and one optimizer that knows them all."""
+
+    def setup(self, config):
+        keras = keras_of(config)
+        features = keras.Input((64,))
+        body = keras.layers.Dense(8, activation="relu", name="body")(features)
+        heads = [keras.layers.Dense(10, name=name)(body) for name in "ab"]
+        self.model, self.optimizer = self.register(
+            keras.Model(features, heads), getattr(keras.optimizers, config["optimizer"])(0.1)
+        )
+
+    def loss_of(self, images, labels, place):
+        output = self.model(images, training=True)[place]
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output)
+        return tf.reduce_mean(losses)
+
+    def loss_a(self, images, labels):
+        return self.loss_of(images, labels, 0)
+
+    def loss_b(self, images, labels):
+        return self.loss_of(images, labels, 1)
+
+    def changed(self, loss, batch):
+        """Return the layers that a step changes."""
+        layers = [self.model.get_layer(name) for name in ("body", "a", "b")]
+        before = [layer.get_weights()[0] for layer in layers]
+        self.minimize(loss, *batch)
+        after = [layer.get_weights()[0] for layer in layers]
+        pairs = zip(layers, before, after, strict=True)
+        return [layer.name for layer, old, new in pairs if np.abs(old - new).max() > 0]
+
+
+@both
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_each_loss_of_an_optimizer_changes_the_variables_that_it_depends_on(
+    build, keras, optimizer
+):
+    operator = build(TwoHeads, {"keras": keras, "optimizer": optimizer})
+    (images, labels), _ = digits()
+    batch = (images[:32], labels[:32])
+    for _ in range(2):
+        assert operator.changed(operator.loss_a, batch) == ["body", "a"]
+        assert operator.changed(operator.loss_b, batch) == ["body", "b"]
+    operator.model.get_layer("body").trainable = False
+    assert operator.changed(operator.loss_a, batch) == ["a"]
+    assert operator.changed(operator.loss_b, batch) == ["b"]
 
 
 class Compiled(Digits):
