@@ -398,9 +398,9 @@ class Components(Parts):
         return precision.state_key if precision.scales and precision.state_key in state else None
 
     def _stateful(self, state: dict[str, Any]) -> list[tuple[str, list[Any]]]:
-        models = self.models
-        if len(self.given_models) == len(state.get("models", ())) < len(models):
-            models = self.given_models  # an older file, without the criterion
+        models, saved = self.models, state.get("models")
+        if self._trains_criterion and isinstance(saved, list | tuple):
+            models = models[: max(len(saved), len(models) - 1)]  # older files lack the criterion
         return [
             ("models", [replica.unwrap(model) for model in models]),
             ("optimizers", self.optimizers),
