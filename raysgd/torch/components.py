@@ -121,7 +121,10 @@ class Components(Parts):
         elif self.settings.wrap_ddp and self.settings.context.distributed:
             self.models = [
                 *(self._wrapped(model, ddp_args or {}) for model in self.given_models),
-                *(self._wrapped_criterion(m, ddp_args or {}) for m in self._criterions),
+                *(
+                    self._wrapped(criterion, ddp_args or {}, replica.ReplicatedCriterion)
+                    for criterion in self._criterions
+                ),
             ]
         if self._trains_criterion:
             criterion = self.models[-1]
@@ -188,7 +191,12 @@ class Components(Parts):
     def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.to(self.settings.device)
 
-    def _wrapped(self, model: torch.nn.Module, arguments: dict[str, Any]) -> torch.nn.Module:
+    def _wrapped(
+        self,
+        model: torch.nn.Module,
+        arguments: dict[str, Any],
+        kind: type[replica.ReplicatedModel] = replica.ReplicatedModel,
+    ) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel) or not any(
             parameter.requires_grad for parameter in model.parameters()
         ):
@@ -196,19 +204,11 @@ class Components(Parts):
         index = self.settings.device.index
         device_ids = None if index is None else [index]
         given = {"device_ids": device_ids, **arguments}
-        if replica.only_running_statistics(model) and "broadcast_buffers" not in given:
+        # a loss may be called several times in a step, which must not change what it holds
+        stays = kind is replica.ReplicatedCriterion or replica.only_running_statistics(model)
+        if stays and "broadcast_buffers" not in given:
             given.setdefault("forward_sync_buffers", False)
-        return replica.ReplicatedModel(model, **given)
-
-    def _wrapped_criterion(
-        self, criterion: torch.nn.Module, arguments: dict[str, Any]
-    ) -> torch.nn.Module:
-        index = self.settings.device.index
-        given = {"device_ids": None if index is None else [index], **arguments}
-        if "broadcast_buffers" not in given:
-            # a loss may be called several times in a step, which must not change what it holds
-            given.setdefault("forward_sync_buffers", False)
-        return replica.ReplicatedCriterion(criterion, **given)
+        return kind(model, **given)
 
     # ---- committed steps
 
