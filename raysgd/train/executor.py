@@ -277,7 +277,7 @@ class BackendExecutor:
         supervisor.snapshots.set({"plan": self._plan})
         self._guarded(self._mend)
         self._first_event = len(supervisor.events)
-        self._guarded(self._share_data)
+        self._guarded(self._share_data_once)
         self._call("begin", plan=self._plan)
         return self._checkpoints
 
@@ -306,7 +306,9 @@ class BackendExecutor:
                 self._values = [turn.value for turn in turns]
                 return None
             if any(turn.has_checkpoint for turn in turns):
-                self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
+                kept: bool = self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
+                if not kept:
+                    continue
             if turns[0].kind == "report" and not self._paused:
                 decoded: list[dict[str, Any]] = self._guarded(lambda: self._decoded(turns))  # noqa: B023
                 return decoded
@@ -398,16 +400,20 @@ class BackendExecutor:
 
     # ---- helpers
 
-    def _keep(self, turns: list[Turn]) -> None:
+    def _keep(self, turns: list[Turn]) -> bool:
         """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
 
         The function is held at its checkpoint meanwhile, so that a restart costs no step of it.
+
+        Returns:
+            False where the checkpoint was lost with its worker: the turn will be taken again, by
+            the function that starts anew from the checkpoint before.
         """
         supervisor = self._supervised("fetch_next_result")
         rank = next(rank for rank, turn in enumerate(turns) if turn.has_checkpoint)
         blob = turns[rank].checkpoint
-        if blob is None:
-            blob = supervisor.call("checkpoint", rank=rank)[0].value()
+        if blob is None and (blob := self._fetched_checkpoint(rank)) is None:
+            return False
         self._checkpoints.keep(turns[rank], blob, len(turns))
         assert self._plan is not None
         self._plan = dataclasses.replace(
@@ -415,6 +421,20 @@ class BackendExecutor:
         )
         supervisor.snapshots.set({"plan": self._plan})
         supervisor.grow()
+        return True
+
+    def _fetched_checkpoint(self, rank: int) -> bytes | None:
+        """Return the checkpoint that a worker has handed over; None if it was lost with that."""
+        supervisor = self._supervised("fetch_next_result")
+        try:
+            # no loss is allowed here: the call would be made again, on a worker that has none
+            blob: bytes | None = supervisor.call("checkpoint", rank=rank)[0].value()
+        except WorkerLostError:
+            self._num_losses += supervisor.losses_in_call
+            if not supervisor.losses_in_call or self._num_losses > self._max_losses:
+                raise
+            return None
+        return blob
 
     def _mend(self) -> None:
         """Replace workers that died, and wait for those that are busy with what failed before.
@@ -422,6 +442,14 @@ class BackendExecutor:
         What was lost between two runs costs neither of them a retry.
         """
         self._supervised("run").call("end_run", max_losses=self._elastic.max_attempts)
+
+    def _share_data_once(self) -> None:
+        """Hand out the data. If a worker is lost the next call finds that, and starts all anew."""
+        try:
+            self._share_data()
+        except WorkerLostError as error:
+            assert self._group is not None
+            self._group.members[error.rank].kill_process()  # Ray may have lost sight of it alone
 
     def _share_data(self) -> None:
         group = self._group
@@ -442,10 +470,11 @@ class BackendExecutor:
 
         def call() -> list[Any]:
             try:
-                left: Any = self._max_losses - self._num_losses
-                return supervisor.call(method, max_losses=left, **arguments)
+                most: Any = self._max_losses
+                before = self._num_losses, ()  # what they were is in the events
+                return supervisor.call(method, max_losses=most, losses_before=before, **arguments)
             finally:
-                self._num_losses += supervisor.losses_in_call
+                self._num_losses = supervisor.losses_in_call
 
         return [outcome.value() for outcome in self._guarded(call)]
 

@@ -123,10 +123,12 @@ class FunctionRunner:
         assert self._handover is not None
         return self._handover.take()
 
-    def checkpoint(self) -> bytes:
-        """Return the checkpoint that the function has handed over, of a worker that is not 0."""
-        assert self._session is not None
-        return self._session.sent()
+    def checkpoint(self) -> bytes | None:
+        """Return the checkpoint that the function has handed over, of a worker that is not 0.
+
+        None where it has not: this worker has started anew since then.
+        """
+        return None if self._session is None else self._session.sent()
 
     def end_run(self) -> None:
         """Wait until the function, which was stopped, has ended."""

@@ -123,9 +123,11 @@ class Session:
         """Return the last turn, with what the function returned."""
         return Turn("end", value=value, iteration=self.iteration)
 
-    def sent(self) -> bytes:
-        """Return the newest checkpoint as the driver is sent it: for one that is not worker 0's."""
-        assert self._sent is not None
+    def sent(self) -> bytes | None:
+        """Return the newest checkpoint as the driver is sent it; None if none has been made here.
+
+        It is asked for where it is not worker 0's.
+        """
         return self._sent
 
     def _turn(

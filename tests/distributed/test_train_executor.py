@@ -166,6 +166,66 @@ def test_a_worker_that_dies_is_an_error_once_there_are_no_retries_left(executors
     assert executor.run(lambda: 1) == [1, 1]
 
 
+class KillsAsItIsShared:
+    """Data of which a worker dies in the moment in which they are first shared out."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def split(self, number, equal, locality_hints):
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.pid = None
+        return [f"share {rank} of {number}" for rank in range(number)]
+
+
+def test_a_worker_lost_as_data_are_shared_out_costs_a_retry_and_not_the_run(executors):
+    executor = executors(max_retries=1)
+    executor.start()
+    data = KillsAsItIsShared(executor.run(os.getpid)[1])
+    executor.start_training(train.get_dataset_shard, dataset=data)
+    assert executor.finish_training() == ["share 0 of 2", "share 1 of 2"]
+
+
+def test_a_worker_lost_as_data_are_shared_out_ends_a_run_without_retries(executors):
+    executor = executors(max_retries=0)
+    executor.start()
+    data = KillsAsItIsShared(executor.run(os.getpid)[0])
+    with pytest.raises(TrainingWorkerError, match="lost workers 1 times, and max_retries=0"):
+        executor.start_training(train.get_dataset_shard, dataset=data)
+
+
+def test_a_checkpoint_that_is_lost_with_its_worker_is_made_again(executors, tmp_path, monkeypatch):
+    def function():
+        reached = train.load_checkpoint()["step"] if train.load_checkpoint() else 0
+        for step in range(reached + 1, 4):
+            own = train.Checkpoint.from_dict({"step": step}) if train.world_rank() == 1 else None
+            train.report({"step": step}, checkpoint=own)
+        return reached
+
+    executor = executors(max_retries=1)
+    executor.start()
+    supervisor = executor._supervisor
+    call, asked = supervisor.call, []
+
+    def call_of_a_worker_that_dies(method, **arguments):
+        if method == "checkpoint":
+            asked.append(arguments["rank"])
+            if len(asked) == 2:
+                supervisor.members[arguments["rank"]].kill_process()
+        return call(method, **arguments)
+
+    monkeypatch.setattr(supervisor, "call", call_of_a_worker_that_dies)
+    executor.start_training(function, tmp_path)
+    steps = []
+    while (results := executor.fetch_next_result()) is not None:
+        steps.append([result["step"] for result in results])
+    assert steps == [[1, 1], [2, 2], [3, 3]]
+    assert executor.finish_training() == [1, 1]  # from the checkpoint before
+    assert executor.latest_checkpoint == {"step": 3}
+    assert asked == [1] * 4
+
+
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
 def test_torch_enters_and_leaves_its_process_group(executors, init_method):
     def size():
