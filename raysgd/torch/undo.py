@@ -50,6 +50,7 @@ class _BeforeImage:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
         self._tensors: dict[Any, list[torch.Tensor]] = {}
         self._copies: dict[Any, list[torch.Tensor]] = {}
 
@@ -61,6 +62,11 @@ class _BeforeImage:
                 if parameter.requires_grad or parameter.grad is not None:
                     self._note(parameter)
         self._state = map_leaves(self._optimizer.state, self._note)
+        # where some keep what they have learnt of the step size
+        self._groups = [
+            {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
         for kind, tensors in self._tensors.items():
             copies = self._copies.get(kind, [])
             if [c.shape for c in copies] != [t.shape for t in tensors]:
@@ -79,3 +85,7 @@ class _BeforeImage:
             torch._foreach_copy_(tensors, self._copies[kind])
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)

@@ -329,6 +329,24 @@ def test_a_newcomer_takes_the_order_of_the_others(ray_cluster, victim):
         assert ledger_of(trainer).tolist() == [3] * 48
 
 
+def test_the_second_worker_takes_the_order_of_the_first(ray_cluster):
+    taken = placement_group([{"CPU": 3}])
+    assert taken.wait(10)
+    with TorchTrainer(
+        training_operator_cls=OwnOrder,
+        config={"num_samples": 48, "batch_size": 4, "loader_workers": 0},
+        num_workers=2,
+        elastic=ElasticConfig(resize_cooldown_s=0.0),
+    ) as trainer:
+        assert trainer.num_workers == 1
+        trainer.train()
+        trainer.train(num_steps=1)
+        remove_placement_group(taken)
+        wait_until(lambda: trainer.apply_all_workers(os.getpid) and trainer.num_workers == 2)
+        trainer.train()
+        assert ledger_of(trainer).tolist() == [2] * 48
+
+
 def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):
     with TorchTrainer(
         training_operator_cls=Rich,

@@ -67,6 +67,33 @@ def test_state_of_every_form_is_taken_back(num_steps):
     assert str([odd.state_dict(), odd.param_groups]) == str([twin.state_dict(), twin.param_groups])
 
 
+class Learning(torch.optim.SGD):
+    """Keeps what it has learnt of the step size among its options."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        (group,) = self.param_groups
+        group["k"] = group.get("k", 0) + 1
+        group["d"] = group.get("d", torch.ones(1)).mul_(2)
+        group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_so_is_what_an_optimizer_keeps_among_its_options(num_steps):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    learning, twin = (Learning([p], lr=0.5) for p in (parameter, torch.nn.Parameter(torch.ones(2))))
+    log = UndoLog()
+    for _ in range(num_steps):
+        stepped(learning)
+        stepped(twin)
+    log.remember(learning)
+    stepped(learning)
+    stepped(learning)
+    log.roll_back()
+    assert str(learning.param_groups) == str(twin.param_groups)
+
+
 def test_room_is_used_again():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter])
