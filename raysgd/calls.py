@@ -85,7 +85,8 @@ class Calls:
             return {**target, "stop_at": self._hooks.next_pause(reached.global_step)}
 
         supervisor, number = self._supervisor, next(self._numbers)
-        num_losses = num_lost_paused = 0
+        losses: tuple[int, list[str]] = (0, [])
+        num_lost_paused = 0
         total_s = ended = 0.0
         results: list[Any] = [None]
         try:
@@ -93,14 +94,15 @@ class Calls:
                 results, seconds = self._timed(
                     trainer,
                     "train",
-                    max_losses=max_retries - num_losses,
+                    max_losses=max_retries,
+                    losses_before=losses,
                     call=number,
                     profile=profile,
                     info=dict(info or {}),
                     dataset=dataset,
                     arguments_from=goal,
                 )
-                num_losses += supervisor.losses_in_call
+                losses = supervisor.losses_in_call, supervisor.causes_in_call
                 total_s, ended = total_s + seconds, time.time()
                 if results[0] is None:
                     # what a worker has measured so far would be lost with it in the pause, too
@@ -111,7 +113,7 @@ class Calls:
         finally:
             self._measured_from = None
         completed = supervisor.progress.epoch > begun[0].epoch
-        merged = self._merged("train", results, num_losses + num_lost_paused > 0)
+        merged = self._merged("train", results, losses[0] + num_lost_paused > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
     def validate(

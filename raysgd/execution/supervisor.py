@@ -140,7 +140,8 @@ class Supervisor:
         # the driver's own worker stays, unless all start anew
         start_anew = not self._elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver=start_anew)
-        self._causes: list[str] = []
+        self.causes_in_call: list[str] = []
+        """What each worker was lost by in it."""
         self._begun = False
         self.measured_from: dict[Member, int] = {}
         """The step from which a worker's metrics of the newest call are with itself alone."""
@@ -235,6 +236,7 @@ class Supervisor:
         arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
         on_wait: Callable[[Sequence[Progress]], None] | None = None,
         measured_from: Mapping[Member, int] | None = None,
+        losses_before: tuple[int, Sequence[str]] = (0, ()),
         **arguments: Any,
     ) -> list[Outcome]:
         """Call a method of the runner on every worker, or on one, and return the outcomes.
@@ -248,6 +250,7 @@ class Supervisor:
             arguments_from: returns further arguments from how far training is as the call begins.
             on_wait: called with every worker's progress while the call runs.
             measured_from: what the attribute was after the part of a call that this one follows.
+            losses_before: what `losses_in_call` and `causes_in_call` were then; they count here.
             arguments: keyword arguments of the method.
 
         Raises:
@@ -255,7 +258,8 @@ class Supervisor:
             CollectiveError: workers could not communicate though all are alive.
             BaseException: what user code raised first, with the worker's traceback.
         """
-        self._causes, self.losses_in_call, self._hangs_in_call = [], 0, 0
+        self.losses_in_call, self._hangs_in_call = losses_before[0], 0
+        self.causes_in_call = list(losses_before[1])
         self._begun, self._losses_before_call = False, 0
         self.measured_from = dict(measured_from or {})
         min_workers = 1 if any_size else self.min_workers
@@ -606,7 +610,7 @@ class Supervisor:
             # where nobody is left to ask, what was seen of the call counts
             step = max(self.progress.global_step, self._seen_step)
             self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
-            self._causes.append(f"worker {rank} on {member.name}: {said}")
+            self.causes_in_call.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._recruiting.lost(self._group.slot_of(member))
             self._group.discard(member)
@@ -621,7 +625,8 @@ class Supervisor:
             self.losses_in_call += 1
             if self.losses_in_call > max_losses:
                 raise self._failed(
-                    f"{self.losses_in_call} losses in one call, and max_retries={max_losses}",
+                    f"{self.losses_in_call} loss{'es' * (self.losses_in_call > 1)} in one call, "
+                    f"which allows {max_losses} (max_retries, in train and fit)",
                     member,
                     error,
                 )
@@ -638,7 +643,7 @@ class Supervisor:
         self, why: str, member: Member | None = None, cause: BaseException | None = None
     ) -> WorkerLostError:
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self._causes]),
+            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self.causes_in_call]),
             rank=-1 if member is None else self._ranks.get(member, -1),
             node_id="" if member is None else member.place.node_id,
             cause="" if cause is None else _cause(member, cause),

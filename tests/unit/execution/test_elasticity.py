@@ -565,11 +565,22 @@ def test_without_snapshots_losing_all_ends_the_call(world):
 def test_losing_all_more_often_than_allowed_ends_the_call(world):
     supervisor = world.make(3)
     world.at_step(45, lambda: lose_all(world))
-    with pytest.raises(WorkerLostError, match="max_retries=0"):
+    with pytest.raises(WorkerLostError, match="1 loss in one call, which allows 0"):
         run_until(supervisor, 60, max_losses=0)
     # the state is kept, and the next call goes on from it
     assert supervisor.snapshots.state() is not None
     assert steps_of(run_until(supervisor, 60)) == [60] * 3
+
+
+def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
+    supervisor = world.make(3)
+    world.at_step(5, lambda: world.lose(1))
+    run_until(supervisor, 20, max_losses=1)
+    before = supervisor.losses_in_call, supervisor.causes_in_call
+    world.at_step(35, lambda: world.lose(0))
+    with pytest.raises(WorkerLostError, match="2 losses in one call, which allows 1") as caught:
+        run_until(supervisor, 60, max_losses=1, losses_before=before)
+    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["1", "0"]
 
 
 def test_a_restart_waits_for_room_longer_each_time(world):
