@@ -58,12 +58,15 @@ class TorchRunner(OperatorRunner):
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
-            if context.gpu_index is None or not torch.cuda.is_available():
+            # without Ray nobody has given it one, and it takes the one that the script is at
+            alone = context.in_driver and context.world_size == 1
+            if not (context.gpu_index is not None or alone) or not torch.cuda.is_available():
                 raise RuntimeError(
                     f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
                     "torch in it sees none. Install a torch with CUDA there, or pass use_gpu=False."
                 )
-            torch.cuda.set_device(context.gpu_index)
+            if context.gpu_index is not None:
+                torch.cuda.set_device(context.gpu_index)
 
     def setup(self, context: WorkerContext) -> None:
         """Create the operator and run its ``setup``."""
@@ -162,4 +165,7 @@ def build_operator(
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:
-    return torch.device("cuda", context.gpu_index or 0) if use_gpu else torch.device("cpu")
+    if not use_gpu:
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if context.gpu_index is None else context.gpu_index
+    return torch.device("cuda", index)

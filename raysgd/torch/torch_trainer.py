@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -38,6 +39,8 @@ from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["TorchTrainer"]
+
+logger = logging.getLogger(__name__)
 
 _OLD_ARGUMENTS = {
     "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
@@ -76,7 +79,8 @@ class TorchTrainer(OperatorTrainer):
         min_workers: the fewest to start with, and to go on with after losses.
         num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
         resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one.
-        use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs.
+        use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs. With `use_local` the
+            only worker takes the GPU that this process is at, and of several none can have one.
         backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl with GPUs, else
             gloo. With Horovod models are not wrapped; its DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
@@ -163,6 +167,8 @@ class TorchTrainer(OperatorTrainer):
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         own_gpus = torch.cuda.is_available if inline else None
         gpu = decide_gpu("TorchTrainer", use_gpu, resources, own_gpus)
+        if gpu and use_local and not inline:
+            gpu = _local_gpu(use_gpu, resources)
         if backend == "nccl" and not gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         num_gpus = resources.pop("GPU", 1) if gpu else 0
@@ -291,6 +297,27 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
         )
     warn_of_misspelling(operator_cls, TrainingOperator)
     return operator_cls
+
+
+def _local_gpu(use_gpu: bool | str, resources: Mapping[str, float]) -> bool:
+    """Say whether workers use GPUs where the first of several lives in the driver's process.
+
+    That has none: Ray assigns GPUs to its own processes, and would give the same one to another.
+
+    Raises:
+        ValueError: if GPUs were asked for.
+    """
+    if use_gpu is True or "GPU" in resources:
+        raise ValueError(
+            "TorchTrainer(use_local=True, use_gpu=True) needs num_workers=1: of several workers "
+            "the one in this process can be assigned no GPU. Leave use_local out, or pass "
+            "use_gpu=False."
+        )
+    logger.warning(
+        "Training on CPUs, although the cluster has GPUs: with use_local=True the first of several "
+        "workers lives in this process, and can be assigned none."
+    )
+    return False
 
 
 def _backends() -> list[str]:

@@ -12,7 +12,7 @@ from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.hosting.runner import LossReader
 from raysgd.metrics import AverageMeterCollection
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
 from tests.conftest import wait_until
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, batches_of
@@ -84,6 +84,17 @@ def test_a_gpu_that_torch_does_not_see_is_explained(monkeypatch):
     runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
     with pytest.raises(RuntimeError, match=r"shall use a GPU.*use_gpu=False"):
         runner.prepare(WorkerContext(gpu_index=0, in_driver=True))
+
+
+def test_the_only_worker_in_the_drivers_process_uses_the_gpu_that_that_is_at(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    alone = WorkerContext(in_driver=True)
+    runner.prepare(alone)
+    assert _device(True, alone) == torch.device("cuda", 3)
+    with pytest.raises(RuntimeError, match="shall use a GPU"):
+        runner.prepare(WorkerContext(in_driver=True, world_size=2))
 
 
 def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):

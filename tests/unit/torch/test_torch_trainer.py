@@ -9,6 +9,7 @@ import torch
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.config import BATCH_SIZE
+from raysgd.torch.torch_trainer import _local_gpu
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder
 
@@ -33,6 +34,7 @@ def make(**arguments):
         ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "num_workers=2"),
         ({"config": {BATCH_SIZE: "8"}}, TypeError, "BATCH_SIZE"),
         ({"num_workers": 0}, ValueError, "num_workers=0"),
+        ({"num_workers": 2, "use_gpu": True}, ValueError, "needs num_workers=1"),
         ({"num_workers": -1}, ValueError, "num_workers=-1"),
         ({"num_workers": 2.0}, TypeError, "num_workers=2.0"),
         ({"num_workers": True}, TypeError, "num_workers=True"),
@@ -197,6 +199,13 @@ def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeyp
     trainer = make_trainer(use_gpu="auto")
     assert asked
     assert not trainer.get_local_operator().use_gpu
+
+
+def test_several_workers_of_which_one_is_local_train_on_cpus(caplog):
+    assert not _local_gpu("auto", {})
+    assert "Training on CPUs, although the cluster has GPUs" in caplog.text
+    with pytest.raises(ValueError, match="can be assigned no GPU"):
+        _local_gpu("auto", {"GPU": 0.5})
 
 
 def test_settings_reach_the_operator(make_trainer):
