@@ -56,14 +56,17 @@ class Loop:
         self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
         """Copies of the state for the driver; none until the runner says how often."""
-        self.steps: Steps | None = None
-        """The stretch under way."""
         self.num_covered: int | None = None
         """Samples that all workers have trained on in the call; None where that is unknown."""
 
+    @property
+    def steps(self) -> Steps | None:
+        """The stretch under way."""
+        return self._parts.steps
+
     def forget_iteration(self) -> None:
         """Let the next stretch iterate over the loader anew, from where the epoch stands."""
-        self.steps = self._batches = None
+        self._parts.steps = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, go on in a loader that cannot be rewound, unless the place `moved`."""
@@ -164,7 +167,7 @@ class Loop:
         parts, operator = self._parts, self.operator
         start = self._start = parts.offset
         self.snapshots.maybe_take(parts, operator, self.call_state)
-        steps = self.steps = self._new_steps(source, limit)
+        steps = parts.steps = self._new_steps(source, limit)
         steps.pause_at(self._pause_at)
         steps.stop_requested |= self._stop_requested
         if steps.total_batches == 0 and start == 0:
@@ -187,7 +190,7 @@ class Loop:
             if not paused:
                 self._check_empty_stretch(steps, source, start, limit)
         # a loop that stops early of its own will has ended its epoch
-        self.steps = None
+        self._parts.steps = None
         if steps.epoch_is_over or (limit is None and not paused):
             parts.offset = 0
             parts.epoch += 1
@@ -232,7 +235,7 @@ class Loop:
             self._batches = itertools.chain(again, self._batches or ())
         if self._parts.meters is not None:
             self._segments.append(self._parts.meters.summary())
-        self.steps = None
+        self._parts.steps = None
 
     def _check_empty_stretch(
         self, steps: Steps, source: Source, start: int, limit: int | None
@@ -300,7 +303,10 @@ class Loop:
         """See that all ranks share out one order: those of a user's sampler may differ."""
         parts, epoch = self._parts, self._parts.epoch
         rank, size = parts.context.world_rank, parts.context.world_size
-        if not source.sharded or size == 1:
+        if not source.sharded:
+            return
+        if size == 1:
+            self._orders_agree = True  # with who joins later, whose sampler begins anew
             return
         was_drawn = source.has_order(epoch)
         digest = source.order_digest(epoch)

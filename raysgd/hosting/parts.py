@@ -6,13 +6,16 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.hosting.source import Source
 from raysgd.metrics import AverageMeterCollection
 from raysgd.timers import TimerCollection
+
+if TYPE_CHECKING:
+    from raysgd.hosting.steps import Steps
 
 __all__ = ["Parts", "Settings"]
 
@@ -44,6 +47,8 @@ class Parts(ABC):
         self.global_step = 0
         self.seed = seed
         self.meters: AverageMeterCollection | None = None
+        self.steps: Steps | None = None
+        """The stretch of training under way."""
         self._sources: dict[str, Source] = {}
         self._trains_on = "train"
 
@@ -153,6 +158,16 @@ class Parts(ABC):
         """Return fresh meters, which the runner can read while an epoch is under way."""
         self.meters = AverageMeterCollection()
         return self.meters
+
+    def epoch_is_over(self, iterator: Any) -> bool:
+        """Whether an epoch is, for a loop that has come to the end of `iterator`.
+
+        That may be a wrapper round the iterator that the loop was given, such as a progress bar.
+        """
+        over = getattr(iterator, "epoch_is_over", None)
+        if over is None and self.steps is not None and self.steps.drawn_from:
+            over = self.steps.epoch_is_over
+        return over is None or bool(over)
 
     # ---- committed steps
 

@@ -64,6 +64,8 @@ class Steps:
         self.stop_requested = False
         self.num_batches = 0
         """Batches that are committed."""
+        self.drawn_from = False
+        """Whether a loop has asked for a batch."""
         self.loader_failed = False
         """Whether it was the loader that raised; it cannot be asked again then."""
 
@@ -102,6 +104,7 @@ class Steps:
         return self
 
     def __next__(self) -> Any:
+        self.drawn_from = True
         if self._in_flight and self._is_last:
             self._commit()
         if self.stop_requested:

@@ -11,7 +11,6 @@ import torch
 from raysgd.hosting.operator_base import OperatorBase
 from raysgd.torch.components import Components, OperatorSettings
 from raysgd.torch.moving import moved
-from raysgd.torch.replica import unwrap
 
 __all__ = ["OperatorTools"]
 
@@ -28,9 +27,7 @@ class OperatorTools(OperatorBase):
     def train_mode(self, training: bool) -> None:
         """Put every registered model into train or eval mode."""
         for model in self._parts.models:
-            # walking through a large model costs more than asking it
-            if model.training != training or unwrap(model).training != training:
-                model.train(training)
+            model.train(training)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for forward pass and loss, in which they run in mixed precision.

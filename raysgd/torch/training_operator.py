@@ -82,6 +82,7 @@ class TrainingOperator(OperatorTools):
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         self.train_mode(True)
+        epoch_idx = epoch_idx or self._parts.epoch  # an override that calls this may not know it
         meters = self._parts.new_meters()
         timers = self.timers
         per_batch = self.scheduler_step_freq == "batch"
@@ -92,7 +93,7 @@ class TrainingOperator(OperatorTools):
                 meters.update(*checked_metrics(self.train_batch, metrics))
                 if per_batch and self._parts.updates.group.is_last:
                     self.step_schedulers()
-        if self.scheduler_step_freq == "epoch" and getattr(iterator, "epoch_is_over", True):
+        if self.scheduler_step_freq == "epoch" and self._parts.epoch_is_over(iterator):
             self.step_schedulers()
         return meters.summary()
 

@@ -151,8 +151,9 @@ class Updates:
     def commit(self) -> None:
         """Close a group whose update is done."""
         self.precision.commit()
-        if self._used and (len(self._optimizers) > 1 or not self._stepped):
-            # one loss may leave gradients in the parameters of another's optimizer
+        if self._used and self._stepped and len(self._optimizers) > 1:
+            # one loss may leave gradients in the parameters of another's optimizer; where nothing
+            # stepped, a loop accumulates them by itself
             self._zero_gradients()
         self._reset()
 

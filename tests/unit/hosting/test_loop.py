@@ -375,6 +375,35 @@ def test_schedulers_of_epochs_step_when_an_epoch_is_over(start, operator_cls, co
     assert rates == pytest.approx([1, 0.5, 0.5, 0.125, 0.0625])
 
 
+class Wrapping(Recorder):
+    """Hands what it is given on in a wrapper, and, as older code does, without the epoch."""
+
+    def train_epoch(self, iterator, info):
+        return super().train_epoch((batch for batch in iterator), info)
+
+
+def test_a_loop_in_a_wrapper_knows_where_epochs_are_and_end(start):
+    trainer, operator = start(Wrapping, {"scheduler": halving}, scheduler_step_freq="epoch")
+    rates = []
+    for num_steps in (3, None, 4, 7, None):
+        trainer.train(num_steps=num_steps)
+        rates.append(rate(operator))
+    assert rates == pytest.approx([1, 0.5, 0.5, 0.125, 0.0625])
+    assert [info["epoch_idx"] for info in operator.infos] == [step // 5 for step in range(20)]
+
+
+def test_a_loop_over_batches_of_its_own_ends_with_them(start):
+    class Foreign(Recorder):
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(iter([next(iter(self.train_loader))]), info)
+            next(iterator)
+            return result
+
+    trainer, operator = start(Foreign, {"scheduler": halving}, scheduler_step_freq="epoch")
+    trainer.train(num_steps=1)
+    assert rate(operator) == 0.5
+
+
 def test_manual_schedulers_step_with_the_metric_alone(start):
     def plateau(optimizer):
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)

@@ -195,6 +195,14 @@ def test_a_batch_may_return_an_empty_dict():
 # ---- validate
 
 
+def test_train_mode_reaches_every_layer_whether_or_not_there_was_a_validation_before():
+    operator = run_operator(Classifier, {"num_samples": 20, "batch_size": 8, "batch_norm": True})
+    for module in operator.model.children():
+        module.eval()
+    operator.train_epoch(iter([BATCH]))
+    assert all(module.training for module in operator.model.modules())
+
+
 def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
     class Noting(Classifier):
         def validate_batch(self, batch, batch_info):

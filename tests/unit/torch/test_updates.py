@@ -745,12 +745,17 @@ def test_a_loop_by_hand_is_left_alone_also_with_a_scaler():
     )
 
 
-def test_gradients_that_a_loop_by_hand_leaves_for_the_next_batch_are_kept():
+@pytest.mark.parametrize("helpers", [False, True])
+def test_gradients_that_a_loop_by_hand_leaves_for_the_next_batch_are_kept(helpers):
     def accumulating_by_hand(self, batch, batch_info):
-        self.criterion(self.model(batch[0]), batch[1]).backward()
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss) if helpers else loss.backward()
         if batch_info["global_step"] % 2:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if helpers:
+                self.optimizer_step(self.optimizer)
+            else:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
         return {}
 
     config = {"num_samples": 16, "batch_size": 4}
