@@ -125,6 +125,10 @@ class Parts(ABC):
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
+        seeds = {name: source.own_seed for name, source in self._sources.items()}
+        own = {name: seed for name, seed in seeds.items() if seed is not None}
+        if own:
+            place["loader_seeds"] = own
         # the offset is one in the data set that was given with the newest call
         return place if self._trains_on == "train" else {**place, "trains_on": self._trains_on}
 
@@ -135,6 +139,9 @@ class Parts(ABC):
         self._trains_on = place.get("trains_on", "train")
         self.global_step = global_step
         self.reseed(place.get("seed", self.seed))
+        for name, seed in place.get("loader_seeds", {}).items():
+            if name in self._sources:
+                self._sources[name].take_own_seed(seed)
 
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""

@@ -79,6 +79,14 @@ class Source:
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""
 
+    @property
+    def own_seed(self) -> int | None:
+        """The seed in use where the user gave the loader a generator; None where none was given."""
+        return None
+
+    def take_own_seed(self, seed: int) -> None:
+        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
+
     def renew(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
 

@@ -120,6 +120,16 @@ class ShardedLoader(Source):
         generator = self.loader.generator
         self._seed = seed if generator is None else generator.initial_seed() % 2**62
 
+    @property
+    def own_seed(self) -> int | None:
+        """The seed in use where the user gave the loader a generator; None where none was given."""
+        return None if self.loader.generator is None else self._seed
+
+    def take_own_seed(self, seed: int) -> None:
+        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
+        if self.loader.generator is not None:
+            self._seed = seed
+
     def steps_left(self, offset: int) -> int:
         """Return how many steps follow `offset`."""
         return self.shard.num_steps(offset)
@@ -212,10 +222,12 @@ class ShardedLoader(Source):
         self._order = ((self._seed, epoch), order)
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return a digest of the order of an epoch, where it is a sampler's of the user's."""
+        """Return what tells orders apart, where a sampler or a generator is the user's."""
         sampler = self.loader.sampler
-        if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+        if type(sampler) is SequentialSampler:
             return None
+        if _is_plain_shuffle(sampler):
+            return self.own_seed  # all that its order depends on, beside the epoch
         order = self._order_of(epoch)
         if isinstance(order, torch.Tensor):
             data = order.numpy().tobytes()

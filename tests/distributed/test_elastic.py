@@ -329,6 +329,32 @@ def test_a_newcomer_takes_the_order_of_the_others(ray_cluster, victim):
         assert ledger_of(trainer).tolist() == [3] * 48
 
 
+class OwnGenerator(Ledger):
+    """Shuffles by a generator that is seeded differently on workers that come later."""
+
+    def setup(self, config):
+        super().setup(config)
+        data = Ids(config["num_samples"])
+        generator = torch.Generator().manual_seed(int(os.path.exists(config["later"])))
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+        )
+
+
+def test_a_newcomer_shuffles_by_the_seed_of_the_others(ray_cluster, tmp_path):
+    later = tmp_path / "later"
+    config = {"num_samples": 48, "batch_size": 4, "loader_workers": 0, "later": str(later)}
+    with TorchTrainer(
+        training_operator_cls=OwnGenerator, config=config, num_workers=2, min_workers=2
+    ) as trainer:
+        trainer.train(num_steps=2)
+        later.touch()
+        os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
+        for epoch in (1, 2):
+            trainer.train()
+            assert ledger_of(trainer).tolist() == [epoch] * 48
+
+
 def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):
     with TorchTrainer(
         training_operator_cls=Rich,

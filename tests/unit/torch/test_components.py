@@ -262,6 +262,41 @@ def test_a_new_seed_reaches_the_loaders():
     assert orders[0] == orders[2] != orders[1]
 
 
+def shuffling(seed):
+    """Components whose train loader shuffles by a generator of its own."""
+    parts, data = components(), TensorDataset(torch.arange(30))
+    generator = torch.Generator().manual_seed(seed)
+    parts.register_data(
+        DataLoader(data, batch_size=30, shuffle=True, generator=generator),
+        DataLoader(data, batch_size=30),
+    )
+    return parts
+
+
+def order_of(parts):
+    return next(parts.source("train").batches(0, 0))[0].tolist()
+
+
+def test_a_place_holds_the_seeds_of_generators_that_loaders_were_given():
+    saved, parts = shuffling(1), shuffling(2)
+    own = order_of(parts)
+    assert order_of(saved) != own
+    parts.move_to(saved.place(), global_step=1)
+    assert parts.place() == saved.place()
+    assert order_of(parts) == order_of(saved)
+    older = saved.place()
+    del older["loader_seeds"]  # of a state that was saved without them
+    parts.move_to(older, global_step=1)
+    assert order_of(parts) == own
+
+
+def test_seeds_of_loaders_that_are_not_there_are_passed_over():
+    parts = components()
+    assert "loader_seeds" not in parts.place()
+    parts.move_to(shuffling(1).place(), global_step=1)
+    assert parts.place() == {**components().place(), "seed": parts.seed}
+
+
 def test_entering_a_generation_shares_the_data_out_anew():
     parts = components(batch_share=4)
     parts.register_data(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
