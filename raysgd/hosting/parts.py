@@ -100,7 +100,10 @@ class Parts(ABC):
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
-            self._sources[name] = self.wrap(self.dataset_loader(dataset), training=True)
+            source = self.wrap(self.dataset_loader(dataset), training=True)
+            # also where it equals a share, which it may do on some of the workers only
+            source.take_batching(dataset.batch_size, follows_share=False)
+            self._sources[name] = source
         changed = name != self._trains_on
         if changed:
             self._trains_on, self.offset = name, 0
@@ -109,6 +112,16 @@ class Parts(ABC):
     def fingerprint(self) -> dict[str, str]:
         """Return what the loaders that are shared out must have in common on all workers."""
         return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+
+    def batching(self) -> dict[str, tuple[int, bool]]:
+        """Return by what batches the loaders are shared out that raysgd makes the batches of."""
+        batching = {name: source.batching() for name, source in self._sources.items()}
+        return {name: each for name, each in batching.items() if each is not None}
+
+    def take_batching(self, batching: dict[str, tuple[int, bool]]) -> None:
+        """Share the loaders out by the batches of another worker."""
+        for name in batching.keys() & self._sources.keys():
+            self._sources[name].take_batching(*batching[name])
 
     def release(self) -> None:
         """Let go of the loaders' worker processes."""

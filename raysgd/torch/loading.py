@@ -115,6 +115,14 @@ class ShardedLoader(Source):
         if self._follows_share and batch_share is not None:
             self._batch_size = batch_share
 
+    def batching(self) -> tuple[int, bool]:
+        """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``."""
+        return self._batch_size, self._follows_share
+
+    def take_batching(self, size: int, follows_share: bool) -> None:
+        """Make batches as another worker does, whose `batching` this is."""
+        self._batch_size, self._follows_share = size, follows_share
+
     def reseed(self, seed: int) -> None:
         """Let the order follow from `seed`, or from a generator that the user gave the loader."""
         generator = self.loader.generator
@@ -240,9 +248,11 @@ class ShardedLoader(Source):
         self._worker_loader = None
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers: the sizes, and which samples these are."""
+        """Return what has to be the same on all workers: the size, and which samples these are."""
         shard = self.shard
-        sizes = f"{shard.total} samples, batch size {shard.batch_size}, drop_last {shard.drop_last}"
+        sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
+        if self.loader.batch_size is None:
+            sizes += ", batch_size None"
         return f"{sizes}, {_content_of(self.loader.dataset)}".rstrip(", ")
 
     def describe(self) -> str:

@@ -510,6 +510,29 @@ def test_a_loader_made_with_the_batch_share_follows_it():
     assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_newcomer_makes_batches_as_the_others_do(follows):
+    """Whatever its share was in setup, where the size of the group was a guess."""
+    member = wrap(DataLoader(tensors(), batch_size=6), batch_share=6 if follows else 3)
+    newcomer = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
+    assert member.fingerprint() == newcomer.fingerprint()
+    for rank, source in enumerate((member, newcomer)):
+        source.reshard(2, rank, 3)
+    newcomer.take_batching(*member.batching())
+    size = 3 if follows else 6
+    assert newcomer.batching() == member.batching() == (size, follows)
+    batches = [list(source.batches(0, 0)) for source in (member, newcomer)]
+    assert len(batches[1][0][0]) == size
+    assert sorted(i for part in batches for i in indices(part)) == list(range(20))
+    newcomer.reshard(2, 1, 5)
+    assert newcomer.batch_size == (5 if follows else 6)
+
+
+def test_a_loader_that_does_not_collate_is_no_loader_of_batches():
+    ready, samples = (wrap(DataLoader(Numbers(), batch_size=size)) for size in (None, 1))
+    assert ready.fingerprint() != samples.fingerprint()
+
+
 def test_iterating_over_the_source_gives_the_workers_part_of_the_first_epoch():
     source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True), world_size=2, rank=1)
     expected = indices(source.batches(0, 0))

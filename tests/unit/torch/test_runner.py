@@ -99,6 +99,13 @@ def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
     assert chosen == [1]
 
 
+def test_batch_sizes_that_differ_at_the_start_are_named():
+    runner = make_runner()
+    runner._check_batch_sizes({"train": (8, True), "another": (3, False)})
+    with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
+        runner._check_batch_sizes({"train": (8, False), "validation": (16, False)})
+
+
 # ---- goals
 
 
