@@ -300,7 +300,7 @@ class Loop:
         return Steps(parts, source, self._batches, limit, left, go_on, on_commit)
 
     def _check_order(self, source: Source) -> None:
-        """See that all ranks share out one order: those of a user's sampler may differ."""
+        """See that all ranks share out one order: a user's sampler or generator may differ."""
         parts, epoch = self._parts, self._parts.epoch
         rank, size = parts.context.world_rank, parts.context.world_size
         if not source.sharded:
@@ -317,11 +317,12 @@ class Loop:
                 raise RuntimeError(
                     f"The workers' orders of epoch {epoch} differ, as "
                     f"{type(source.loader.sampler).__name__} gives them, so that samples would be "
-                    "repeated and left out. Let it draw from a torch.Generator that is its "
-                    "`generator`, from the global generators of torch, numpy or random, which are "
-                    "seeded alike on all workers meanwhile, or from what set_epoch(epoch) tells "
-                    "it. If it gives each worker a part of its own, pass add_dist_sampler=False "
-                    "to the trainer."
+                    "repeated and left out. If the DataLoader has a generator, seed it alike on "
+                    "all workers, or leave it out. Let a sampler of your own draw from a "
+                    "torch.Generator that is its `generator`, from the global generators of "
+                    "torch, numpy or random, which are seeded alike on all workers meanwhile, or "
+                    "from what set_epoch(epoch) tells it. If it gives each worker a part of its "
+                    "own, pass add_dist_sampler=False to the trainer."
                 )
             # they were one before: the sampler of who has joined since has not come as far
             leader = parts.minimum(rank if was_drawn else size) % size

@@ -105,7 +105,10 @@ class Parts(ABC):
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
-            self._sources[name] = self.wrap(self.dataset_loader(dataset), training=True)
+            source = self.wrap(self.dataset_loader(dataset), training=True)
+            # also where it equals a share, which it may do on some of the workers only
+            source.take_batching(dataset.batch_size, follows_share=False)
+            self._sources[name] = source
         changed = name != self._trains_on
         if changed:
             self._trains_on, self.offset = name, 0
@@ -114,6 +117,16 @@ class Parts(ABC):
     def fingerprint(self) -> dict[str, str]:
         """Return what the loaders that are shared out must have in common on all workers."""
         return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+
+    def batching(self) -> dict[str, tuple[int, bool]]:
+        """Return by what batches the loaders are shared out that raysgd makes the batches of."""
+        batching = {name: source.batching() for name, source in self._sources.items()}
+        return {name: each for name, each in batching.items() if each is not None}
+
+    def take_batching(self, batching: dict[str, tuple[int, bool]]) -> None:
+        """Share the loaders out by the batches of another worker."""
+        for name in batching.keys() & self._sources.keys():
+            self._sources[name].take_batching(*batching[name])
 
     def release(self) -> None:
         """Let go of the loaders' worker processes."""
@@ -130,6 +143,10 @@ class Parts(ABC):
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
+        seeds = {name: source.own_seed for name, source in self._sources.items()}
+        own = {name: seed for name, seed in seeds.items() if seed is not None}
+        if own:
+            place["loader_seeds"] = own
         # the offset is one in the data set that was given with the newest call
         return place if self._trains_on == "train" else {**place, "trains_on": self._trains_on}
 
@@ -140,6 +157,9 @@ class Parts(ABC):
         self._trains_on = place.get("trains_on", "train")
         self.global_step = global_step
         self.reseed(place.get("seed", self.seed))
+        for name, seed in place.get("loader_seeds", {}).items():
+            if name in self._sources:
+                self._sources[name].take_own_seed(seed)
 
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""

@@ -24,6 +24,12 @@ def check_place(state: Mapping[str, Any]) -> None:
         for key in ("epoch", "offset"):
             counts[f"data[{key!r}]"] = data.get(key)
         counts["data['validation_offset']"] = data.get("validation_offset", 0)
+        seeds = data.get("loader_seeds", {})
+        if not isinstance(seeds, Mapping):
+            raise CheckpointError(
+                f"The state's data['loader_seeds'] must be a dict of counts, but it is {seeds!r}."
+            )
+        counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")

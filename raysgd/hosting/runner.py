@@ -78,6 +78,24 @@ class OperatorRunner(ABC):
                     "part of its own, pass add_dist_sampler=False to the trainer."
                 )
 
+    def _check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
+        """Check that this worker, at the start, has the batch sizes of rank 0.
+
+        Not as one joins: what it made of its share of ``config[BATCH_SIZE]`` in setup, where the
+        size of the group was a guess, need not be what the others made of theirs.
+        """
+        own = self._parts.batching()
+        for name in expected.keys() & own.keys():
+            (size, _), (other, _) = own[name], expected[name]
+            if size != other:
+                raise ValueError(
+                    f"The workers registered different batch sizes with {name}_loader: {size} on "
+                    f"worker {self.operator.world_rank}, and {other} on worker 0. A loader that "
+                    "is shared out needs the same on every worker: config[BATCH_SIZE], or a "
+                    "number that does not depend on the worker. Where each worker reads a part "
+                    "of its own, pass add_dist_sampler=False to the trainer."
+                )
+
     @property
     def operator(self) -> Any:
         """The operator."""
@@ -263,6 +281,7 @@ class OperatorRunner(ABC):
             "global_step": parts.global_step,
             "call": self._running.call_state(),
             "data": parts.fingerprint(),
+            "batching": parts.batching(),
         }
 
 

@@ -76,8 +76,26 @@ class Source:
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
+    def batching(self) -> tuple[int, bool] | None:
+        """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``.
+
+        None where the loader makes its batches by itself.
+        """
+        return None
+
+    def take_batching(self, size: int, follows_share: bool) -> None:
+        """Make batches as another worker does, whose `batching` this is."""
+
     def reseed(self, seed: int) -> None:
         """Let the order of the epochs follow from `seed`."""
+
+    @property
+    def own_seed(self) -> int | None:
+        """The seed in use where the user gave the loader a generator; None where none was given."""
+        return None
+
+    def take_own_seed(self, seed: int) -> None:
+        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
 
     def renew(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""

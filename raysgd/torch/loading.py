@@ -115,10 +115,28 @@ class ShardedLoader(Source):
         if self._follows_share and batch_share is not None:
             self._batch_size = batch_share
 
+    def batching(self) -> tuple[int, bool]:
+        """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``."""
+        return self._batch_size, self._follows_share
+
+    def take_batching(self, size: int, follows_share: bool) -> None:
+        """Make batches as another worker does, whose `batching` this is."""
+        self._batch_size, self._follows_share = size, follows_share
+
     def reseed(self, seed: int) -> None:
         """Let the order follow from `seed`, or from a generator that the user gave the loader."""
         generator = self.loader.generator
         self._seed = seed if generator is None else generator.initial_seed() % 2**62
+
+    @property
+    def own_seed(self) -> int | None:
+        """The seed in use where the user gave the loader a generator; None where none was given."""
+        return None if self.loader.generator is None else self._seed
+
+    def take_own_seed(self, seed: int) -> None:
+        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
+        if self.loader.generator is not None:
+            self._seed = seed
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps follow `offset`."""
@@ -212,10 +230,12 @@ class ShardedLoader(Source):
         self._order = ((self._seed, epoch), order)
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return a digest of the order of an epoch, where it is a sampler's of the user's."""
+        """Return what tells orders apart, where a sampler or a generator is the user's."""
         sampler = self.loader.sampler
-        if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler):
+        if type(sampler) is SequentialSampler:
             return None
+        if _is_plain_shuffle(sampler):
+            return self.own_seed  # all that its order depends on, beside the epoch
         order = self._order_of(epoch)
         if isinstance(order, torch.Tensor):
             data = order.numpy().tobytes()
@@ -228,9 +248,11 @@ class ShardedLoader(Source):
         self._worker_loader = None
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers: the sizes, and which samples these are."""
+        """Return what has to be the same on all workers: the size, and which samples these are."""
         shard = self.shard
-        sizes = f"{shard.total} samples, batch size {shard.batch_size}, drop_last {shard.drop_last}"
+        sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
+        if self.loader.batch_size is None:
+            sizes += ", batch_size None"
         return f"{sizes}, {_content_of(self.loader.dataset)}".rstrip(", ")
 
     def describe(self) -> str:

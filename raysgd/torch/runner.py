@@ -87,14 +87,16 @@ class TorchRunner(OperatorRunner):
         self.host(build_operator(options.operator_cls, config, settings), options.snapshot_every)
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
-            seed, data = replica.broadcast_state(
-                lambda: (self._parts.seed, self._parts.fingerprint()), 0, settings.device
+            parts = self._parts
+            seed, data, batching = replica.broadcast_state(
+                lambda: (parts.seed, parts.fingerprint(), parts.batching()), 0, settings.device
             )
-            self._parts.reseed(seed)
+            parts.reseed(seed)
             self._check_data(data)
+            self._check_batch_sizes(batching)
             if options.use_horovod:  # DistributedDataParallel does it for its models
-                state = replica.broadcast_state(self._parts.training_state, 0, settings.device)
-                self._parts.load_training_state(state)
+                state = replica.broadcast_state(parts.training_state, 0, settings.device)
+                parts.load_training_state(state)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
@@ -107,6 +109,7 @@ class TorchRunner(OperatorRunner):
             state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
             if context.world_rank != leader:
                 self._check_data(state["data"])
+                parts.take_batching(state["batching"])
             # what is not replicated stays as each worker has it, and a newcomer has nothing
             follows = context.world_rank != leader and (parts.replicated or parts.global_step == 0)
             parts.share_training_state(leader, follows)

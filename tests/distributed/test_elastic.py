@@ -1,6 +1,7 @@
 """Losing and gaining workers without losing a step."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -279,6 +280,48 @@ def test_the_group_grows_into_room_that_appears_and_spends_no_retry(ray_cluster)
         assert [len(event.ranks) for event in grown] == [1]
 
 
+class DerivedBatchSize(SlowLedger):
+    """Validates with twice the share, which is no batch size that follows the share."""
+
+    def setup(self, config):
+        super().setup(config)
+        data = Ids(config["num_samples"])
+        self.register_data(validation_loader=DataLoader(data, batch_size=2 * config[BATCH_SIZE]))
+        self.validated = []
+
+    def validate_batch(self, batch, batch_info):
+        self.validated += batch.tolist()
+        return {"num_samples": len(batch)}
+
+
+def test_the_group_grows_where_a_batch_size_is_derived_from_the_share(ray_cluster):
+    taken = placement_group([{"CPU": 2}])
+    assert taken.wait(10)
+    num_samples = 3000
+    with TorchTrainer(
+        training_operator_cls=DerivedBatchSize,
+        config={
+            "num_samples": num_samples,
+            "loader_workers": 0,
+            "until_size": 4,
+            "hold_at": num_samples,
+            BATCH_SIZE: 12,
+        },
+        num_workers=4,
+        elastic=ElasticConfig(resize_cooldown_s=0.0),
+    ) as trainer:
+        assert trainer.num_workers == 2
+        with Killer((lambda: reached(trainer) > 5, lambda: remove_placement_group(taken))):
+            metrics = trainer.train(max_retries=0)
+        check_ledger(trainer, metrics, num_samples)
+        kept = trainer.apply_all_operators(lambda operator: operator._parts.batching())
+        # of shares of 6, 4 and 3 in setup
+        assert kept == [{"train": (3, True), "validation": (12, False)}] * 4
+        assert trainer.validate()["num_samples"] == num_samples
+        validated = trainer.apply_all_operators(lambda operator: operator.validated)
+        assert sorted(itertools.chain(*validated)) == list(range(num_samples))
+
+
 def test_a_newcomer_goes_on_in_the_data_set_of_the_call(ray_cluster):
     dataset = Dataset(range(400), batch_size=4)
     with ledger_trainer(2, num_samples=400, elastic=ElasticConfig(min_workers=2)) as trainer:
@@ -345,6 +388,32 @@ def test_the_second_worker_takes_the_order_of_the_first(ray_cluster):
         wait_until(lambda: trainer.apply_all_workers(os.getpid) and trainer.num_workers == 2)
         trainer.train()
         assert ledger_of(trainer).tolist() == [2] * 48
+
+
+class OwnGenerator(Ledger):
+    """Shuffles by a generator that is seeded differently on workers that come later."""
+
+    def setup(self, config):
+        super().setup(config)
+        data = Ids(config["num_samples"])
+        generator = torch.Generator().manual_seed(int(os.path.exists(config["later"])))
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+        )
+
+
+def test_a_newcomer_shuffles_by_the_seed_of_the_others(ray_cluster, tmp_path):
+    later = tmp_path / "later"
+    config = {"num_samples": 48, "batch_size": 4, "loader_workers": 0, "later": str(later)}
+    with TorchTrainer(
+        training_operator_cls=OwnGenerator, config=config, num_workers=2, min_workers=2
+    ) as trainer:
+        trainer.train(num_steps=2)
+        later.touch()
+        os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
+        for epoch in (1, 2):
+            trainer.train()
+            assert ledger_of(trainer).tolist() == [epoch] * 48
 
 
 def test_momentum_schedulers_buffers_and_own_state_survive_on_a_newcomer(ray_cluster, tmp_path):

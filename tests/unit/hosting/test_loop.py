@@ -4,12 +4,14 @@ One worker, in this process. An epoch is five batches of eight samples.
 """
 
 import contextlib
+import dataclasses
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.context import PausedError
 from raysgd.data import Dataset
@@ -803,3 +805,33 @@ def test_a_pause_does_not_step_schedulers_of_epochs(start):
     loop.pause_at(None)
     train(loop, until_epoch=1)
     assert rate(operator) == before / 2
+
+
+# ---- one order for all ranks
+
+
+class OwnGenerator(Recorder):
+    """Shuffles by a generator, as every worker may seed it differently."""
+
+    def make_loaders(self, config):
+        numbers = torch.arange(40.0).reshape(-1, 1)
+        generator = torch.Generator().manual_seed(config["generator_seed"])
+        data = TensorDataset(numbers, numbers / 40)
+        return {"train_loader": DataLoader(data, 8, shuffle=True, generator=generator)}
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
+    loop, operator = loop_of(OwnGenerator, {"generator_seed": seed})
+    parts = operator._parts
+    parts.settings.context = dataclasses.replace(parts.context, world_size=2)
+    # what the other rank says: its seed, twice, and that the orders were not one before
+    others = iter([3, -3, 0])
+    parts.minimum = lambda value: min(value, next(others))
+    if seed == 3:
+        loop._check_order(parts.source("train"))
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
+        ):
+            loop._check_order(parts.source("train"))

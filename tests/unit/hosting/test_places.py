@@ -44,6 +44,14 @@ def test_what_is_no_place_in_the_data_is_named(key):
         check_place({"epoch": 0, "data": {**dict.fromkeys(PLACES, 0), key: -1}})
 
 
+@pytest.mark.parametrize("wrong", [[1], {"train": -1}, {"train": "1"}])
+def test_seeds_of_loaders_that_are_no_counts_are_an_error(wrong):
+    data = {"epoch": 0, "offset": 0, "loader_seeds": {"train": 5}}
+    check_place({"epoch": 0, "data": data})
+    with pytest.raises(CheckpointError, match=r"data\['loader_seeds'\].* must be a"):
+        check_place({"epoch": 0, "data": {**data, "loader_seeds": wrong}})
+
+
 @pytest.mark.parametrize("data", [3, [1], "text"])
 def test_data_that_holds_no_counts_is_an_error(data):
     with pytest.raises(CheckpointError, match="data must be a dict of counts, but it is"):

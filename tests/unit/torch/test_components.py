@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.context import WorkerContext
+from raysgd.data import Dataset
 from raysgd.torch.components import Components, OperatorSettings
 
 
@@ -260,6 +261,62 @@ def test_a_new_seed_reaches_the_loaders():
         parts.reseed(seed)
         orders.append(next(parts.source("train").batches(0, 0))[0].tolist())
     assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_newcomer_takes_over_how_batches_are_made_of_the_loaders_that_it_has():
+    parts, data = components(batch_share=4), TensorDataset(torch.arange(8))
+    parts.register_data(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    assert parts.batching() == {"train": (4, True), "validation": (8, False)}
+    other = components(batch_share=2)
+    other.register_data([[torch.zeros(2)]], DataLoader(data, batch_size=2))
+    other.take_batching(parts.batching())
+    assert other.batching() == {"validation": (8, False)}
+
+
+def test_the_data_set_of_a_call_keeps_its_batch_size_where_it_equals_a_share():
+    """A worker that joins later has another share as it is given the data set."""
+    sizes = []
+    for share in (4, 2):
+        parts, dataset = components(batch_share=share), Dataset(range(8), batch_size=4)
+        source, _ = parts.training_source(dataset)
+        parts.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+        sizes.append(source.batch_size)
+    assert sizes == [4, 4]
+
+
+def shuffling(seed):
+    """Components whose train loader shuffles by a generator of its own."""
+    parts, data = components(), TensorDataset(torch.arange(30))
+    generator = torch.Generator().manual_seed(seed)
+    parts.register_data(
+        DataLoader(data, batch_size=30, shuffle=True, generator=generator),
+        DataLoader(data, batch_size=30),
+    )
+    return parts
+
+
+def order_of(parts):
+    return next(parts.source("train").batches(0, 0))[0].tolist()
+
+
+def test_a_place_holds_the_seeds_of_generators_that_loaders_were_given():
+    saved, parts = shuffling(1), shuffling(2)
+    own = order_of(parts)
+    assert order_of(saved) != own
+    parts.move_to(saved.place(), global_step=1)
+    assert parts.place() == saved.place()
+    assert order_of(parts) == order_of(saved)
+    older = saved.place()
+    del older["loader_seeds"]  # of a state that was saved without them
+    parts.move_to(older, global_step=1)
+    assert order_of(parts) == own
+
+
+def test_seeds_of_loaders_that_are_not_there_are_passed_over():
+    parts = components()
+    assert "loader_seeds" not in parts.place()
+    parts.move_to(shuffling(1).place(), global_step=1)
+    assert parts.place() == {**components().place(), "seed": parts.seed}
 
 
 def test_entering_a_generation_shares_the_data_out_anew():

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
@@ -108,6 +108,13 @@ def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
     assert chosen == [1]
+
+
+def test_batch_sizes_that_differ_at_the_start_are_named():
+    runner = make_runner()
+    runner._check_batch_sizes({"train": (8, True), "another": (3, False)})
+    with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
+        runner._check_batch_sizes({"train": (8, False), "validation": (16, False)})
 
 
 # ---- goals
@@ -333,6 +340,31 @@ class Slow(Recorder):
             "train_loader": DataLoader(self.Samples(), batch_size=8, shuffle=True),
             "validation_loader": DataLoader(self.Samples(), batch_size=8),
         }
+
+
+class Unseeded(Recorder):
+    """Shuffles by a generator that is seeded anew in each process."""
+
+    def make_loaders(self, config):
+        numbers = torch.arange(40.0).reshape(-1, 1)
+        generator = torch.Generator()
+        generator.seed()
+        data = TensorDataset(numbers, numbers / 40)
+        return {
+            "train_loader": DataLoader(data, batch_size=8, shuffle=True, generator=generator),
+            "validation_loader": DataLoader(data, batch_size=8),
+        }
+
+
+def test_an_epoch_goes_on_in_its_order_where_a_generator_is_seeded_anew_in_each_process():
+    saved = make_runner(Unseeded)
+    saved.train(call=0, until_step=2)
+    loaded = make_runner(Unseeded)
+    loaded.load_state_dict(full_state(saved))
+    for runner in (saved, loaded):
+        runner.train(call=1, until_epoch=2)
+    assert saved.operator.trained[16:] == loaded.operator.trained
+    assert sorted(saved.operator.trained[:40]) == EPOCH
 
 
 def full_state(runner):
