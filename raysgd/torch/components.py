@@ -58,7 +58,8 @@ class Components(Parts):
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
         self._trains_criterion = False
-        self._wrapping: list[dict[str, Any] | None] = []
+        self._required: dict[int, dict[str, bool]] = {}
+        self._wrapping: list[replica.Wrapping | None] = []
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
         self.updates = Updates(
@@ -126,6 +127,10 @@ class Components(Parts):
                     for criterion in self._criterions
                 ),
             ]
+        # now, since setup may go on to freeze some
+        self._required = {
+            id(model): replica.required_gradients(replica.unwrap(model)) for model in self.models
+        }
         if self._trains_criterion:
             criterion = self.models[-1]
         elif isinstance(criterion, torch.nn.Module):
@@ -165,7 +170,9 @@ class Components(Parts):
         }
         self.models = [wrapped.get(id(model), model) for model in self.models]
         self._wrapping = [
-            replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
+            replica.wrapping(m, self._required.get(id(m)))
+            if isinstance(m, DistributedDataParallel)
+            else None
             for m in self.models
         ]
         if self.updates.accumulation_steps > 1:
@@ -311,9 +318,9 @@ class Components(Parts):
         super().enter(context, batch_share)
         for exchange in self.updates.exchanges.values():
             exchange.renew()
-        for model, arguments in zip(self.models, self._wrapping, strict=True):
-            if isinstance(model, DistributedDataParallel) and arguments is not None:
-                replica.rebuild(model, arguments)
+        for model, wrapping in zip(self.models, self._wrapping, strict=True):
+            if isinstance(model, DistributedDataParallel) and wrapping is not None:
+                replica.rebuild(model, wrapping)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.

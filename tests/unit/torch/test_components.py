@@ -269,3 +269,16 @@ def test_entering_a_generation_shares_the_data_out_anew():
     batches = [batch[0].tolist() for batch in parts.source("train").batches(0, 0)]
     assert batches == [[2, 3], [6, 7]]
     assert parts.settings.context.world_size == 2
+
+
+def test_what_setup_freezes_after_registering_is_still_averaged_in_later_generations(
+    process_group,
+):
+    context = WorkerContext(distributed=True)
+    parts, model = components(context=context), linear()
+    wrapped = register(parts, model)[0]
+    model.requires_grad_(False)
+    parts.adopt_wrappers([])
+    parts.enter(context, None)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
