@@ -33,6 +33,7 @@ __all__ = [
     "rebuild",
     "replicated",
     "required_gradients",
+    "saved_buffers",
     "unwrap",
     "without_buffers",
     "wrapping",
@@ -111,6 +112,19 @@ def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
     """Return what a state dict of `model` has beside buffers."""
     buffers = {name for name, _ in unwrap(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
+
+
+def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of `model` that are part of its state.
+
+    Others may be caches, whose sizes follow each worker's batches.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def replicated(model: torch.nn.Module) -> bool:

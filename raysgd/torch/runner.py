@@ -92,6 +92,8 @@ class TorchRunner(OperatorRunner):
             if options.use_horovod:  # DistributedDataParallel does it for its models
                 state = replica.broadcast_state(self._parts.training_state, 0, settings.device)
                 self._parts.load_training_state(state)
+            else:
+                self._parts.share_unwrapped()
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
