@@ -136,6 +136,7 @@ class Loop:
         dataset: Dataset | None,
     ) -> Mapping[str, Any]:
         """Train until so many epochs are completed, or so many steps are done, in all."""
+        self._parts.check_averaged()
         if self._call != call:
             self._begin(call)
         self._profile(profile)

@@ -240,6 +240,9 @@ class Parts(ABC):
         """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
         raise NotImplementedError
 
+    def check_averaged(self) -> None:  # noqa: B027
+        """Refuse to train what the workers would not average."""
+
     def sync_buffers(self) -> None:  # noqa: B027
         """Give every rank what is not trained, and may differ, of rank 0."""
 

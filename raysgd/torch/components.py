@@ -24,6 +24,7 @@ from raysgd.torch.precision import create_precision
 from raysgd.torch.registration import (
     check_plateau,
     check_static_graphs,
+    check_still_frozen,
     checked,
     is_trained,
     shaped_like,
@@ -58,7 +59,9 @@ class Components(Parts):
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
         self._trains_criterion = False
-        self._wrapping: list[dict[str, Any] | None] = []
+        self._required: dict[int, dict[str, bool]] = {}
+        self._wrapping: list[replica.Wrapping | None] = []
+        self._frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]] = []
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
         self.updates = Updates(
@@ -126,6 +129,10 @@ class Components(Parts):
                     for criterion in self._criterions
                 ),
             ]
+        # now, since setup may go on to freeze some
+        self._required = {
+            id(model): replica.required_gradients(replica.unwrap(model)) for model in self.models
+        }
         if self._trains_criterion:
             criterion = self.models[-1]
         elif isinstance(criterion, torch.nn.Module):
@@ -165,11 +172,48 @@ class Components(Parts):
         }
         self.models = [wrapped.get(id(model), model) for model in self.models]
         self._wrapping = [
-            replica.wrapping_arguments(m) if isinstance(m, DistributedDataParallel) else None
+            replica.wrapping(m, self._required.get(id(m)))
+            if isinstance(m, DistributedDataParallel)
+            else None
             for m in self.models
         ]
+        settings = self.settings
+        by_wrappers = settings.wrap_ddp and settings.context.distributed
+        averages = by_wrappers and not self.updates.exchanges
+        self._frozen = self._not_averaged() if averages else []
         if self.updates.accumulation_steps > 1:
             check_static_graphs(self.models)
+
+    def _not_averaged(self) -> list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]]:
+        """Return the parameters that no wrapper averages, with their models and those's indices."""
+        averaged = {
+            id(parameter)
+            for model, wrapping in zip(self.models, self._wrapping, strict=True)
+            if wrapping is not None
+            for name, parameter in replica.unwrap(model).named_parameters()
+            if wrapping.required.get(name, True)
+        }
+        found = (
+            (index, replica.unwrap(model), [p for p in model.parameters() if id(p) not in averaged])
+            for index, model in enumerate(self.models)
+        )
+        return [(index, model, parameters) for index, model, parameters in found if parameters]
+
+    def check_averaged(self) -> None:
+        """Refuse to train, over several workers, what was frozen when it was registered."""
+        if self._frozen and self.settings.context.world_size > 1:
+            check_still_frozen(self._frozen, self.optimizers)
+
+    def share_unwrapped(self) -> None:
+        """Give every rank the frozen models of rank 0; DistributedDataParallel did the others.
+
+        Every rank must call it.
+        """
+        models = [model for model in self.models if not replica.replicated(model)]
+        if self.settings.wrap_ddp and models:
+            held = [t for model in models for t in (*model.parameters(), *model.buffers())]
+            replica.broadcast_tensors(held, source=0)
+            self.commit_buffers()
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader."""
@@ -286,8 +330,12 @@ class Components(Parts):
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
         with_horovod = bool(self.updates.exchanges)
-        models = [m for m in self.models if with_horovod or replica.replicated(m)]
-        buffers = [buffer for model in models for buffer in model.buffers()]
+        buffers: list[torch.Tensor] = []
+        for model in self.models:
+            if with_horovod or replica.replicated(model):
+                buffers += model.buffers()
+            elif self.settings.wrap_ddp:
+                buffers += replica.saved_buffers(model)
         if buffers:
             replica.broadcast_tensors(buffers, source=0)
             self.commit_buffers()
@@ -311,9 +359,9 @@ class Components(Parts):
         super().enter(context, batch_share)
         for exchange in self.updates.exchanges.values():
             exchange.renew()
-        for model, arguments in zip(self.models, self._wrapping, strict=True):
-            if isinstance(model, DistributedDataParallel) and arguments is not None:
-                replica.rebuild(model, arguments)
+        for model, wrapping in zip(self.models, self._wrapping, strict=True):
+            if isinstance(model, DistributedDataParallel) and wrapping is not None:
+                replica.rebuild(model, wrapping)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 __all__ = [
     "check_plateau",
     "check_static_graphs",
+    "check_still_frozen",
     "checked",
     "is_trained",
     "shaped_like",
@@ -31,6 +32,34 @@ def check_static_graphs(models: list[torch.nn.Module]) -> None:
             "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "
             "last one of a group. Leave static_graph out, or do not accumulate."
         )
+
+
+def check_still_frozen(
+    frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]],
+    optimizers: list[torch.optim.Optimizer],
+) -> None:
+    """Refuse to train parameters whose gradients no wrapper averages.
+
+    Args:
+        frozen: those of a model that required no gradients when it was registered, with the model
+            and its index.
+        optimizers: all that are registered.
+
+    Raises:
+        RuntimeError: if one requires gradients by now, and an optimizer has it.
+    """
+    for index, model, parameters in frozen:
+        ids = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if ids and any(
+            id(p) in ids for o in optimizers for group in o.param_groups for p in group["params"]
+        ):
+            raise RuntimeError(
+                f"Model {index} of those registered, a {type(model).__name__}, has parameters that "
+                "required no gradients at register() and do now. Their gradients would not be "
+                "averaged over the workers. Register the model while they require gradients, and "
+                'freeze them afterwards, with ddp_args={"find_unused_parameters": True} where a '
+                "loss does not reach all of those that its forward pass has."
+            )
 
 
 def check_plateau(schedulers: list[Any], frequency: str) -> None:

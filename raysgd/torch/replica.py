@@ -7,7 +7,9 @@ import hashlib
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from raysgd.trees import map_leaves
 __all__ = [
     "ReplicatedCriterion",
     "ReplicatedModel",
+    "Wrapping",
     "agree_on_minimum",
     "broadcast_state",
     "broadcast_tensors",
@@ -29,10 +32,33 @@ __all__ = [
     "only_running_statistics",
     "rebuild",
     "replicated",
+    "required_gradients",
+    "saved_buffers",
     "unwrap",
     "without_buffers",
+    "wrapping",
     "wrapping_arguments",
 ]
+
+
+# the wrapper's own hooks and mode, which the constructor of a module resets
+_KEPT = [name for name in vars(torch.nn.Module()) if "hook" in name or name == "training"]
+
+
+# stands for the process group of the time, of which a reference would keep the connections open
+_THE_GROUP = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapping:
+    """How a model was wrapped in DistributedDataParallel."""
+
+    arguments: dict[str, Any]
+    """The arguments of DistributedDataParallel."""
+    required: dict[str, bool]
+    """Whether a parameter required gradients then, by its name: those are averaged."""
+    comm_hooks: tuple[tuple[Callable[..., Any], Any], ...] = ()
+    """Communication hooks that user code registered, each with its state."""
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -88,33 +114,131 @@ def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in state.items() if name not in buffers}
 
 
+def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of `model` that are part of its state.
+
+    Others may be caches, whose sizes follow each worker's batches.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
 def replicated(model: torch.nn.Module) -> bool:
     """Whether `model` is held equal on all workers by DistributedDataParallel."""
     return isinstance(model, DistributedDataParallel)
 
 
-def rebuild(model: DistributedDataParallel, arguments: dict[str, Any]) -> None:
+def rebuild(model: DistributedDataParallel, wrapping: Wrapping) -> None:
     """Build DistributedDataParallel anew, in place, for the process group that exists now.
 
-    The object stays the same, so that references to it in user code stay good. Everything in
-    it is new, on every rank: a survivor's bucket order follows the order in which gradients
-    came in its first step and a newcomer's does not, so that a reducer that was kept would
-    add up the wrong parameters without an error.
+    The object stays the same, so that references to it in user code stay good, and so do the
+    hooks of a module that user code gave it. What communicates is new, on every rank: a survivor's
+    bucket order follows the order in which gradients came in its first step and a newcomer's does
+    not, so that a reducer that was kept would add up the wrong parameters without an error.
     """
-    module, training = model.module, model.training
-    DistributedDataParallel.__init__(model, module, **{**arguments, "init_sync": False})
-    model.training = training
+    module = model.module
+    held = {name: vars(model)[name] for name in _KEPT}
+    _remove_hooks_of(model)
+    try:
+        with _requiring_gradients(module, wrapping.required):
+            DistributedDataParallel.__init__(
+                model, module, **{**wrapping.arguments, "init_sync": False}
+            )
+    finally:
+        vars(model).update(held)
+    for hook, state in wrapping.comm_hooks:
+        if state is None or state is _THE_GROUP:
+            model.register_comm_hook(None if state is None else model.process_group, hook)
+        else:
+            warnings.warn(
+                f"The communication hook {getattr(hook, '__name__', hook)!r} is left out from now "
+                f"on, since workers have left or joined: its state, of {type(state).__name__}, "
+                "would not be the same on all of them. Gradients are averaged without it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _remove_hooks_of(model: DistributedDataParallel) -> None:
+    """Remove the hooks of mixed precision, which DistributedDataParallel sets anew."""
+    for module in model.module.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is model:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@contextlib.contextmanager
+def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> Iterator[None]:
+    """Let the same parameters require gradients for a while as when `required` was taken."""
+    parameters = dict(module.named_parameters())
+    held = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(required.get(name, held[name]))
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(held[name])
+
+
+def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
+    """Return which parameters of `module` require gradients, by their names."""
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+
+def wrapping(model: DistributedDataParallel, required: dict[str, bool] | None = None) -> Wrapping:
+    """Return how `model` was wrapped, so that it can be built anew.
+
+    Args:
+        model: as it is at the end of `setup`, which is the same on newcomers.
+        required: which parameters required gradients when it was wrapped; None for those of now.
+    """
+    required = required_gradients(model.module) if required is None else required
+    averaged = [name for name, is_set in required.items() if is_set]
+    num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
+    if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
+        # user code wrapped it, and has frozen others since: any may be averaged
+        required = {name: _can_be_trained(p) for name, p in model.module.named_parameters()}
+    return Wrapping(
+        arguments=wrapping_arguments(model),
+        required=required,
+        comm_hooks=tuple(
+            (hook, _THE_GROUP if state is model.process_group else state)
+            for hook, state in model._comm_hooks
+            if model.mixed_precision is None  # which registers a hook of its own
+        ),
+    )
+
+
+def _can_be_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def wrapping_arguments(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return the arguments with which a model that user code wrapped can be built anew."""
+    """Return the arguments with which a wrapped model can be built anew.
+
+    Those that name a process group are not among them: it is gone when they are used.
+    """
+    caps = [cap / 2**20 for cap in model.bucket_bytes_cap_list]
+    cap = None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20
     return {
         "device_ids": model.device_ids,
-        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "output_device": model.output_device,
+        "dim": model.dim,
+        "bucket_cap_mb": cap,
+        "bucket_cap_mb_list": caps or None,
         "find_unused_parameters": model.find_unused_parameters,
         "gradient_as_bucket_view": model.gradient_as_bucket_view,
         "static_graph": model.static_graph,
         "forward_sync_buffers": model.forward_sync_buffers,
+        "mixed_precision": model.mixed_precision,
+        "skip_all_reduce_unused_params": model.skip_all_reduce_unused_params,
+        "batched_grad_copy": model.batched_grad_copy,
     }
 
 

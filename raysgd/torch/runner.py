@@ -97,6 +97,8 @@ class TorchRunner(OperatorRunner):
             if options.use_horovod:  # DistributedDataParallel does it for its models
                 state = replica.broadcast_state(parts.training_state, 0, settings.device)
                 parts.load_training_state(state)
+            else:
+                parts.share_unwrapped()
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""

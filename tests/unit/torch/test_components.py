@@ -326,3 +326,87 @@ def test_entering_a_generation_shares_the_data_out_anew():
     batches = [batch[0].tolist() for batch in parts.source("train").batches(0, 0)]
     assert batches == [[2, 3], [6, 7]]
     assert parts.settings.context.world_size == 2
+
+
+def test_what_setup_freezes_after_registering_is_still_averaged_in_later_generations(
+    process_group,
+):
+    context = WorkerContext(distributed=True)
+    parts, model = components(context=context), linear()
+    wrapped = register(parts, model)[0]
+    model.requires_grad_(False)
+    parts.adopt_wrappers([])
+    parts.enter(context, None)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
+
+
+# ---- models that are frozen when they are registered
+
+
+def distributed(world_size=2, **settings):
+    return components(context=WorkerContext(distributed=True, world_size=world_size), **settings)
+
+
+def frozen_linear():
+    return linear().requires_grad_(False)
+
+
+def registered(parts, models, *optimized):
+    register(parts, models, sgd(*optimized))
+    parts.adopt_wrappers([])
+    return parts
+
+
+def test_what_was_frozen_at_register_cannot_be_trained_by_several_workers(process_group):
+    student, teacher = linear(), frozen_linear()
+    parts = registered(distributed(), [student, teacher], student, teacher)
+    parts.check_averaged()
+    teacher.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"Model 1 of those registered, a Linear, .*Register"):
+        parts.check_averaged()
+
+
+def test_so_is_a_part_of_a_model_that_was_frozen_at_register(process_group):
+    model = torch.nn.Sequential(frozen_linear(), linear())
+    parts = registered(distributed(), model, model)
+    parts.check_averaged()
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="Model 0 of those registered, a Sequential"):
+        parts.check_averaged()
+
+
+@pytest.mark.parametrize("settings", [{"wrap_ddp": False}, {"world_size": 1}], ids=str)
+def test_what_was_frozen_at_register_may_be_trained_where_nothing_averages(process_group, settings):
+    student, teacher = linear(), frozen_linear()
+    parts = registered(distributed(**settings), [student, teacher], student, teacher)
+    teacher.requires_grad_(True)
+    parts.check_averaged()
+
+
+def test_what_was_frozen_at_register_may_require_gradients_that_no_optimizer_uses(process_group):
+    student, teacher = linear(), frozen_linear()
+    parts = registered(distributed(), [student, teacher], student)
+    teacher.requires_grad_(True)
+    parts.check_averaged()
+
+
+def test_what_another_wrapper_averages_may_be_trained(process_group):
+    shared = linear()
+    whole = torch.nn.Sequential(shared, linear())
+    parts = distributed()
+    wrapped = torch.nn.parallel.DistributedDataParallel(whole)
+    shared.requires_grad_(False)
+    registered(parts, [shared, wrapped], whole)
+    shared.requires_grad_(True)
+    parts.check_averaged()
+
+
+def test_models_that_freeze_after_register_may_thaw(process_group):
+    model = linear()
+    parts = distributed()
+    register(parts, model)
+    model.requires_grad_(False)
+    parts.adopt_wrappers([])
+    model.requires_grad_(True)
+    parts.check_averaged()

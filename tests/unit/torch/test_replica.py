@@ -8,6 +8,9 @@ import collections
 import copy
 import math
 import pickle
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from raysgd.torch import collectives, replica
 
@@ -223,7 +227,7 @@ def test_a_wrapper_is_rebuilt_in_place(process_group):
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())
     reducer = wrapped.reducer
-    replica.rebuild(wrapped, replica.wrapping_arguments(wrapped))
+    replica.rebuild(wrapped, replica.wrapping(wrapped))
     assert wrapped.module is module
     assert wrapped.reducer is not reducer
     assert not wrapped.training
@@ -242,6 +246,10 @@ def test_a_wrapper_is_rebuilt_in_place(process_group):
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
         {"bucket_cap_mb": 7},
+        {"bucket_cap_mb": None},
+        {"bucket_cap_mb_list": [1, 2]},
+        {"skip_all_reduce_unused_params": True},
+        {"batched_grad_copy": True},
     ],
     ids=str,
 )
@@ -256,12 +264,188 @@ def test_the_users_arguments_survive_a_rebuild(process_group, arguments):
             "sync": wrapped.forward_sync_buffers,
             "views": wrapped.gradient_as_bucket_view,
             "static": wrapped.static_graph,
-            "cap": wrapped.bucket_bytes_cap,
+            "bucket": wrapped._bucket_config,
+            "skip": wrapped.skip_all_reduce_unused_params,
+            "batched": wrapped.batched_grad_copy,
         }
 
     before = settings()
-    replica.rebuild(wrapped, replica.wrapping_arguments(wrapped))
+    replica.rebuild(wrapped, replica.wrapping(wrapped))
     assert settings() == before
+
+
+def test_mixed_precision_survives_a_rebuild(process_group):
+    """Its hooks are set once for each module; a forward pass needs a GPU."""
+    config = _MixedPrecision(param_dtype=torch.bfloat16)
+    wrapped = replica.ReplicatedModel(
+        torch.nn.Sequential(torch.nn.Linear(2, 2)), mixed_precision=config
+    )
+    before = [len(module._forward_pre_hooks) for module in wrapped.module.modules()]
+    replica.rebuild(wrapped, replica.wrapping(wrapped))
+    assert wrapped.mixed_precision is config
+    assert [len(module._forward_pre_hooks) for module in wrapped.module.modules()] == before
+    assert [len(m._forward_pre_hooks_with_kwargs) for m in wrapped.module.modules()] == before
+    assert len(wrapped._comm_hooks) == 1
+
+
+def test_what_was_frozen_meanwhile_is_still_averaged_after_a_rebuild(process_group):
+    """And is frozen still: GAN code freezes the discriminator between batches."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    wrapped = replica.ReplicatedModel(model)
+    wrapping = replica.wrapping(wrapped)
+    for frozen in (["0.weight"], list(wrapping.required), []):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        replica.rebuild(wrapped, wrapping)
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (name not in frozen)
+        assert num_averaged(wrapped) == 3
+
+
+def num_averaged(wrapped):
+    return wrapped._get_ddp_logging_data()["num_parameter_tensors"]
+
+
+RANK_OF_TWO = """
+import sys
+import torch, torch.distributed as dist
+from raysgd.torch import replica
+
+rank, *ports = map(int, sys.argv[1:])
+
+def join(port):
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+
+def gradients():
+    model.zero_grad()
+    wrapped(torch.full((1, 2), rank + 1.0)).sum().backward()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+join(ports[0])
+model = torch.nn.Linear(2, 1)
+wrapped = replica.ReplicatedModel(model)
+wrapping = replica.wrapping(wrapped)
+assert gradients() == [[[1.5, 1.5]], [1.0]]
+dist.destroy_process_group()
+join(ports[1])
+if rank == 0:
+    model.requires_grad_(False)
+else:
+    model.bias.requires_grad_(False)
+replica.rebuild(wrapped, wrapping)
+model.requires_grad_(True)
+assert gradients() == [[[1.5, 1.5]], [1.0]]
+dist.barrier()
+dist.destroy_process_group()
+print("good")
+"""
+
+
+def test_workers_that_had_frozen_different_parameters_average_all_of_them(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
+        ports = [str(free.getsockname()[1]) for free in (first, second)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_OF_TWO, str(rank), *ports],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_rebuild_that_fails_leaves_what_requires_gradients(process_group, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    wrapped = replica.ReplicatedModel(model)
+    wrapping = replica.wrapping(wrapped)
+    model.requires_grad_(False)
+    hook = wrapped.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(DistributedDataParallel, "_ddp_init_helper", None)
+    with pytest.raises(TypeError):
+        replica.rebuild(wrapped, wrapping)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert list(wrapped._forward_hooks) == [hook.id]
+
+
+@pytest.mark.parametrize("frozen", [["weight", "bias"], ["bias"]], ids=str)
+def test_a_wrapper_of_user_code_that_was_frozen_before_it_was_seen_is_rebuilt(
+    process_group, frozen
+):
+    wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for name in frozen:
+        getattr(wrapped.module, name).requires_grad_(False)
+    replica.rebuild(wrapped, replica.wrapping(wrapped))
+    for name, parameter in wrapped.module.named_parameters():
+        assert parameter.requires_grad == (name not in frozen)
+    assert num_averaged(wrapped) == 2
+
+
+def test_what_a_wrapper_ignores_is_ignored_after_a_rebuild(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    wrapped = DistributedDataParallel(model)
+    wrapping = replica.wrapping(wrapped)
+    assert wrapping.required == {"0.weight": True, "0.bias": True}
+    model.requires_grad_(False)
+    replica.rebuild(wrapped, wrapping)
+    assert num_averaged(wrapped) == 1
+
+
+def test_hooks_of_the_wrapper_survive_a_rebuild(process_group):
+    wrapped = replica.ReplicatedModel(torch.nn.Linear(2, 2))
+    seen = []
+    handles = [
+        wrapped.register_forward_pre_hook(lambda *_: seen.append("before")),
+        wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
+        wrapped.register_full_backward_hook(lambda *_: seen.append("backward")),
+        wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved")),
+    ]
+    replica.rebuild(wrapped, replica.wrapping(wrapped))
+    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    wrapped.state_dict()
+    assert seen == ["before", "after", "backward", "saved"]
+    for handle in handles:
+        handle.remove()
+    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    wrapped.state_dict()
+    assert len(seen) == 4
+
+
+def test_communication_hooks_without_a_state_of_their_own_survive_a_rebuild(process_group):
+    def hook(state, bucket):
+        states.append(state)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    for state_of in (lambda wrapped: None, lambda wrapped: wrapped.process_group):
+        wrapped = replica.ReplicatedModel(torch.nn.Linear(2, 2))
+        wrapped.register_comm_hook(state_of(wrapped), hook)
+        states = []
+        wrapping = replica.wrapping(wrapped)
+        for _ in range(2):
+            replica.rebuild(wrapped, wrapping)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        assert states == [state_of(wrapped)]
+    wrapped = replica.ReplicatedModel(torch.nn.Linear(2, 2))
+    wrapped.register_comm_hook({}, hook)
+    with pytest.warns(RuntimeWarning, match="hook 'hook' is left out.*of dict"):
+        replica.rebuild(wrapped, replica.wrapping(wrapped))
+    states.clear()
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert not states
 
 
 def test_the_minimum_of_one_rank_is_its_own(process_group):

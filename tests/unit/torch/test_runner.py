@@ -1,6 +1,10 @@
 """What a worker hosts for torch: settings, state, generations, and what the driver reads."""
 
+import contextlib
 import copy
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,6 +119,117 @@ def test_batch_sizes_that_differ_at_the_start_are_named():
     runner._check_batch_sizes({"train": (8, True), "another": (3, False)})
     with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
         runner._check_batch_sizes({"train": (8, False), "validation": (16, False)})
+
+
+# ---- models that are frozen, on two workers
+
+
+RANK_OF_TWO = """
+import sys
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from raysgd import TrainingOperator
+from raysgd.context import WorkerContext
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+
+rank, *ports = map(int, sys.argv[1:])
+context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
+
+class Teacher(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.register_buffer("noise", torch.randn(2), persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, inputs):
+        self.cache = torch.zeros(len(inputs) + rank)  # of another size on each worker
+        return self.layer(inputs) + self.noise
+
+class Distilling(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(config["seed"])
+        student, teacher = torch.nn.Linear(2, 2), Teacher().requires_grad_(False)
+        parameters = [*student.parameters(), *teacher.parameters()]
+        (self.model, self.teacher), self.optimizer = self.register(
+            models=[student, teacher], optimizers=torch.optim.SGD(parameters, lr=0.1)
+        )
+        data = TensorDataset(torch.eye(8)[:, :2])
+        self.register_data(train_loader=DataLoader(data, batch_size=2))
+
+    def train_batch(self, batch, batch_info):
+        loss = (self.model(batch[0]) - self.teacher(batch[0])).square().mean()
+        self.backward(loss)
+        self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+def join(port, group=(rank, 2)):
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=group[0], world_size=group[1])
+
+def set_up(seed):
+    config = {"seed": seed}
+    runner = TorchRunner(TorchRunnerOptions(operator_cls=Distilling, config=config))
+    runner.prepare(context)
+    runner.setup(context)
+    return runner
+
+def check_same():
+    teacher = runner.operator.teacher
+    for tensor in [*teacher.state_dict().values(), teacher.noise]:
+        held = [torch.empty_like(tensor) for _ in range(2)]
+        dist.all_gather(held, tensor)
+        assert torch.equal(*held)
+
+join(ports[0])
+runner = set_up(rank)
+check_same()
+noise = runner.operator.teacher.noise.clone()
+assert torch.equal(noise, runner._parts._committed_buffers[0])
+runner.train(call=0, until_epoch=1)
+assert runner.operator.teacher.layer[1].num_batches_tracked > 0
+check_same()
+dist.destroy_process_group()
+if rank == 1:  # a newcomer sets up alone
+    join(ports[1], (0, 1))
+    runner = set_up(7)
+    assert not torch.equal(noise, runner.operator.teacher.noise)
+    dist.destroy_process_group()
+join(ports[2])
+runner.rejoin(context, 0)
+check_same()
+runner.train(call=1, until_epoch=2)
+check_same()
+runner.operator.teacher.requires_grad_(True)
+try:
+    runner.train(call=2, until_epoch=3)
+except RuntimeError as error:
+    assert "Model 1 of those registered, a Teacher" in str(error), error
+    print("good")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_frozen_model_is_the_same_on_all_workers(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [str(each.getsockname()[1]) for each in free]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_OF_TWO, str(rank), *ports],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 # ---- goals
