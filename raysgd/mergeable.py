@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Self
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "MergeableMetric",
     "Sums",
     "computed",
+    "is_at_hand",
     "merged_metrics",
     "plain",
     "ratio",
@@ -60,6 +62,22 @@ class MergeableMetric(ABC):
         A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
         result as ``val_f1_cat`` and ``val_f1_dog``.
         """
+
+
+def is_at_hand(held: Any) -> bool:
+    """Whether all that a metric holds can be read without waiting for a GPU, as far as is known."""
+    if isinstance(held, MergeableMetric):
+        # with __slots__ it has no attributes there, and it is unknown what it holds
+        return bool(vars(held)) and is_at_hand(vars(held))
+    if isinstance(held, Mapping):
+        return all(is_at_hand(value) for value in held.values())
+    if isinstance(held, list | tuple | set | frozenset):
+        return all(is_at_hand(value) for value in held)
+    if (device := getattr(held, "device", None)) is not None:
+        return bool(getattr(device, "type", device) == "cpu")  # numpy's has no type
+    return hasattr(held, "__array__") or isinstance(
+        held, numbers.Number | str | bytes | type | FunctionType | BuiltinFunctionType | None
+    )
 
 
 class Sums(MergeableMetric):

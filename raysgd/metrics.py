@@ -18,6 +18,7 @@ from raysgd.mergeable import (
     MergeableMetric,
     Sums,
     computed,
+    is_at_hand,
     merged_metrics,
     plain,
     ratio,
@@ -159,6 +160,8 @@ class AverageMeterCollection:
 
     def is_at_hand(self, name: str) -> bool:
         """Whether the newest value of a metric can be read without waiting for a GPU."""
+        if name in self._mergeable:
+            return is_at_hand(self._mergeable[name][1])
         held = self._meters[name].held if name in self._meters else None
         return getattr(getattr(held, "device", None), "type", "cpu") == "cpu"
 

@@ -63,8 +63,9 @@ class Manifest:
     job: str = ""
     """Name of the job, where a store wrote it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    of_training: bool = False
-    """Whether the metrics are those of training alone, which a validation's may still replace."""
+    of_training: bool | None = False
+    """Whether the metrics are those of training alone, which a validation's may still replace;
+    None where that is unknown."""
     parts: tuple[Part, ...] = ()
 
     def to_json(self) -> bytes:
@@ -95,7 +96,7 @@ class Manifest:
                 )
             known = {entry.name for entry in dataclasses.fields(cls)}
             # the first files of this format had no of_training
-            content = {"of_training": False, **content}
+            content = {"of_training": None, **content}
             values: dict[str, Any] = {key: content[key] for key in known}
             values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
             values["parts"] = tuple(Part(**part) for part in values["parts"])

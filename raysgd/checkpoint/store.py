@@ -268,19 +268,35 @@ class CheckpointStore:
         if self._keep is None:
             return []
 
+        unknown = self._unknown_is_of_training(newest)
+
         def goodness(name: str) -> tuple[Any, ...]:
-            value, manifest = math.nan, self._own[name]
-            if self._monitor is not None:
-                value = manifest.metrics.get(self._monitor, math.nan)
+            value, of_training = self._value(name), self._own[name].of_training
             known = not math.isnan(value)
             rank = 0.0 if not known else -value if self._mode == "min" else value
             # values of training and of validation do not compare
-            validated = known and not manifest.of_training
+            validated = known and not (unknown if of_training is None else of_training)
             # of equals the newer
             return not _given_up(name, newest), known, validated, rank, _place(name)
 
         best = sorted(self._own, key=goodness, reverse=True)
         return [name for name in best[self._keep :] if name != newest]
+
+    def _value(self, name: str) -> float:
+        """Return the monitored metric of a checkpoint; NaN where there is none."""
+        if self._monitor is None:
+            return math.nan
+        return self._own[name].metrics.get(self._monitor, math.nan)
+
+    def _unknown_is_of_training(self, newest: str) -> bool:
+        """Whether values of which it is unknown count as those of training: if all others do."""
+        kinds = {
+            manifest.of_training
+            for name, manifest in self._own.items()
+            # the validation of the newest may still come
+            if not math.isnan(self._value(name)) and not (name == newest and manifest.of_training)
+        }
+        return kinds - {None} == {True}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

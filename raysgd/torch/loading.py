@@ -31,7 +31,7 @@ from raysgd.hosting.source import Source
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
-__all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "wrap_loader"]
+__all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "text_of", "wrap_loader"]
 
 Order = torch.Tensor | list[Any] | None
 """What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
@@ -240,7 +240,7 @@ class ShardedLoader(Source):
         if isinstance(order, torch.Tensor):
             data = order.numpy().tobytes()
         else:
-            data = _text_of(order).encode()
+            data = text_of(order).encode()
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def renew(self) -> None:
@@ -454,12 +454,12 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     return keys
 
 
-def _text_of(key: Any) -> str:
+def text_of(key: Any) -> str:
     """Return a text for a key that is the same in every process."""
     if isinstance(key, torch.Tensor | np.ndarray | np.generic):
         key = key.tolist()
     if isinstance(key, tuple | list):
-        return f"({', '.join(map(_text_of, key))})"
+        return f"({', '.join(map(text_of, key))})"
     # others may be shown with where they lie in memory
     shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
     return repr(key) if shown else type(key).__qualname__

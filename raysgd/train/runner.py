@@ -155,6 +155,7 @@ class FunctionRunner:
             encode=self._encode,
             metadata=plan.metadata,
             experiment=plan.experiment,
+            run=f"{plan.run}/{plan.iteration}",
         )
         self._session, self._handover = running, handover
         self._thread = threading.Thread(

@@ -48,6 +48,7 @@ class Session:
         encode: of the backend, applied to what is reported and saved.
         metadata: what the trainer was given, for `get_context`.
         experiment: names of the experiment and the trial.
+        run: a name that no other run, and none before a restart, has; the same on all workers.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Session:
         encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         metadata: Mapping[str, Any] | None = None,
         experiment: Mapping[str, str] | None = None,
+        run: str = "",
     ) -> None:
         self.context = context
+        self.run = run
         self.shards = shards
         self.metadata = dict(metadata or {})
         self.experiment = dict(experiment or {})

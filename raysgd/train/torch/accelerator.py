@@ -138,7 +138,9 @@ def prepare_data_loader(
     before any pass, the first as well; later passes count on from there.
     What any other sampler gives (a subset, a weighted draw) is shared out as it gives it: every
     worker draws all of it, with the same random numbers, and takes its part. The last ones are
-    made even with the first.
+    made even with the first. Where its order is another than on the worker that began the same
+    pass first, the pass raises RuntimeError; no worker waits for another meanwhile, and without a
+    process group of torch.distributed nothing is compared.
 
     Args:
         data_loader: the loader, the same on all workers; its batch size is that of one worker.
@@ -159,6 +161,7 @@ def prepare_data_loader(
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=_kept().get(_SEED, 0),
+        run="" if (running := session.current()) is None else running.run,
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.torch.loading import text_of
 from raysgd.torch.moving import moved
 from raysgd.torch.seeding import seeded
 
@@ -33,6 +38,7 @@ def prepared_loader(
     device: torch.device | None,
     ahead: bool,
     seed: int,
+    run: str = "",
 ) -> PreparedLoader:
     """Return a loader that gives this worker its part, on its device.
 
@@ -43,10 +49,11 @@ def prepared_loader(
         device: where batches go; None to leave them.
         ahead: whether to move the next batch while the one before is used.
         seed: of the order, where the loader shuffles and has no generator.
+        run: tells runs in one process group apart, the same on all workers.
     """
     if world_size > 1 and _can_share(loader):
         on_gpu = device is not None and device.type == "cuda"
-        loader = _shared(loader, world_size, rank, seed, pin=ahead and on_gpu)
+        loader = _shared(loader, world_size, rank, seed, run, pin=ahead and on_gpu)
     return PreparedLoader(loader, device, ahead)
 
 
@@ -138,8 +145,9 @@ class _SharedSampler(DistributedSampler[Any]):
     Every worker draws the whole order, from the same random numbers, and takes its part of it.
     """
 
-    def __init__(self, given: Any, num_replicas: int, rank: int, seed: int) -> None:
+    def __init__(self, given: Any, num_replicas: int, rank: int, seed: int, run: str) -> None:
         self._given = given
+        self._check = _OrderCheck(type(given).__name__, num_replicas, rank, run)
         super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
 
     @property
@@ -167,10 +175,61 @@ class _SharedSampler(DistributedSampler[Any]):
             generator = None  # numpy's, say, which cannot be put back
         with seeded(self.seed + self._epoch, generator):
             order = list(self._given)
+        self._check(self._epoch, order)
         # begun again where it does not divide, as torch does, so that all have equally many
         num_each = -(-len(order) // self.num_replicas)
         even = itertools.islice(itertools.cycle(order), num_each * self.num_replicas)
         return itertools.islice(even, self.rank, None, self.num_replicas)
+
+
+class _OrderCheck:
+    """Refuses a pass over another order than the worker has that began the same pass first.
+
+    It asks the store of the process group, and waits for no worker, as a collective would: one
+    worker alone may go through a loader.
+    """
+
+    def __init__(self, sampler: str, world_size: int, rank: int, run: str) -> None:
+        self._sampler = sampler
+        self._world_size = world_size
+        self._passes: Counter[int] = Counter()
+        self._name: str | None = None
+        if (store := self._store()) is not None:
+            with contextlib.suppress(dist.DistError):
+                number = store.add(f"raysgd/loaders/{run}/{rank}", 1)
+                self._name = f"raysgd/orders/{run}/{number}"
+
+    def __call__(self, epoch: int, order: list[Any]) -> None:
+        """Check the order of a pass.
+
+        Raises:
+            RuntimeError: if it differs.
+        """
+        epoch = int(epoch)
+        self._passes[epoch] += 1
+        store = self._store()
+        if self._name is None or store is None:
+            return
+        digest = first = hashlib.sha256(text_of(order).encode()).hexdigest().encode()
+        # of a store that is closed the next collective tells
+        with contextlib.suppress(dist.DistError):
+            key = f"{self._name}/{epoch}/{self._passes[epoch]}"
+            first = store.compare_set(key, "", digest.decode())
+        if first != digest:
+            raise RuntimeError(
+                f"The workers' orders of epoch {epoch} differ, as {self._sampler} gives them, so "
+                "that samples would be repeated and left out. Let it draw from a torch.Generator "
+                "that is its `generator`, from the global generators of torch, numpy or random, "
+                "which are seeded alike on all workers meanwhile, or from what set_epoch(epoch) "
+                "tells it. If it gives each worker a part of its own, pass "
+                "add_dist_sampler=False to prepare_data_loader()."
+            )
+
+    def _store(self) -> Any:
+        """Return the store of the process group of all workers that share the loader, if any."""
+        if not dist.is_initialized() or dist.get_world_size() != self._world_size:
+            return None
+        return dist.distributed_c10d._get_default_store()
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
@@ -221,7 +280,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _shared(
-    loader: DataLoader[Any], world_size: int, rank: int, seed: int, pin: bool
+    loader: DataLoader[Any], world_size: int, rank: int, seed: int, run: str, pin: bool
 ) -> DataLoader[Any]:
     """Return a loader with the same settings over this worker's part."""
     if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
@@ -233,7 +292,7 @@ def _shared(
             loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffles, seed=seed
         )
     else:
-        sampler = _SharedSampler(loader.sampler, num_replicas=world_size, rank=rank, seed=seed)
+        sampler = _SharedSampler(loader.sampler, world_size, rank, seed, run)
     settings: dict[str, Any] = {
         "batch_size": loader.batch_size,
         "sampler": sampler,

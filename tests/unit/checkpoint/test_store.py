@@ -1,5 +1,6 @@
 """A folder of checkpoints: what is kept, what is found again, and what a kill may leave."""
 
+import json
 import math
 import os
 import random
@@ -183,6 +184,50 @@ def test_what_training_has_rated_gives_way_to_what_validation_has(folder):
     store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
     store.save(state_at(7), {"score": 9.0}, of_training=True)
     assert steps_in(folder) == [4, 6, 7]
+
+
+def save_as_of_old(store, monkeypatch, step, score):
+    """Save one whose manifest has no `of_training`."""
+
+    def to_json(manifest):
+        content = json.loads(written(manifest))
+        del content["of_training"]
+        return json.dumps(content).encode()
+
+    written = Manifest.to_json
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "to_json", to_json)
+        store.save(state_at(step), {"score": score})
+
+
+@pytest.mark.parametrize(
+    ("of_training", "kept"),
+    [
+        ([True, True, True], [4, 5]),
+        ([False, False, False], [4, 5]),
+        # where validation has rated one, that of an old one may be of validation as well
+        ([True, False, True], [2, 4, 5]),
+        ([True, True, False], [4, 5]),
+    ],
+)
+def test_what_is_unknown_of_old_ones_ranks_as_the_others_do(folder, monkeypatch, of_training, kept):
+    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+    save_as_of_old(store, monkeypatch, 1, 0.1)
+    save_as_of_old(store, monkeypatch, 2, 0.2)
+    for step, kind in enumerate(of_training, start=3):
+        store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
+        store.save(state_at(step), {"score": step / 10}, of_training=kind)
+    assert steps_in(folder) == kept
+
+
+def test_an_old_one_stays_until_the_newest_is_validated(folder, monkeypatch):
+    """The value of training that goes before says nothing of it."""
+    store = CheckpointStore(folder, job="first", keep=1, monitor="score", mode="max")
+    save_as_of_old(store, monkeypatch, 1, 0.8)
+    store = CheckpointStore(folder, job="first", keep=1, monitor="score", mode="max")
+    for of_training, score in ((True, 0.9), (False, 0.7)):
+        store.save(state_at(2), {"score": score}, of_training=of_training)
+        assert steps_in(folder) == [1, 2]
 
 
 def test_what_is_kept_does_not_depend_on_a_restart(folder):

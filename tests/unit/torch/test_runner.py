@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -15,7 +16,7 @@ from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.hosting.runner import LossReader
-from raysgd.metrics import AverageMeterCollection
+from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
 from tests.conftest import wait_until
 from tests.operators import Classifier
@@ -337,6 +338,80 @@ def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
     assert meters.is_at_hand("train_loss")
     meters.update({"train_loss": torch.ones((), device="meta")})
     assert not meters.is_at_hand("train_loss")
+
+
+class Own(MergeableMetric):
+    """A metric of the user's, which holds whatever it is given."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def merge(self, other):
+        return other
+
+    def compute(self):
+        return 1.0
+
+
+class Slotted(MergeableMetric):
+    """A metric of the user's of which it cannot be seen what it holds."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+    def merge(self, other):
+        return other
+
+    def compute(self):
+        return 1.0
+
+
+GPU = torch.ones((), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("metric", "at_hand"),
+    [
+        (Sums(ratio, total=torch.ones(()), weight=3), True),
+        (Sums(ratio, total=torch.ones(2), weight=np.ones(2)), True),
+        (Sums(ratio, total=GPU, weight=3), False),
+        (Sums(ratio, total=2.0, weight=GPU), False),
+        (Own({"a": [1, (torch.ones(()), None, "text", np.ones(2))]}), True),
+        (Own({"a": [1, (torch.ones(()), GPU)]}), False),
+        (Own(Sums(ratio, total=GPU, weight=3)), False),
+        (Own(torch.nn.Linear(1, 1)), False),
+        (Slotted(GPU), False),
+    ],
+)
+def test_a_mergeable_loss_is_at_hand_where_all_that_it_holds_is(metric, at_hand):
+    """As far as can be seen: what is unknown may be on a GPU."""
+    meters = AverageMeterCollection()
+    meters.update({"train_loss": metric})
+    assert meters.is_at_hand("train_loss") == at_hand
+
+
+def test_progress_does_not_wait_for_the_sums_that_a_gpu_still_adds_up():
+    computed = threading.Event()
+
+    def division(total, weight):
+        assert computed.wait(20)
+        return 2.5
+
+    meters, reader = AverageMeterCollection(), LossReader()
+    sums = Sums(division, total=1.0, weight=1)
+    sums._sums["total"] = Late()
+    meters.update({"train_loss": sums})
+    assert [reader.read(meters) for _ in range(3)] == [None] * 3
+    computed.set()
+    wait_until(lambda: reader.read(meters) == 2.5)
+
+
+class Late:
+    """In place of a tensor on a GPU."""
+
+    device = torch.device("cuda")
 
 
 def test_a_request_to_stop_ends_the_loop_at_the_next_step():

@@ -1,9 +1,14 @@
 """Models, loaders and optimizers made ready, in this process."""
 
+import datetime
 import random
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +22,8 @@ from torch.utils.data import (
 )
 
 from raysgd import train
+from raysgd.backends import create_backend
+from raysgd.backends.store import StoreClient
 from raysgd.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.handover import Handover
@@ -226,6 +233,112 @@ def test_a_sampler_of_the_users_own_hears_of_the_epoch():
     parts = parts_of(lambda: loader(sampler=Own()), passes=2)
     assert sorted(parts[0] + parts[1]) == list(range(8))
     assert heard == [0, 1, 0, 1]
+
+
+RANK_OF_TWO = """
+import sys
+import numpy as np, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from raysgd.train.torch.loading import prepared_loader
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+class Own:
+    def __init__(self, seed):
+        self.numbers = np.random.default_rng(seed)
+    def __len__(self):
+        return 20
+    def __iter__(self):
+        return iter(self.numbers.permutation(20))
+
+def prepared(seed, run):
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4, sampler=Own(seed))
+    return prepared_loader(
+        loader, world_size=2, rank=rank, device=None, ahead=False, seed=0, run=run
+    )
+
+alike = [prepared(7, "a"), prepared(8, "a")]
+for _ in range(2):  # each has another order, and each pass
+    passes = [[row for (batch,) in loader for row in batch.tolist()] for loader in alike]
+    for rows in passes:
+        both = [None, None]
+        dist.all_gather_object(both, rows)
+        assert sorted(both[0] + both[1]) == list(range(20))
+    alike[0].sampler.set_epoch(0)  # the same epoch again, in another order
+
+dist.barrier()
+if rank == 0:  # no pass of the other's
+    for _ in range(3):
+        list(alike[0])
+dist.barrier()
+
+different = prepared(rank, "b")
+if rank == 0:
+    assert len(list(different)) == 3
+dist.barrier()
+if rank == 1:
+    try:
+        list(different)
+    except RuntimeError as error:
+        assert "orders of epoch 0 differ, as Own gives them" in str(error)
+    else:
+        raise AssertionError("it was not refused")
+dist.barrier()
+list(prepared(9, "c"))  # another run knows nothing of it
+dist.barrier()
+dist.destroy_process_group()
+print("good")
+"""
+
+
+def test_orders_that_differ_from_worker_to_worker_are_refused_and_nobody_is_waited_for(
+    monkeypatch,
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_OF_TWO, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.fixture
+def places():
+    """The process group's places of two workers in a store such as raysgd has."""
+    backend = create_backend("gloo", 30)
+    rendezvous = backend.prepare(["127.0.0.1"])
+    yield StoreClient(rendezvous.store, datetime.timedelta(seconds=30))
+    backend.close()
+
+
+def test_orders_are_compared_by_the_store_that_a_run_has(monkeypatch, places):
+    class Own(list):
+        pass
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    # as init_process_group wraps it
+    store = dist.PrefixStore("default_pg", places)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = (shared(loader(sampler=Own(order)), r) for r, order in enumerate(["ab", "ba"]))
+    assert list(first.sampler) == ["a"]
+    with pytest.raises(RuntimeError, match="differ, as Own gives them"):
+        list(second.sampler)
+    places.interrupt()  # the generation was given up, of which a collective tells
+    assert list(second.sampler) == ["a"]
+    assert list(shared(loader(sampler=Own("ba")), 1).sampler) == ["a"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
