@@ -78,6 +78,10 @@ class ReplicatedModel(DistributedDataParallel):
 class ReplicatedCriterion(ReplicatedModel):
     """A loss that learns, with the attributes of the loss."""
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._wrapped = True
+
     def __getattr__(self, name: str) -> Any:
         """Give access to what the loss has, as where there is one worker."""
         try:
@@ -86,6 +90,16 @@ class ReplicatedCriterion(ReplicatedModel):
             if name == "module":  # not set yet
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set there what the loss has, as where there is one worker."""
+        own = vars(self)
+        # its constructor, also as it is built anew, sets what is the wrapper's
+        is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
+        if is_own or name == "module" or not hasattr(self.module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:

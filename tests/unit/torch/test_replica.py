@@ -470,3 +470,28 @@ class Counting(torch.nn.Module):
 )
 def test_only_running_statistics_need_not_be_the_same_at_each_step(layers, expected):
     assert replica.only_running_statistics(torch.nn.Sequential(*layers)) is expected
+
+
+class Margin(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("weight", torch.ones(1))
+        self.margin = 0.1
+
+    def forward(self, output, target):
+        return (self.scale * self.weight * (output - target + self.margin)).mean()
+
+
+def test_what_is_set_on_a_wrapped_loss_is_set_on_the_loss(process_group):
+    loss = Margin()
+    wrapped = replica.ReplicatedCriterion(loss)
+    for _ in range(2):
+        wrapped.margin = wrapped.margin + 0.2
+        wrapped.weight = wrapped.weight * 2
+        wrapped.note = "of the wrapper"
+        replica.rebuild(wrapped, replica.wrapping(wrapped))
+    assert (loss.margin, loss.weight.item()) == (pytest.approx(0.5), 4)
+    assert wrapped.note == "of the wrapper"
+    assert not hasattr(loss, "note")
+    assert wrapped(torch.zeros(1), torch.zeros(1)).item() == pytest.approx(2.0)
