@@ -149,6 +149,7 @@ class Loop:
             if self._pause_at is not None and self._parts.global_step >= self._pause_at:
                 raise PausedError
             self._train_stretch(source, limit, info)
+        self._parts.check_averaged()  # again: it may have been unfrozen meanwhile
         if self._parts.context.distributed:
             self._parts.sync_buffers()
         result = self._result()

@@ -182,11 +182,12 @@ class Parts(ABC):
     def epoch_is_over(self, iterator: Any) -> bool:
         """Whether an epoch is, for a loop that has come to the end of `iterator`.
 
-        That may be a wrapper round the iterator that the loop was given, such as a progress bar.
+        That may be a wrapper round the iterator that the loop was given, such as a progress bar,
+        or a part of it.
         """
         over = getattr(iterator, "epoch_is_over", None)
         if over is None and self.steps is not None and self.steps.drawn_from:
-            over = self.steps.epoch_is_over
+            over = self.steps.loop_ends_epoch
         return over is None or bool(over)
 
     # ---- committed steps

@@ -49,6 +49,7 @@ class Steps:
         self._source = source
         self._batches = batches
         self._steps_left = steps_left
+        self._is_limited = limit is not None
         self._limit = min((n for n in (limit, steps_left) if n is not None), default=None)
         self._go_on = go_on
         self._on_commit = on_commit
@@ -60,6 +61,7 @@ class Steps:
         self._is_last = True
         self._ahead = _NOTHING
         self._exhausted = False
+        self._ended = False
         self._timers = parts.timers if parts.timers.enabled else None
         self.stop_requested = False
         self.num_batches = 0
@@ -100,6 +102,16 @@ class Steps:
         """Whether no batch of this epoch is left."""
         return self._exhausted or self.num_batches == self._steps_left
 
+    @property
+    def loop_ends_epoch(self) -> bool:
+        """Whether the epoch is over, if the loop asks for no further batch.
+
+        One that stops of its own will, where no number of steps was asked for, ends it.
+        """
+        if not self._ended and not self._is_limited:
+            return True
+        return self.epoch_is_over or self.num_batches + len(self._in_flight) == self._steps_left
+
     def __iter__(self) -> Steps:
         return self
 
@@ -110,11 +122,13 @@ class Steps:
         if self.stop_requested:
             raise StepInterruptedError("The driver asked this worker to stop.")
         if not self._in_flight and self._is_at_end():
+            self._ended = True
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
         if batch is _NOTHING:
             batch = self._take()
         if batch is _NOTHING:
+            self._ended = True
             raise StopIteration
         self._in_flight.append(batch)
         self._begin_batch()

@@ -200,8 +200,8 @@ class Components(Parts):
         return [(index, model, parameters) for index, model, parameters in found if parameters]
 
     def check_averaged(self) -> None:
-        """Refuse to train, over several workers, what was frozen when it was registered."""
-        if self._frozen and self.settings.context.world_size > 1:
+        """Refuse to train what was frozen when it was registered, also before others join."""
+        if self._frozen:
             check_still_frozen(self._frozen, self.optimizers)
 
     def share_unwrapped(self) -> None:
@@ -211,8 +211,11 @@ class Components(Parts):
         """
         models = [model for model in self.models if not replica.replicated(model)]
         if self.settings.wrap_ddp and models:
-            held = [t for model in models for t in (*model.parameters(), *model.buffers())]
-            replica.broadcast_tensors(held, source=0)
+            held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+            given = replica.broadcast_state(lambda: held, 0, self.settings.device)
+            for own, value in zip(held, given, strict=False):
+                if own.shape == value.shape:  # else it is a cache of what setup has computed
+                    own.copy_(value)
             self.commit_buffers()
 
     def wrap(self, loader: Any, training: bool) -> Source:
@@ -335,7 +338,7 @@ class Components(Parts):
             if with_horovod or replica.replicated(model):
                 buffers += model.buffers()
             elif self.settings.wrap_ddp:
-                buffers += replica.saved_buffers(model)
+                buffers += replica.running_statistics(model)
         if buffers:
             replica.broadcast_tensors(buffers, source=0)
             self.commit_buffers()

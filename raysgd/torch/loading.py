@@ -31,7 +31,7 @@ from raysgd.hosting.source import Source
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
-__all__ = ["PlainLoader", "ShardedLoader", "dataset_loader", "text_of", "wrap_loader"]
+__all__ = ["PlainLoader", "ShardedLoader", "bytes_of", "dataset_loader", "wrap_loader"]
 
 Order = torch.Tensor | list[Any] | None
 """What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
@@ -236,11 +236,7 @@ class ShardedLoader(Source):
             return None
         if _is_plain_shuffle(sampler):
             return self.own_seed  # all that its order depends on, beside the epoch
-        order = self._order_of(epoch)
-        if isinstance(order, torch.Tensor):
-            data = order.numpy().tobytes()
-        else:
-            data = text_of(order).encode()
+        data = bytes_of(self._order_of(epoch))
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def renew(self) -> None:
@@ -253,6 +249,8 @@ class ShardedLoader(Source):
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
         if self.loader.batch_size is None:
             sizes += ", batch_size None"
+        if self.loader.generator is not None:
+            sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}".rstrip(", ")
 
     def describe(self) -> str:
@@ -454,12 +452,19 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     return keys
 
 
-def text_of(key: Any) -> str:
+def bytes_of(order: Order) -> bytes:
+    """Return bytes for an order that are the same in every process."""
+    if isinstance(order, list):
+        order = _compact(order)
+    return order.numpy().tobytes() if isinstance(order, torch.Tensor) else _text_of(order).encode()
+
+
+def _text_of(key: Any) -> str:
     """Return a text for a key that is the same in every process."""
     if isinstance(key, torch.Tensor | np.ndarray | np.generic):
         key = key.tolist()
     if isinstance(key, tuple | list):
-        return f"({', '.join(map(text_of, key))})"
+        return f"({', '.join(map(_text_of, key))})"
     # others may be shown with where they lie in memory
     shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
     return repr(key) if shown else type(key).__qualname__

@@ -33,7 +33,7 @@ __all__ = [
     "rebuild",
     "replicated",
     "required_gradients",
-    "saved_buffers",
+    "running_statistics",
     "unwrap",
     "without_buffers",
     "wrapping",
@@ -128,16 +128,17 @@ def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in state.items() if name not in buffers}
 
 
-def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of `model` that are part of its state.
+def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what batch normalization in `model` has measured.
 
-    Others may be caches, whose sizes follow each worker's batches.
+    Other buffers may be caches, whose sizes follow each worker's batches.
     """
     return [
         buffer
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        if isinstance(module, _BatchNorm)
+        for buffer in module._buffers.values()
+        if buffer is not None
     ]
 
 

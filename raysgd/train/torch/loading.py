@@ -21,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from raysgd.torch.loading import text_of
+from raysgd.torch.loading import bytes_of
 from raysgd.torch.moving import moved
 from raysgd.torch.seeding import seeded
 
@@ -147,7 +147,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
     def __init__(self, given: Any, num_replicas: int, rank: int, seed: int, run: str) -> None:
         self._given = given
-        self._check = _OrderCheck(type(given).__name__, num_replicas, rank, run)
+        self._check = _OrderCheck(given, num_replicas, rank, run)
         super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
 
     @property
@@ -189,15 +189,18 @@ class _OrderCheck:
     worker alone may go through a loader.
     """
 
-    def __init__(self, sampler: str, world_size: int, rank: int, run: str) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Any, world_size: int, rank: int, run: str) -> None:
+        self._sampler = type(sampler).__name__
         self._world_size = world_size
         self._passes: Counter[int] = Counter()
         self._name: str | None = None
         if (store := self._store()) is not None:
             with contextlib.suppress(dist.DistError):
-                number = store.add(f"raysgd/loaders/{run}/{rank}", 1)
-                self._name = f"raysgd/orders/{run}/{number}"
+                # by kind and length, so that the n-th of one rank is the n-th of another also
+                # where that has prepared loaders of other kinds besides
+                kind = f"{run}/{self._sampler}/{len(sampler)}"
+                number = store.add(f"raysgd/loaders/{kind}/{rank}", 1)
+                self._name = f"raysgd/orders/{kind}/{number}"
 
     def __call__(self, epoch: int, order: list[Any]) -> None:
         """Check the order of a pass.
@@ -210,7 +213,7 @@ class _OrderCheck:
         store = self._store()
         if self._name is None or store is None:
             return
-        digest = first = hashlib.sha256(text_of(order).encode()).hexdigest().encode()
+        digest = first = hashlib.sha256(bytes_of(order)).hexdigest().encode()
         # of a store that is closed the next collective tells
         with contextlib.suppress(dist.DistError):
             key = f"{self._name}/{epoch}/{self._passes[epoch]}"

@@ -5,6 +5,7 @@ One worker, in this process. An epoch is five batches of eight samples.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -392,6 +393,21 @@ def test_a_loop_in_a_wrapper_knows_where_epochs_are_and_end(start):
         rates.append(rate(operator))
     assert rates == pytest.approx([1, 0.5, 0.5, 0.125, 0.0625])
     assert [info["epoch_idx"] for info in operator.infos] == [step // 5 for step in range(20)]
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
+    class Stopping(Recorder):
+        def train_epoch(self, iterator, info):
+            return super().train_epoch(itertools.islice(iterator, length), info)
+
+    trainer, operator = start(Stopping, {"scheduler": halving}, scheduler_step_freq="epoch")
+    for epoch in (1, 2):
+        trainer.train()
+        assert trainer.epoch == epoch
+        assert rate(operator) == pytest.approx(0.5**epoch)
+    trainer.train(num_steps=2)
+    assert rate(operator) == pytest.approx(0.25)
 
 
 def test_a_loop_over_batches_of_its_own_ends_with_them(start):

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
+from raysgd.torch import replica
 from raysgd.torch.components import Components, OperatorSettings
 
 
@@ -367,6 +368,28 @@ def test_what_was_frozen_at_register_cannot_be_trained_by_several_workers(proces
         parts.check_averaged()
 
 
+def test_buffers_of_frozen_models_may_differ_in_size(process_group):
+    student, teacher = linear(), frozen_linear()
+    teacher.register_buffer("seen", torch.zeros(3))
+    norm = torch.nn.BatchNorm1d(2).requires_grad_(False)
+    sent = []
+
+    def broadcast(tensors, source):
+        sent.extend(tensors)
+
+    parts = registered(distributed(), [student, teacher, norm], student)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "broadcast_tensors", broadcast)
+        parts.sync_buffers()
+    assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
+    with pytest.MonkeyPatch.context() as patch:
+        held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
+        patch.setattr(replica, "broadcast_state", lambda *given: [torch.ones_like(t) for t in held])
+        parts.share_unwrapped()
+    assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
+    assert teacher.seen.tolist() == [0, 0, 0]
+
+
 def test_so_is_a_part_of_a_model_that_was_frozen_at_register(process_group):
     model = torch.nn.Sequential(frozen_linear(), linear())
     parts = registered(distributed(), model, model)
@@ -376,10 +399,9 @@ def test_so_is_a_part_of_a_model_that_was_frozen_at_register(process_group):
         parts.check_averaged()
 
 
-@pytest.mark.parametrize("settings", [{"wrap_ddp": False}, {"world_size": 1}], ids=str)
-def test_what_was_frozen_at_register_may_be_trained_where_nothing_averages(process_group, settings):
+def test_what_was_frozen_at_register_may_be_trained_where_nothing_averages(process_group):
     student, teacher = linear(), frozen_linear()
-    parts = registered(distributed(**settings), [student, teacher], student, teacher)
+    parts = registered(distributed(wrap_ddp=False), [student, teacher], student, teacher)
     teacher.requires_grad_(True)
     parts.check_averaged()
 

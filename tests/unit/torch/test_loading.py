@@ -533,6 +533,15 @@ def test_a_loader_that_does_not_collate_is_no_loader_of_batches():
     assert ready.fingerprint() != samples.fingerprint()
 
 
+def test_a_generator_on_some_workers_only_is_told_by_the_fingerprint():
+    given = [None, torch.Generator(), torch.Generator()]
+    found = [
+        wrap(DataLoader(tensors(), batch_size=4, shuffle=True, generator=g)).fingerprint()
+        for g in given
+    ]
+    assert found[0] != found[1] == found[2]
+
+
 def test_iterating_over_the_source_gives_the_workers_part_of_the_first_epoch():
     source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True), world_size=2, rank=1)
     expected = indices(source.batches(0, 0))

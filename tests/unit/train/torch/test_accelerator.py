@@ -238,7 +238,7 @@ def test_a_sampler_of_the_users_own_hears_of_the_epoch():
 RANK_OF_TWO = """
 import sys
 import numpy as np, torch, torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from raysgd.train.torch.loading import prepared_loader
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
@@ -252,8 +252,9 @@ class Own:
     def __iter__(self):
         return iter(self.numbers.permutation(20))
 
-def prepared(seed, run):
-    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4, sampler=Own(seed))
+def prepared(seed, run, sampler=None):
+    sampler = sampler or Own(seed)
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4, sampler=sampler)
     return prepared_loader(
         loader, world_size=2, rank=rank, device=None, ahead=False, seed=0, run=run
     )
@@ -285,6 +286,8 @@ if rank == 1:
     else:
         raise AssertionError("it was not refused")
 dist.barrier()
+if rank == 0:
+    list(prepared(9, "c", SubsetRandomSampler(range(8))))  # of one worker alone
 list(prepared(9, "c"))  # another run knows nothing of it
 dist.barrier()
 dist.destroy_process_group()
