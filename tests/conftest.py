@@ -1,7 +1,11 @@
 """One Ray cluster for all tests that need one, and a check that none of them leaves a thing."""
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -22,6 +26,43 @@ def wait_until(condition, timeout_s=20.0):
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
         time.sleep(0.02)
+
+
+def own_memory():
+    """Return how many bytes this process has allocated, in memory or in swap.
+
+    What else is resident are pages of files, libraries above all. The system takes those back and
+    reads them in again as it likes, by hundreds of megabytes.
+    """
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+
+
+def free_ports(count):
+    """Return ports of this machine on which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in held]
+
+
+def run_ranks(script, size, *ports):
+    """Run a script as each rank of a group, given its rank and `ports`; each must print "good"."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), *map(str, ports)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(size)
+    ]
+    try:
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def restart_when_created(monkeypatch, supervisor, group):

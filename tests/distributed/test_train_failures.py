@@ -14,7 +14,7 @@ from raysgd import ElasticConfig, train
 from raysgd.errors import InsufficientResourcesError, RemoteTraceback
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import Backend, BackendConfig, TrainBackendError
-from tests.conftest import SOON_S, restart_when_created, wait_until
+from tests.conftest import SOON_S, own_memory, restart_when_created, wait_until
 
 BACKOFF = ElasticConfig(initial_s=0.2, max_s=1.0, resize_cooldown_s=0.1)
 
@@ -332,23 +332,20 @@ def test_a_trainer_made_on_a_worker_takes_room_beside_it_or_is_refused_at_once(
 
 
 def test_a_function_that_reports_much_leaves_memory_as_it_is(make_trainer):
-    import psutil
-
     def function(num_reports):
-        process = psutil.Process()
         before = 0
         for n in range(num_reports):
             if n == num_reports // 5:
-                before = process.memory_info().rss
+                before = own_memory()
             train.report(n=n, text="x" * 4000)
-        return process.memory_info().rss - before
+        return own_memory() - before
 
     trainer = make_trainer()
     iterator = trainer.run_iterator(function, 2500)
-    driver, before = psutil.Process(), 0
+    before = 0
     for n, _ in enumerate(iterator):
         if n == 500:
-            before = driver.memory_info().rss
-    grown = [driver.memory_info().rss - before, *iterator.get_final_results()]
+            before = own_memory()
+    grown = [own_memory() - before, *iterator.get_final_results()]
     # 2000 reports of four kilobytes would be 8 MB and more if they were kept
     assert max(grown) < 6e6, grown

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd.backends.gloo import Entry, GlooGroup
-from tests.conftest import wait_until
+from tests.conftest import run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
 
@@ -310,20 +310,6 @@ print("good", flush=True)
 """
 
 
-def test_small_reductions_go_by_the_mesh_with_the_same_bits(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_small_reductions_go_by_the_mesh_with_the_same_bits():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    peers = [
-        subprocess.Popen(
-            [sys.executable, "-c", MESHED, str(rank), str(store.port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [peer.communicate(timeout=90)[0] for peer in peers] == ["good\n"] * 2
-    finally:
-        for peer in peers:
-            peer.kill()
-            peer.communicate()
+    run_ranks(MESHED, 2, store.port)

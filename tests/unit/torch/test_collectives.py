@@ -1,14 +1,11 @@
 """What workers tell each other, in groups of one: by torch.distributed or by Horovod."""
 
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from raysgd.torch import collectives
+from tests.conftest import free_ports, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -90,21 +87,5 @@ print("good")
 """
 
 
-def test_a_state_travels_to_those_alone_that_lack_it(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_THREE, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 3
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_a_state_travels_to_those_alone_that_lack_it():
+    run_ranks(RANK_OF_THREE, 3, *free_ports(1))

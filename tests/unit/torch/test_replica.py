@@ -8,9 +8,6 @@ import collections
 import copy
 import math
 import pickle
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from raysgd.torch import collectives, replica
+from tests.conftest import free_ports, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -343,27 +341,8 @@ print("good")
 """
 
 
-def test_workers_that_had_frozen_different_parameters_average_all_of_them(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as first,
-        socket.create_server(("127.0.0.1", 0)) as second,
-    ):
-        ports = [str(free.getsockname()[1]) for free in (first, second)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_TWO, str(rank), *ports],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_workers_that_had_frozen_different_parameters_average_all_of_them():
+    run_ranks(RANK_OF_TWO, 2, *free_ports(2))
 
 
 def test_a_rebuild_that_fails_leaves_what_requires_gradients(process_group, monkeypatch):

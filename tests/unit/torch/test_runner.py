@@ -1,10 +1,6 @@
 """What a worker hosts for torch: settings, state, generations, and what the driver reads."""
 
-import contextlib
 import copy
-import socket
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -18,7 +14,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.hosting.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
-from tests.conftest import wait_until
+from tests.conftest import free_ports, run_ranks, wait_until
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, batches_of
 
@@ -212,25 +208,8 @@ dist.destroy_process_group()
 """
 
 
-def test_a_frozen_model_is_the_same_on_all_workers(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        ports = [str(each.getsockname()[1]) for each in free]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_TWO, str(rank), *ports],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_a_frozen_model_is_the_same_on_all_workers():
+    run_ranks(RANK_OF_TWO, 2, *free_ports(3))
 
 
 # ---- goals
@@ -353,19 +332,10 @@ class Own(MergeableMetric):
         return 1.0
 
 
-class Slotted(MergeableMetric):
-    """A metric of the user's of which it cannot be seen what it holds."""
+class Slotted(Own):
+    """One of which it cannot be seen what it holds."""
 
     __slots__ = ("held",)
-
-    def __init__(self, held):
-        self.held = held
-
-    def merge(self, other):
-        return other
-
-    def compute(self):
-        return 1.0
 
 
 GPU = torch.ones((), device="meta")

@@ -49,24 +49,6 @@ class Odd(torch.optim.SGD):
         self.state["count"] = self.state.get("count", 0) + 1
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_state_of_every_form_is_taken_back(num_steps):
-    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-    odd, twin = (Odd([p], lr=0.5) for p in (parameter, torch.nn.Parameter(parameter.clone())))
-    log = UndoLog()
-    for _ in range(num_steps):
-        stepped(odd)
-        stepped(twin)
-    log.remember(odd)
-    stepped(odd)
-    stepped(odd)
-    log.roll_back()
-    assert str(odd.state_dict()) == str(twin.state_dict())
-    stepped(odd)
-    stepped(twin)
-    assert str([odd.state_dict(), odd.param_groups]) == str([twin.state_dict(), twin.param_groups])
-
-
 class Learning(torch.optim.SGD):
     """Keeps what it has learnt of the step size among its options."""
 
@@ -79,19 +61,23 @@ class Learning(torch.optim.SGD):
         group["lr"] *= 0.5
 
 
+@pytest.mark.parametrize("kind", [Odd, Learning])
 @pytest.mark.parametrize("num_steps", [0, 2])
-def test_so_is_what_an_optimizer_keeps_among_its_options(num_steps):
-    parameter = torch.nn.Parameter(torch.ones(2))
-    learning, twin = (Learning([p], lr=0.5) for p in (parameter, torch.nn.Parameter(torch.ones(2))))
+def test_state_of_every_form_is_taken_back(num_steps, kind):
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    odd, twin = (kind([p], lr=0.5) for p in (parameter, torch.nn.Parameter(parameter.clone())))
     log = UndoLog()
     for _ in range(num_steps):
-        stepped(learning)
+        stepped(odd)
         stepped(twin)
-    log.remember(learning)
-    stepped(learning)
-    stepped(learning)
+    log.remember(odd)
+    stepped(odd)
+    stepped(odd)
     log.roll_back()
-    assert str(learning.param_groups) == str(twin.param_groups)
+    assert str(odd.state_dict()) == str(twin.state_dict())
+    stepped(odd)
+    stepped(twin)
+    assert str([odd.state_dict(), odd.param_groups]) == str([twin.state_dict(), twin.param_groups])
 
 
 def test_room_is_used_again():

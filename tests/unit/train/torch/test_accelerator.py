@@ -2,9 +2,6 @@
 
 import datetime
 import random
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,6 +25,7 @@ from raysgd.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.handover import Handover
 from raysgd.train.torch.loading import prepared_loader
+from tests.conftest import free_ports, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -295,26 +293,8 @@ print("good")
 """
 
 
-def test_orders_that_differ_from_worker_to_worker_are_refused_and_nobody_is_waited_for(
-    monkeypatch,
-):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_OF_TWO, str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_orders_that_differ_from_worker_to_worker_are_refused_and_nobody_is_waited_for():
+    run_ranks(RANK_OF_TWO, 2, *free_ports(1))
 
 
 @pytest.fixture
