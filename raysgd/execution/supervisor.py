@@ -382,13 +382,18 @@ class Supervisor:
         if not all(p.step_s for p in progress.values()):
             return  # how far ahead to stop is known when the first step is done
         step = self._paused_at = pause_step(list(progress.values()))
-        heard = [member.control("pause_at", step) for member in self.members]
-        wait(heard, timeout=_ANSWER_S)
+        heard = self._let_pause(step)
         in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
         if not in_time:
             # some went past the step, and will wait for those that did not; give that step up
             attempt.interrupted_by_us = True
             self._end(attempt)
+
+    def _let_pause(self, step: int | None) -> list[Future[int]]:
+        """Tell all members at which step to stop, and return their answers as far as they came."""
+        answers = [m.control("pause_at", self._generation, step) for m in self.members]
+        wait(answers, timeout=_ANSWER_S)
+        return answers
 
     def _break_hang(self, attempt: Attempt, stuck: Sequence[Member]) -> None:
         for member in stuck:
@@ -410,7 +415,8 @@ class Supervisor:
         for member in self.members:
             # once at a time: it may take as long as what is under way in the group
             if member not in self._dissolved and member not in self._dissolving:
-                self._dissolving[member] = member.control("dissolve", member in ended)
+                tell = "dissolve", self._generation, member in ended
+                self._dissolving[member] = member.control(*tell)
         wait(self._dissolving.values(), timeout=_ANSWER_S)
         for member, answer in list(self._dissolving.items()):
             if answer.done():
@@ -433,7 +439,7 @@ class Supervisor:
         """Make the calls under way fail, on all members: a connection has two ends."""
         told = set(besides)
         concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
-        wait([member.control("interrupt") for member in concerned], timeout=_ANSWER_S)
+        wait([m.control("interrupt", self._generation) for m in concerned], timeout=_ANSWER_S)
 
     def ask_progress(self) -> dict[Member, Progress]:
         """Return the progress of every worker that answers, while they are busy."""
@@ -495,7 +501,7 @@ class Supervisor:
                 break
         if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
             self._paused_at = None
-            wait([m.control("pause_at", None) for m in self.members], timeout=_ANSWER_S)
+            self._let_pause(None)
 
     def _renew(self, max_losses: int) -> None:
         """Make a new generation of the survivors and the newcomers that are ready."""

@@ -88,6 +88,9 @@ class Worker:
         self._rank = 0
         self._remote = True
         self._interrupted = False
+        self._generation = 0
+        self._told = threading.Lock()
+        """Held while a generation is told something, so that the next one does not begin."""
 
     def place(self) -> Place:
         """Say where this worker runs."""
@@ -154,6 +157,8 @@ class Worker:
         A newcomer sets up `alone`, in a group of one, while the others train.
         """
         global _GROUP_SIZE_HERE
+        with self._told:
+            self._generation = context.generation
         self._rank = context.world_rank
         if self._remote:
             _GROUP_SIZE_HERE = context.world_size
@@ -181,17 +186,29 @@ class Worker:
         """Make the calls that the driver asks for by a line, until it hangs up."""
         return serve(address, self.call)
 
-    def interrupt(self) -> None:
-        """Make the call under way fail, at its next step or in its collective."""
-        self._interrupted = True
-        if self._runner is not None:
-            self._runner.request_stop(True)
-        if self._backend is not None:
-            self._backend.interrupt()
+    # What the driver tells a generation may come when it waits no longer, and the next one is under
+    # way, which it does not concern.
 
-    def dissolve(self, ended: bool) -> bool:
-        """Let collectives fail, and nothing else, since some workers have ended."""
-        return self._backend is not None and self._backend.dissolve(ended)
+    def interrupt(self, generation: int | None = None) -> None:
+        """Make the call under way fail, at its next step or in its collective.
+
+        Args:
+            generation: the last one that this is about; None: whichever there is.
+        """
+        with self._told:
+            if generation is not None and generation < self._generation:
+                return
+            self._interrupted = True
+            if self._runner is not None:
+                self._runner.request_stop(True)
+            if self._backend is not None:
+                self._backend.interrupt()
+
+    def dissolve(self, generation: int, ended: bool) -> bool:
+        """Let collectives of a generation fail, and nothing else, since some workers have ended."""
+        if generation < self._generation or self._backend is None:
+            return False
+        return self._backend.dissolve(ended)  # which may take long
 
     def progress(self) -> Progress:
         """Say how far the work is."""
@@ -209,9 +226,12 @@ class Worker:
         """Call a function of the user; what it raises is Ray's to pass on."""
         return function(*args, **kwargs)
 
-    def pause_at(self, step: int | None) -> int:
-        """Ask the call under way to stop at a step; returns the step that it is at."""
-        return self._hosted.pause_at(step)
+    def pause_at(self, generation: int, step: int | None) -> int:
+        """Ask a generation's call to stop at a step; returns the step that this worker is at."""
+        with self._told:
+            if generation < self._generation:
+                return self._hosted.progress().global_step
+            return self._hosted.pause_at(step)
 
     def snapshot(self) -> bytes | None:
         """Return the newest snapshot of the runner, pickled."""

@@ -186,14 +186,13 @@ class Loop:
         self._cover(source, start)
         self._segments.append(_checked_result(operator.train_epoch, metrics))
         self._compare_counts(metrics.get(NUM_SAMPLES), steps, source, start)
-        paused = self._pause_at is not None and parts.global_step >= self._pause_at
         if steps.num_batches == 0:
             del self._segments[-1]
-            if not paused:
+            if not steps.paused:
                 self._check_empty_stretch(steps, source, start, limit)
         # a loop that stops early of its own will has ended its epoch
         self._parts.steps = None
-        if steps.epoch_is_over or (limit is None and not paused):
+        if steps.epoch_is_over or (limit is None and not steps.paused):
             parts.offset = 0
             parts.epoch += 1
             self._batches = None

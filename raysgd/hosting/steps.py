@@ -64,6 +64,8 @@ class Steps:
         self._ended = False
         self._timers = parts.timers if parts.timers.enabled else None
         self.stop_requested = False
+        self.paused = False
+        """Whether it has ended for a pause."""
         self.num_batches = 0
         """Batches that are committed."""
         self.drawn_from = False
@@ -137,7 +139,9 @@ class Steps:
     def _is_at_end(self) -> bool:
         if self._exhausted or self.num_batches == self._limit:
             return True
-        return self._pause is not None and self.num_batches >= self._pause
+        pause = self._pause  # which may be taken back at any moment
+        self.paused = pause is not None and self.num_batches >= pause
+        return self.paused
 
     def finish(self) -> list[Any]:
         """Settle the last step, when the loop has returned, and note where the epoch stands.

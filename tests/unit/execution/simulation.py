@@ -159,7 +159,7 @@ class SimMember(Member):
     def _place(self):
         return self.home
 
-    def _interrupt(self):
+    def _interrupt(self, generation=None):
         self.interruptions += 1
         if self.queue and not self.deaf:
             self.end("stopped", RuntimeError("stopped by the driver"))
@@ -172,7 +172,7 @@ class SimMember(Member):
             snapshot=self.snapshot_step,
         )
 
-    def _pause_at(self, step):
+    def _pause_at(self, generation, step):
         self.pause = step
         return self.step
 

@@ -678,7 +678,7 @@ def test_a_group_that_takes_long_to_dissolve_is_asked_once(start, monkeypatch):
         patched.setattr(supervisor_module, "_ANSWER_S", 0.0)
         for member in supervisor.members:
 
-            def control(method, ended, member=member):
+            def control(method, generation, ended, member=member):
                 asked.append(member)
                 return answers[member]
 

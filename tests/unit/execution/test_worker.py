@@ -5,6 +5,7 @@ import pickle
 import re
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import cloudpickle
 import pytest
@@ -317,6 +318,45 @@ def test_what_fails_after_an_interruption_was_stopped(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
+def test_what_a_generation_was_told_too_late_does_not_concern_the_next(worker):
+    worker.runner.step = 4
+    worker.enter(WorkerContext(generation=3), None, 0)
+    del worker.runner.calls[:], worker._backend.calls[:]
+    worker._backend.dissolve = lambda ended: True
+    worker.interrupt(2)
+    assert worker.pause_at(2, 9) == 4
+    assert not worker.dissolve(2, False)
+    assert (worker.runner.calls, worker._backend.calls) == ([], [])
+    assert call(worker, fail_with(PlainError())).kind == "user"
+    assert worker.pause_at(3, 9) == 4
+    assert worker.dissolve(3, False)
+    worker.interrupt(4)  # of a generation that it is about to enter
+    assert worker.runner.calls == [("pause", 9), ("stop", True)]
+    assert worker._backend.calls == ["interrupt"]
+
+
+def test_the_next_generation_begins_when_all_is_said_to_the_last(worker):
+    worker.enter(WorkerContext(generation=1), None, 0)
+    interrupting, go_on = threading.Event(), threading.Event()
+
+    def interrupt():
+        interrupting.set()
+        assert go_on.wait(10)
+        worker._backend.calls.append("interrupt")
+
+    worker._backend.interrupt = interrupt
+    del worker._backend.calls[:]
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(worker.interrupt, 1)
+        assert interrupting.wait(10)
+        entered = threads.submit(worker.enter, WorkerContext(generation=2), None, 0)
+        assert not wait([entered], timeout=0.2).done
+        go_on.set()
+        assert entered.result(10).kind == "ok"
+    assert worker._backend.calls == ["interrupt", "teardown", ("setup", None)]
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
 def test_a_worker_that_hosts_nothing_says_so():
     worker = Worker()
     assert worker.progress() == Progress()
@@ -346,7 +386,7 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
 
 def test_a_pause_is_asked_of_the_runner_which_says_where_it_is(worker):
     worker.runner.step = 4
-    assert worker.pause_at(9) == 4
+    assert worker.pause_at(0, 9) == 4
     assert worker.runner.calls[-1] == ("pause", 9)
 
 
@@ -434,7 +474,7 @@ def test_entering_makes_the_group_before_the_operator(worker):
 
 def test_a_new_generation_takes_requests_back(worker):
     worker.interrupt()
-    worker.pause_at(7)
+    worker.pause_at(0, 7)
     worker.enter(WorkerContext(generation=2), None, 0)
     requests = [call for call in worker.runner.calls if call[0] in ("stop", "pause")]
     assert requests == [("stop", True), ("pause", 7), ("stop", False), ("pause", None)]

@@ -786,6 +786,42 @@ def test_none_takes_a_pause_back(loop_of, goal, operator_cls):
 
 
 @pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+def test_a_pause_that_is_taken_back_as_a_stretch_ends_for_it_does_not_end_the_epoch(loop_of, goal):
+    loop, operator = loop_of()
+    train_epoch = operator.train_epoch
+
+    def and_take_back(*arguments, **by_name):
+        metrics = train_epoch(*arguments, **by_name)
+        loop.pause_at(None)
+        return metrics
+
+    operator.train_epoch = and_take_back
+    operator.fail = pausing(loop, 3, at=1)
+    train(loop, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.global_step == steps
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+class Brief(Recorder):
+    """Ends its epochs after two batches."""
+
+    def train_epoch(self, iterator, info, **kwargs):
+        return super().train_epoch(itertools.islice(iterator, 2), info, **kwargs)
+
+
+def test_a_loop_that_ends_its_epoch_where_it_is_to_pause_has_ended_it(loop_of):
+    loop, operator = loop_of(Brief)
+    operator.fail = pausing(loop, 2, at=1)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator._parts.epoch == 1
+    loop.pause_at(None)
+    train(loop, until_epoch=2)
+    assert operator.trained == EPOCH[:16] * 2
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
 @pytest.mark.parametrize("done", [0, 3, 5])
 def test_a_pause_that_is_asked_for_as_a_stretch_begins_is_no_empty_loader(loop_of, goal, done):
     """Another thread may ask at any moment, also while the first snapshot is copied."""
