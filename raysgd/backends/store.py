@@ -34,6 +34,9 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0
 """How long an answer may take beyond what the request itself may wait for."""
 _CLOSE_S = 5.0
+_RETRY_S = 1.0
+"""How long to accept nobody where that failed."""
+_READ_BYTES = 2**16
 _MOST_BYTES = 2**26
 """The longest line."""
 
@@ -53,7 +56,9 @@ class StoreServer:
         self._values: dict[str, str] = {}
         self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         listener = socket.create_server((host, 0), backlog=1024)
+        listener.setblocking(False)
         self.address = StoreAddress(host, listener.getsockname()[1], secrets.token_hex())
+        self._talks: dict[socket.socket, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(
@@ -68,35 +73,68 @@ class StoreServer:
         self._thread.join(_CLOSE_S)
 
     def _run(self, listener: socket.socket) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve(listener))
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve(listener))
+        finally:
+            # A task that is cancelled before its first step does not even close its connection,
+            # and neither do the servers and streams of asyncio: a client would wait on.
+            for opened in (listener, *self._talks):
+                opened.close()
 
     async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._talk, sock=listener, limit=_MOST_BYTES)
+        self._listen(listener)
         await self._closed.wait()
-        server.close()  # the connections end as the loop does
+        self._loop.remove_reader(listener)
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _listen(self, listener: socket.socket) -> None:
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            # a client of torch's TCPStore, led here by MASTER_PORT, would never end a line
-            if await reader.readexactly(1) != b"[":
-                return
-            if json.loads(b"[" + await reader.readline()) != ["hello", self.address.token]:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
+            return
+        except OSError:  # no descriptor is left, most likely
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_RETRY_S, self._listen, listener)
+            return
+        self._talks[connection] = self._loop.create_task(self._talk(connection))
+
+    async def _talk(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            held = bytearray()
+            if await self._request(connection, held) != ["hello", self.address.token]:
                 return
             answer: Any = True
             while True:
-                writer.write(_line([answer]))
-                await writer.drain()
-                operation, *arguments = json.loads(await reader.readline())
+                await self._loop.sock_sendall(connection, _line([answer]))
+                operation, *arguments = await self._request(connection, held)
                 answer = self._do[operation](*arguments)
                 if asyncio.iscoroutine(answer):
                     answer = await answer
         except (ValueError, LookupError, TypeError, OSError, EOFError):
             pass  # the client has gone, or is none of ours
-        except asyncio.CancelledError:
-            pass  # the store is closed; streams log what a connection does not catch
         finally:
-            writer.close()
+            del self._talks[connection]
+            connection.close()
+
+    async def _request(self, connection: socket.socket, held: bytearray) -> Any:
+        """Return the next request; `held` is what has been read of it and of what follows."""
+        end = held.find(b"\n")
+        while end < 0:
+            read = await self._loop.sock_recv(connection, _READ_BYTES)
+            length = len(held)
+            held += read
+            # a client of torch's TCPStore, led here by MASTER_PORT, would never end a line
+            if not read or held[0] != b"["[0] or length > _MOST_BYTES:
+                raise EOFError
+            end = held.find(b"\n", length)
+        request = json.loads(held[: end + 1])
+        del held[: end + 1]
+        return request
 
     @property
     def _do(self) -> dict[str, Callable[..., Any]]:

@@ -1,12 +1,16 @@
 """The store of a generation, with real sockets and threads."""
 
+import contextlib
 import datetime
+import errno
+import gc
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +127,46 @@ def test_closing_the_store_ends_the_waits_and_refuses_newcomers(server, client):
         StoreClient(server.address, LONG)
     server.close()
     assert not server._thread.is_alive()
+
+
+def test_closing_the_store_ends_connections_that_have_just_come():
+    """At whatever point the store is with them; a garbage collection would end them too late."""
+    gc.disable()
+    try:
+        for delay_s in np.linspace(0, 0.003, 100):
+            server = StoreServer("127.0.0.1")
+            come = [socket.create_connection(server.address[:2], 10) for _ in range(3)]
+            until = time.perf_counter() + delay_s
+            while time.perf_counter() < until:
+                pass
+            server.close()
+            for connection in come:
+                with connection, contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+    finally:
+        gc.enable()
+
+
+def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
+    class Full(socket.socket):
+        failures = 0
+
+        def accept(self):
+            if self.failures < 3:
+                self.failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    create_server = socket.create_server
+    monkeypatch.setattr(
+        socket, "create_server", lambda *a, **k: Full(fileno=create_server(*a, **k).detach())
+    )
+    monkeypatch.setattr(store_module, "_RETRY_S", 0.05)
+    server = StoreServer("127.0.0.1")
+    try:
+        StoreClient(server.address, LONG).set("a", "1")
+    finally:
+        server.close()
 
 
 def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
