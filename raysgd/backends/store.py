@@ -55,15 +55,14 @@ class StoreServer:
     def __init__(self, host: str) -> None:
         self._values: dict[str, str] = {}
         self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        listener = socket.create_server((host, 0), backlog=1024)
-        listener.setblocking(False)
-        self.address = StoreAddress(host, listener.getsockname()[1], secrets.token_hex())
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
+        port: int = self._listener.getsockname()[1]
+        self.address = StoreAddress(host, port, secrets.token_hex())
         self._talks: dict[socket.socket, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(listener,), name="raysgd-store", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="raysgd-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -72,32 +71,32 @@ class StoreServer:
             self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(_CLOSE_S)
 
-    def _run(self, listener: socket.socket) -> None:
+    def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve(listener))
+                runner.run(self._serve())
         finally:
             # A task that is cancelled before its first step does not even close its connection,
             # and neither do the servers and streams of asyncio: a client would wait on.
-            for opened in (listener, *self._talks):
-                opened.close()
+            for opened in (self._listener, *self._talks):
+                _end(opened)
 
-    async def _serve(self, listener: socket.socket) -> None:
-        self._listen(listener)
+    async def _serve(self) -> None:
+        self._listen()
         await self._closed.wait()
-        self._loop.remove_reader(listener)
+        self._loop.remove_reader(self._listener)
 
-    def _listen(self, listener: socket.socket) -> None:
-        self._loop.add_reader(listener, self._accept, listener)
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            connection, _ = listener.accept()
+            connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
             return
         except OSError:  # no descriptor is left, most likely
-            self._loop.remove_reader(listener)
-            self._loop.call_later(_RETRY_S, self._listen, listener)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_RETRY_S, self._listen)
             return
         self._talks[connection] = self._loop.create_task(self._talk(connection))
 
@@ -119,7 +118,7 @@ class StoreServer:
             pass  # the client has gone, or is none of ours
         finally:
             del self._talks[connection]
-            connection.close()
+            _end(connection)
 
     async def _request(self, connection: socket.socket, held: bytearray) -> Any:
         """Return the next request; `held` is what has been read of it and of what follows."""
@@ -295,6 +294,13 @@ class StoreClient(Store):
                 f"{self._name} is closed: this generation of workers was given up."
             ) from cause
         return json.loads(answer)[0]
+
+
+def _end(opened: socket.socket) -> None:
+    """Close a socket, also where processes that were forked have its descriptor."""
+    with contextlib.suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+    opened.close()
 
 
 def _close(*opened: Any) -> None:

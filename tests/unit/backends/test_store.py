@@ -5,6 +5,7 @@ import datetime
 import errno
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -147,6 +148,20 @@ def test_closing_the_store_ends_connections_that_have_just_come():
         gc.enable()
 
 
+def test_closing_the_store_ends_what_forked_processes_have_too(server, client):
+    """As the processes of a DataLoader have it where the driver is a worker."""
+    waits = waiting_for(client, ["never"])
+    held = [os.dup(each.fileno()) for each in (server._listener, *server._talks)]
+    assert len(held) == 2
+    server.close()
+    with pytest.raises(dist.DistNetworkError, match="given up"):
+        waits.result(10)
+    with pytest.raises(ConnectionError):
+        socket.create_connection(server.address[:2], 10)
+    for descriptor in held:
+        os.close(descriptor)
+
+
 def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
     class Full(socket.socket):
         failures = 0
@@ -267,8 +282,6 @@ def test_many_workers_meet(server):
 
 
 def test_a_store_leaves_no_thread_and_no_descriptor():
-    import os
-
     def use():
         server = StoreServer("127.0.0.1")
         client = StoreClient(server.address, LONG)
