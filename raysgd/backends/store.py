@@ -87,7 +87,8 @@ class StoreServer:
         self._loop.remove_reader(self._listener)
 
     def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
+        if not self._closed.is_set():
+            self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -110,6 +111,7 @@ class StoreServer:
             answer: Any = True
             while True:
                 await self._loop.sock_sendall(connection, _line([answer]))
+                await asyncio.sleep(0)  # for the others: what can be read and sent at once is
                 operation, *arguments = await self._request(connection, held)
                 answer = self._do[operation](*arguments)
                 if asyncio.iscoroutine(answer):

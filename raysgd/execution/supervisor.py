@@ -500,8 +500,8 @@ class Supervisor:
             else:
                 break
         if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
-            self._paused_at = None
             self._let_pause(None)
+            self._paused_at = None  # and not before, as Ctrl-C may come in between
 
     def _renew(self, max_losses: int) -> None:
         """Make a new generation of the survivors and the newcomers that are ready."""

@@ -89,8 +89,9 @@ class Worker:
         self._remote = True
         self._interrupted = False
         self._generation = 0
-        self._told = threading.Lock()
-        """Held while a generation is told something, so that the next one does not begin."""
+        self._told = threading.RLock()
+        """Held while a generation is told something, so that the next one does not begin. In the
+        driver's process a signal handler may tell it something else meanwhile."""
 
     def place(self) -> Place:
         """Say where this worker runs."""

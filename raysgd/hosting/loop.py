@@ -170,7 +170,8 @@ class Loop:
         start = self._start = parts.offset
         self.snapshots.maybe_take(parts, operator, self.call_state)
         steps = parts.steps = self._new_steps(source, limit)
-        steps.pause_at(self._pause_at)
+        if (pause := self._pause_at) is not None:  # None might take one back that comes just now
+            steps.pause_at(pause)
         steps.stop_requested |= self._stop_requested
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)

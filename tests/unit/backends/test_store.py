@@ -162,6 +162,14 @@ def test_closing_the_store_ends_what_forked_processes_have_too(server, client):
         os.close(descriptor)
 
 
+def test_a_client_with_many_requests_holds_no_other_up(server, client):
+    client.add("count", 0)
+    with socket.create_connection(server.address[:2], 10) as busy:
+        requests = [["hello", server.address.token], *[["add", "count", 1]] * 50_000]
+        busy.sendall(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
+        assert client.add("count", 0) < 50_000
+
+
 def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
     class Full(socket.socket):
         failures = 0

@@ -160,6 +160,7 @@ class SimMember(Member):
         return self.home
 
     def _interrupt(self, generation=None):
+        assert generation is None or generation >= self._generation_number
         self.interruptions += 1
         if self.queue and not self.deaf:
             self.end("stopped", RuntimeError("stopped by the driver"))
@@ -172,7 +173,12 @@ class SimMember(Member):
             snapshot=self.snapshot_step,
         )
 
+    @property
+    def _generation_number(self):
+        return 0 if self.context is None else self.context.generation
+
     def _pause_at(self, generation, step):
+        assert generation == self._generation_number
         self.pause = step
         return self.step
 

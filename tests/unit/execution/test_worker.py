@@ -357,6 +357,19 @@ def test_the_next_generation_begins_when_all_is_said_to_the_last(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
+def test_a_signal_handler_may_interrupt_an_interruption(worker):
+    def interrupt():
+        worker._backend.interrupt = lambda: worker._backend.calls.append("interrupt")
+        worker.interrupt()
+
+    worker._backend.interrupt = interrupt
+    thread = threading.Thread(target=worker.interrupt, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert worker._backend.calls[-1] == "interrupt"
+
+
 def test_a_worker_that_hosts_nothing_says_so():
     worker = Worker()
     assert worker.progress() == Progress()

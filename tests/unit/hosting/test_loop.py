@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
+from raysgd.hosting.steps import Steps
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
 EPOCH = list(range(40))
@@ -801,6 +802,21 @@ def test_a_pause_that_is_taken_back_as_a_stretch_ends_for_it_does_not_end_the_ep
     steps = goal.get("until_step", 10)
     assert operator.global_step == steps
     assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+def test_a_stretch_that_begins_takes_back_no_pause_that_comes_just_then(loop_of, monkeypatch):
+    loop, operator = loop_of()
+    pause_at = Steps.pause_at
+
+    def too_late(steps, step):
+        if step is None:  # after another thread has asked, and been told that it is in time
+            loop.pause_at(3)
+        pause_at(steps, step)
+
+    monkeypatch.setattr(Steps, "pause_at", too_late)
+    train(loop, until_step=7)
+    assert operator.global_step == 7
+    assert loop._pause_at is None
 
 
 class Brief(Recorder):
