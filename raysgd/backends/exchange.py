@@ -8,6 +8,8 @@ import socket
 import threading
 from typing import Any
 
+from raysgd.backends.sockets import shut_down
+
 __all__ = ["Exchange", "exchanged"]
 
 _CONNECT_S = 10.0
@@ -66,8 +68,7 @@ class Exchange:
         with self._changed:
             self._closed = True
             for sock in (self._listener, *self._held):
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                shut_down(sock)
                 sock.close()
 
 

@@ -27,6 +27,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from raysgd.backends.sockets import shut_down
+
 __all__ = ["Mesh", "MeshAddress", "Reduction"]
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -367,8 +369,7 @@ class Mesh:
         """Let whoever waits, on this and on the other ranks, and all later calls raise an error."""
         self._broken = self._broken or f"gloo/ {reason}."
         for sock in (self._listener, *(peer.socket for peer in self._peers)):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            shut_down(sock)
         self._wake()
 
     def close(self) -> None:

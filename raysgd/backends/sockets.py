@@ -9,10 +9,16 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Endpoint", "endpoints", "listeners"]
+__all__ = ["Endpoint", "endpoints", "listeners", "shut_down"]
 
 _LAST_DATA_RECEIVED = 52
 """Where in Linux's ``struct tcp_info`` the milliseconds since the last data stand."""
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection, also where processes that were forked have its descriptor."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Endpoint:
     def shut_down(self) -> None:
         """Shut the connection down; the descriptor stays open for its owner."""
         with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
+            shut_down(sock)
 
     def quiet_s(self) -> float:
         """Return how long ago the last data arrived, in seconds; without end where it is closed."""

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from raysgd.backends.sockets import shut_down
+
 __all__ = ["StoreAddress", "StoreClient", "StoreServer"]
 
 _CONNECT_S = 10.0
@@ -79,7 +81,8 @@ class StoreServer:
             # A task that is cancelled before its first step does not even close its connection,
             # and neither do the servers and streams of asyncio: a client would wait on.
             for opened in (self._listener, *self._talks):
-                _end(opened)
+                shut_down(opened)
+                opened.close()
 
     async def _serve(self) -> None:
         self._listen()
@@ -120,7 +123,8 @@ class StoreServer:
             pass  # the client has gone, or is none of ours
         finally:
             del self._talks[connection]
-            _end(connection)
+            shut_down(connection)
+            connection.close()
 
     async def _request(self, connection: socket.socket, held: bytearray) -> Any:
         """Return the next request; `held` is what has been read of it and of what follows."""
@@ -213,8 +217,7 @@ class StoreClient(Store):
 
     def interrupt(self) -> None:
         """End the wait that another thread is in, and refuse all later ones."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
@@ -296,13 +299,6 @@ class StoreClient(Store):
                 f"{self._name} is closed: this generation of workers was given up."
             ) from cause
         return json.loads(answer)[0]
-
-
-def _end(opened: socket.socket) -> None:
-    """Close a socket, also where processes that were forked have its descriptor."""
-    with contextlib.suppress(OSError):
-        opened.shutdown(socket.SHUT_RDWR)
-    opened.close()
 
 
 def _close(*opened: Any) -> None:

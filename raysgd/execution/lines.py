@@ -29,6 +29,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple
 
+from raysgd.backends.sockets import shut_down
+
 __all__ = ["Line", "LineAddress", "Lines", "Served", "serve"]
 
 logger = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ class Line:
             if self._socket.send(unsent) < len(unsent):
                 raise BlockingIOError  # the worker is stopped, say; Ray has the patience for it
         except OSError:
-            _shut_down(self._socket)
+            shut_down(self._socket)
 
     def connect(self, connection: socket.socket) -> None:
         """Take over the worker's connection."""
@@ -312,14 +314,8 @@ def _end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         key.data.line.disconnect()
     with contextlib.suppress(KeyError, ValueError):  # it may have been ended a moment ago
         selector.unregister(key.fileobj)
-    _shut_down(key.fileobj)
+    shut_down(key.fileobj)
     key.fileobj.close()
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """End a connection, also where processes that were forked have its descriptor."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _watch_over(connection: socket.socket) -> None:
@@ -444,7 +440,7 @@ def serve(address: LineAddress, carry_out: Callable[..., Any]) -> Served:
             served = Served(number, carry_out(*request))
             with contextlib.suppress(OSError):  # it is broken, as the next reading will show
                 connection.sendall(_frame(tuple(served)))
-        _shut_down(connection)
+        shut_down(connection)
     return served
 
 

@@ -188,6 +188,7 @@ def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
     server = StoreServer("127.0.0.1")
     try:
         StoreClient(server.address, LONG).set("a", "1")
+        assert server._listener.failures == 3
     finally:
         server.close()
 
