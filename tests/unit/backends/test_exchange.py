@@ -1,5 +1,6 @@
 """A round in which workers tell each other something through the driver."""
 
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,24 @@ def test_who_waits_is_told_that_the_exchange_is_closed(exchange):
     exchange.close()
     thread.join(20)
     assert isinstance(errors[0], ConnectionError)
+
+
+def test_closing_ends_what_forked_processes_have_too(exchange):
+    """As the processes of a DataLoader have it where the driver is a worker."""
+    place = ("127.0.0.1", exchange.port)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(exchanged, place, 0, "here", 10)
+        wait_until(lambda: exchange._held)
+        held = [os.dup(each.fileno()) for each in (exchange._listener, *exchange._held)]
+        try:
+            exchange.close()
+            with pytest.raises(ConnectionError):
+                waits.result()
+            with pytest.raises(ConnectionError):
+                socket.create_connection(place, 10)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
 
 
 def test_a_worker_waits_no_longer_than_it_may(exchange):
