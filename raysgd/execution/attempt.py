@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from raysgd.errors import CollectiveError
+from raysgd.execution.clock import Clock
 from raysgd.execution.members import Member, is_loss
 from raysgd.execution.worker import Outcome
 
@@ -31,9 +31,10 @@ class Attempt:
     worker fails after it. A lost worker is a reason too. A failed collective is none.
     """
 
-    def __init__(self, futures: Mapping[Member, Future[Outcome]]) -> None:
+    def __init__(self, futures: Mapping[Member, Future[Outcome]], clock: Clock) -> None:
+        self._clock = clock
         self._pending = {future: member for member, future in futures.items()}
-        self._done: SimpleQueue[Future[Outcome]] = SimpleQueue()
+        self._done = clock.queue()
         for future in self._pending:
             future.add_done_callback(self._done.put)
         self.outcomes: dict[Member, Outcome] = {}
@@ -107,8 +108,8 @@ class Attempt:
             self._settle_until(_NODE_LOSS_S, lambda: self.has_reason)
 
     def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._pending and not reached() and (left := deadline - time.monotonic()) > 0:
+        deadline = self._clock.monotonic() + timeout_s
+        while self._pending and not reached() and (left := deadline - self._clock.monotonic()) > 0:
             self.settle(left)
 
     @property

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.elastic.policies import Place
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.execution.clock import Clock
 from raysgd.execution.lines import Lines
 from raysgd.execution.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.execution.spares import Spares
@@ -56,8 +56,14 @@ class GroupOptions:
 class WorkerGroup:
     """The members in the order of their ranks, and the room that they take."""
 
-    def __init__(self, options: GroupOptions, imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        options: GroupOptions,
+        imports: Sequence[str] = (),
+        clock: Clock | None = None,
+    ) -> None:
         self.options = options
+        self.clock = clock or Clock()
         self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self._reservation: Any = None
@@ -81,17 +87,12 @@ class WorkerGroup:
         if options.inline:
             self.members = [InlineMember()]
             return
-        from raysgd.execution import placement
-
-        placement.connect()
         num_local = int(options.use_local)
-        self._reservation = placement.reserve(
-            options.bundle,
-            num_workers=options.num_workers - num_local,
-            min_workers=max(1, options.min_workers - num_local),
-            timeout_s=timeout_s,
-            strategy=options.strategy,
-            queue=queue,
+        self._reservation = self._reserve(
+            options.num_workers - num_local,
+            max(1, options.min_workers - num_local),
+            timeout_s,
+            queue,
         )
         self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
@@ -100,6 +101,22 @@ class WorkerGroup:
         self.members = self.in_order(self.members)
         if options.use_local:
             self.members.insert(0, _local_member())
+
+    def _reserve(
+        self, num_workers: int, min_workers: int, timeout_s: float, queue: Any = None
+    ) -> Any:
+        """Return room for workers; a simulated cluster has its own."""
+        from raysgd.execution import placement
+
+        placement.connect()
+        return placement.reserve(
+            self.options.bundle,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            timeout_s=timeout_s,
+            strategy=self.options.strategy,
+            queue=queue,
+        )
 
     def queue(self) -> Any:
         """Return a place for requests for room to wait in from one start to the next."""
@@ -115,16 +132,7 @@ class WorkerGroup:
             WorkerTimeoutError: if one does not come up; none of them is left then.
             WorkerLostError: if one dies as it comes up, likewise.
         """
-        from raysgd.execution import placement
-
-        options = self.options
-        more = placement.reserve(
-            options.bundle,
-            num_workers=num_workers,
-            min_workers=num_workers,
-            timeout_s=options.start_timeout_s,
-            strategy=options.strategy,
-        )
+        more = self._reserve(num_workers, num_workers, self.options.start_timeout_s)
         self._reservation.include(more)
         members = [self.new_member(slot) for slot in more.slots]
         try:
@@ -139,7 +147,7 @@ class WorkerGroup:
         """Wait until workers are up, and note where each of them is."""
         places = [member.control("place") for member in members]
         try:
-            found = gather(places, timeout_s, "worker processes to come up")
+            found = gather(places, timeout_s, "worker processes to come up", self.clock)
         except Exception as error:
             if is_loss(error):
                 raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
@@ -193,7 +201,7 @@ class WorkerGroup:
         """End a worker and leave its slot vacant."""
         if not member.remote:
             member.control("interrupt")
-            wait([member.work("teardown")], timeout=_TEARDOWN_S)
+            self.clock.wait([member.work("teardown")], _TEARDOWN_S)
         member.kill()
         self._slots.pop(member, None)
         if member in self.members:
@@ -240,7 +248,7 @@ class WorkerGroup:
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
                     pending.append(member.work("teardown"))
-            wait(pending, timeout=patience_s)
+            self.clock.wait(pending, patience_s)
         finally:  # also when Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
@@ -268,17 +276,21 @@ def _local_member() -> Member:
 
 
 def gather(
-    futures: Sequence[Future[Any]], timeout_s: float, awaited: str, log_every_s: float = 30.0
+    futures: Sequence[Future[Any]],
+    timeout_s: float,
+    awaited: str,
+    clock: Clock,
+    log_every_s: float = 30.0,
 ) -> list[Any]:
     """Return the results of `futures`, one a rank.
 
     Raises:
         WorkerTimeoutError: if not all are there within `timeout_s`; it says what was `awaited`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     pending = set(futures)
     while pending:
-        left = deadline - time.monotonic()
+        left = deadline - clock.monotonic()
         if left <= 0:
             ranks = [rank for rank, future in enumerate(futures) if future in pending]
             raise WorkerTimeoutError(
@@ -287,7 +299,7 @@ def gather(
                 ranks=ranks,
                 waited_s=timeout_s,
             )
-        _, pending = wait(pending, timeout=min(left, log_every_s))
+        pending = clock.wait(pending, min(left, log_every_s))
         if pending and left > log_every_s:
             logger.warning("Still waiting for %s (%d to go).", awaited, len(pending))
     return [future.result() for future in futures]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -66,8 +65,8 @@ class Recruit:
     def _wait_for_slot(self) -> Iterator[None]:
         looked = 0.0
         while True:
-            if time.monotonic() - looked >= _LOOK_EVERY_S:
-                looked = time.monotonic()
+            if self._group.clock.monotonic() - looked >= _LOOK_EVERY_S:
+                looked = self._group.clock.monotonic()
                 if self.slot.is_ready:
                     return
             yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ class Recruiting:
         self._lost_slots: list[Any] = []
         self._failures = 0
         self._retry_at = 0.0
-        self._resized_at = time.monotonic()
+        self._resized_at = self._group.clock.monotonic()
 
     @property
     def under_way(self) -> bool:
@@ -77,7 +76,7 @@ class Recruiting:
 
         The room is requested if it has not been.
         """
-        options, now = self._group.options, time.monotonic()
+        options, now = self._group.options, self._group.clock.monotonic()
         if not self._config.grow or len(self._group.members) >= options.num_workers:
             return False
         if not may_resize(now, self._resized_at, False, self._config):
@@ -86,7 +85,7 @@ class Recruiting:
 
     def resized(self) -> None:
         """Note that the group has changed its size now."""
-        self._resized_at = time.monotonic()
+        self._resized_at = self._group.clock.monotonic()
 
     def tend(self, generation: int) -> None:
         """Bring newcomers forward, and start those that are missing; never waits for long."""
@@ -96,7 +95,7 @@ class Recruiting:
         missing = options.num_workers - len(self._group.members) - len(self._recruits)
         if missing <= 0 and self._may_have_spares():
             self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
-        if missing > 0 and time.monotonic() >= self._retry_at:
+        if missing > 0 and self._group.clock.monotonic() >= self._retry_at:
             self._start(generation)
         for recruit in self._recruits:
             recruit.advance()
@@ -106,7 +105,7 @@ class Recruiting:
     def _may_have_spares(self) -> bool:
         # A spare comes too late for a short run, and would only slow it down. It gets no GPU, since
         # Ray assigns those to a process as it starts.
-        settled = time.monotonic() - self._resized_at >= _SETTLED_S
+        settled = self._group.clock.monotonic() - self._resized_at >= _SETTLED_S
         return settled and self._config.warm_spares and not self._group.options.num_gpus
 
     def _start(self, generation: int) -> None:
@@ -134,7 +133,9 @@ class Recruiting:
         self._on_failure(recruit.member, error)
         if recruit.member is not None:
             self._group.discard(recruit.member)
-        self._retry_at = time.monotonic() + backoff_s(self._failures, self._config, self._draw())
+        self._retry_at = self._group.clock.monotonic() + backoff_s(
+            self._failures, self._config, self._draw()
+        )
         self._failures += 1
         if self._failures >= self._config.max_attempts:
             logger.warning("Giving up on newcomers after %d failures.", self._failures)
@@ -149,7 +150,7 @@ class Recruiting:
 
     def ready(self) -> list[Recruit]:
         """Return the newcomers that may join now."""
-        now = time.monotonic()
+        now = self._group.clock.monotonic()
         urgent = len(self._group.members) < self._group.options.min_workers
         return [
             recruit

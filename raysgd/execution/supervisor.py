@@ -25,9 +25,8 @@ import enum
 import logging
 import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from raysgd.backends import Backend
@@ -120,6 +119,7 @@ class Supervisor:
     ) -> None:
         self.state = State.NEW
         self._group = group
+        self._clock = group.clock
         self._backend = backend
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
@@ -305,7 +305,7 @@ class Supervisor:
         packed: Any = arguments
         if not self._group.options.inline:
             packed = self._group.shared(_pickled(f"the arguments of {method}", arguments))
-        attempt = Attempt({})
+        attempt = Attempt({}, self._clock)
         try:
             self.state = State.RUNNING
             has_batches = method in ("train", "validate")
@@ -315,10 +315,11 @@ class Supervisor:
                     if method in _OFTEN
                     else member.work("call", method, packed)
                     for member in members
-                }
+                },
+                self._clock,
             )
             hang_timeout_s = self._elastic.hang_timeout_s if has_batches else None
-            watch = Watch(attempt, self._ranks, hang_timeout_s)
+            watch = Watch(attempt, self._ranks, hang_timeout_s, self._clock)
             while attempt.under_way:
                 busy = on_wait is not None or self._recruiting.under_way
                 idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
@@ -392,7 +393,7 @@ class Supervisor:
     def _let_pause(self, step: int | None) -> list[Future[int]]:
         """Tell all members at which step to stop, and return their answers as far as they came."""
         answers = [m.control("pause_at", self._generation, step) for m in self.members]
-        wait(answers, timeout=_ANSWER_S)
+        self._clock.wait(answers, _ANSWER_S)
         return answers
 
     def _break_hang(self, attempt: Attempt, stuck: Sequence[Member]) -> None:
@@ -417,7 +418,7 @@ class Supervisor:
             if member not in self._dissolved and member not in self._dissolving:
                 tell = "dissolve", self._generation, member in ended
                 self._dissolving[member] = member.control(*tell)
-        wait(self._dissolving.values(), timeout=_ANSWER_S)
+        self._clock.wait(self._dissolving.values(), _ANSWER_S)
         for member, answer in list(self._dissolving.items()):
             if answer.done():
                 del self._dissolving[member]
@@ -439,12 +440,13 @@ class Supervisor:
         """Make the calls under way fail, on all members: a connection has two ends."""
         told = set(besides)
         concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
-        wait([m.control("interrupt", self._generation) for m in concerned], timeout=_ANSWER_S)
+        answers = [m.control("interrupt", self._generation) for m in concerned]
+        self._clock.wait(answers, _ANSWER_S)
 
     def ask_progress(self) -> dict[Member, Progress]:
         """Return the progress of every worker that answers, while they are busy."""
         asked = {member: member.control("progress") for member in self.members}
-        wait(asked.values(), timeout=_ANSWER_S)
+        self._clock.wait(asked.values(), _ANSWER_S)
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
     def stop(self, method: str) -> None:
@@ -459,9 +461,11 @@ class Supervisor:
         self._interrupt(besides=self._stragglers)  # which have been told
         nothing = self._group.shared(_pickled("no arguments", {}))
         idle = [member for member in self.members if member not in self._stragglers]
-        attempt = Attempt({member: member.work("call", method, nothing) for member in idle})
-        deadline = time.monotonic() + _ANSWER_S
-        while attempt.pending and (left := deadline - time.monotonic()) > 0:
+        attempt = Attempt(
+            {member: member.work("call", method, nothing) for member in idle}, self._clock
+        )
+        deadline = self._clock.monotonic() + _ANSWER_S
+        while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
             attempt.settle(left)
         self._stragglers |= attempt.pending  # one that was lost is found by the next call
 
@@ -505,7 +509,7 @@ class Supervisor:
 
     def _renew(self, max_losses: int) -> None:
         """Make a new generation of the survivors and the newcomers that are ready."""
-        started = time.monotonic()
+        started = self._clock.monotonic()
         lost = self._await_stragglers()
         if lost:
             self._lose(lost, max_losses)
@@ -516,7 +520,7 @@ class Supervisor:
             self._lose(lost, max_losses)
         if self.state is not State.READY:
             return
-        seconds = time.monotonic() - started
+        seconds = self._clock.monotonic() - started
         if recruits:
             self._recruiting.joined(recruits)
             newcomers = [recruit.member for recruit in recruits if recruit.member is not None]
@@ -530,22 +534,22 @@ class Supervisor:
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
-        stragglers = Attempt(self._stragglers)
+        stragglers = Attempt(self._stragglers, self._clock)
         patience_s = _STRAGGLER_S if self._can_join else _NEWCOMER_STRAGGLER_S
-        deadline = time.monotonic() + patience_s
+        deadline = self._clock.monotonic() + patience_s
         mentioned = False
         try:
-            while stragglers.pending and (left := deadline - time.monotonic()) > 0:
+            while stragglers.pending and (left := deadline - self._clock.monotonic()) > 0:
                 quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
                 stragglers.settle(left if mentioned else min(quiet_s, left))
-                waited_s = time.monotonic() - deadline + patience_s
+                waited_s = self._clock.monotonic() - deadline + patience_s
                 if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
                     mentioned = True
                     logger.warning(
                         "Waiting up to %.0f s for workers that are still busy with the call that "
                         "failed before:\n%s",
                         left,
-                        stacks_of(stragglers.pending, self._ranks),
+                        stacks_of(stragglers.pending, self._ranks, self._clock),
                     )
         finally:
             self._stragglers = stragglers.pending
@@ -565,7 +569,7 @@ class Supervisor:
         The group is READY and includes the newcomers if all went well; else it is BROKEN.
         """
         asked = {member: member.control("progress") for member in self.members}
-        wait(asked.values(), timeout=_SILENCE_S)
+        self._clock.wait(asked.values(), _SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         for member, error in lost.items():
             if not is_loss(error):  # it may be stopped
@@ -665,19 +669,19 @@ class Supervisor:
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
         if not config.grow or self._group.options.inline:
             raise self._failed(f"{missing}, and newcomers are not allowed (grow=False)")
-        limit = time.monotonic() + self._timeout_s
+        limit = self._clock.monotonic() + self._timeout_s
         for number in range(config.max_attempts):
             wait_s = backoff_s(number, config, random.random())
             self._mention_wait(missing, number, wait_s)
-            deadline = time.monotonic() + wait_s
-            while (now := time.monotonic()) < deadline or now < limit:
+            deadline = self._clock.monotonic() + wait_s
+            while (now := self._clock.monotonic()) < deadline or now < limit:
                 self._recruiting.tend(self._generation)
                 if len(self.members) + len(self._recruiting.ready()) >= min_workers:
                     return
                 enough_come = len(self.members) + self._recruiting.coming() >= min_workers
                 if now >= deadline and not enough_come:
                     break
-                time.sleep(_BUSY_TICK_S)
+                self._clock.sleep(_BUSY_TICK_S)
         raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
 
     def _replace_all(self) -> None:
@@ -695,7 +699,7 @@ class Supervisor:
             if not member.remote:
                 continue
             answer = member.work("call", "restart_state", {})
-            wait([answer], timeout=_SALVAGE_S)
+            self._clock.wait([answer], _SALVAGE_S)
             if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
                 self.snapshots.set(state)
                 self._salvaged = True
@@ -705,7 +709,7 @@ class Supervisor:
     def _restart(self, num_before: int | None = None) -> None:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
-        started = time.monotonic()
+        started = self._clock.monotonic()
         salvaged, self._salvaged = self._salvaged, False
         if config.snapshot_every is None and self.progress.global_step > 0 and not salvaged:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
@@ -717,7 +721,7 @@ class Supervisor:
         try:
             for number in range(config.max_attempts):
                 wait_s = backoff_s(number, config, random.random())
-                deadline = time.monotonic() + wait_s
+                deadline = self._clock.monotonic() + wait_s
                 try:
                     self._start(max(wait_s, 1.0), queue)
                     self._load_snapshot()
@@ -730,8 +734,8 @@ class Supervisor:
                         raise
                     self._mention_wait(_first_line(error), number, wait_s)
                     last = error
-                while time.monotonic() < deadline:
-                    time.sleep(_BUSY_TICK_S)
+                while self._clock.monotonic() < deadline:
+                    self._clock.sleep(_BUSY_TICK_S)
             else:
                 raise self._failed(
                     f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
@@ -742,7 +746,7 @@ class Supervisor:
             self.measured_from = dict.fromkeys(self.members, self.progress.global_step)
         grown = num_before is not None and len(self.members) > num_before
         newcomers = self.members[num_before:] if grown else self.members
-        seconds = time.monotonic() - started
+        seconds = self._clock.monotonic() - started
         self._record("grown" if grown else "restarted", newcomers, seconds=seconds)
         logger.warning(
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
@@ -859,14 +863,15 @@ class Supervisor:
         """
         self._entering = list(members or self.members)
         attempt = Attempt(
-            {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)}
+            {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)},
+            self._clock,
         )
-        deadline = time.monotonic() + self._timeout_s
-        mentioned = time.monotonic()
+        deadline = self._clock.monotonic() + self._timeout_s
+        mentioned = self._clock.monotonic()
         hearing = Hearing(_SILENCE_S)
         while attempt.under_way:
             attempt.settle(1.0)
-            now = time.monotonic()
+            now = self._clock.monotonic()
             for member in hearing.silent(attempt.pending, now) if listening else ():
                 member.kill_process()
                 attempt.give_up(member, _silence())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from raysgd.context import Progress
 from raysgd.execution.attempt import Attempt
+from raysgd.execution.clock import Clock
 from raysgd.execution.members import Member
 
 __all__ = ["Hearing", "Watch", "stacks_of"]
@@ -58,15 +58,21 @@ class Watch:
         attempt: the attempt.
         ranks: ranks of the members, for messages.
         hang_timeout_s: seconds without a finished batch after which a worker counts as stuck.
+        clock: tells the time.
     """
 
     def __init__(
-        self, attempt: Attempt, ranks: Mapping[Member, int], hang_timeout_s: float | None
+        self,
+        attempt: Attempt,
+        ranks: Mapping[Member, int],
+        hang_timeout_s: float | None,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._attempt = attempt
         self._ranks = ranks
         self._hang_timeout_s = hang_timeout_s
-        self._moved_at = self._mentioned_at = time.monotonic()
+        self._moved_at = self._mentioned_at = self._clock.monotonic()
         self._seen: dict[Member, tuple[int, int]] = {}
         self._waiting: dict[Member, int] = {}
         self._waiting_since = 0.0
@@ -75,7 +81,7 @@ class Watch:
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if not self._attempt.outcomes or not self._attempt.pending:
             self._mentioned_at = now
         elif now - self._mentioned_at >= _UNEVEN_S:
@@ -93,7 +99,7 @@ class Watch:
         It cannot where all that have returned are held until the others return too, and each of
         those waits in a collective, which is one of all workers.
         """
-        now, attempt = time.monotonic(), self._attempt
+        now, attempt = self._clock.monotonic(), self._attempt
         waiting = {}
         for member in attempt.pending:
             number = progress[member].collective if member in progress else None
@@ -135,7 +141,7 @@ class Watch:
 
         Collectives that need all workers will not come to an end any more.
         """
-        now, attempt = time.monotonic(), self._attempt
+        now, attempt = self._clock.monotonic(), self._attempt
         ended = [m for m in attempt.outcomes if m in progress and progress[m].ended]
         if not attempt.pending or not ended:
             self._ended = []
@@ -162,7 +168,7 @@ class Watch:
         if self._hang_timeout_s is None:
             return None
         seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
         if now - self._moved_at < self._hang_timeout_s:
@@ -171,7 +177,7 @@ class Watch:
         return self._find_stuck()
 
     def _find_stuck(self) -> list[Member]:
-        stacks = _ask_stacks(self._attempt.pending)
+        stacks = _ask_stacks(self._attempt.pending, self._clock)
         logger.warning(
             "No batch finished for %g s. %s", self._hang_timeout_s, _described(stacks, self._ranks)
         )
@@ -188,15 +194,15 @@ class Watch:
         return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
 
 
-def stacks_of(members: Iterable[Member], ranks: Mapping[Member, int]) -> str:
+def stacks_of(members: Iterable[Member], ranks: Mapping[Member, int], clock: Clock) -> str:
     """Return what the threads of workers are doing, as text."""
-    return _described(_ask_stacks(members), ranks)
+    return _described(_ask_stacks(members, clock), ranks)
 
 
-def _ask_stacks(members: Iterable[Member]) -> dict[Member, str | None]:
+def _ask_stacks(members: Iterable[Member], clock: Clock) -> dict[Member, str | None]:
     """Return the stacks of each worker; None where it does not answer."""
     asked = {member: member.control("stacks") for member in members}
-    wait(asked.values(), timeout=_STACKS_S)
+    clock.wait(asked.values(), _STACKS_S)
     return {
         member: answer.result() if answer.done() and answer.exception() is None else None
         for member, answer in asked.items()

@@ -8,16 +8,13 @@ from raysgd.context import Progress
 from raysgd.errors import CollectiveError
 from raysgd.execution import attempt as attempt_module
 from raysgd.execution.attempt import Attempt
+from raysgd.execution.clock import Clock
 from raysgd.execution.worker import Outcome
-
-
-class LostError(Exception):
-    pass
+from tests.blackbox.simulation.seam import LostError
 
 
 @pytest.fixture(autouse=True)
-def losses(monkeypatch):
-    monkeypatch.setattr(attempt_module, "is_loss", lambda error: isinstance(error, LostError))
+def quick(monkeypatch):
     for name in ("_ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
         monkeypatch.setattr(attempt_module, name, 0.01)
 
@@ -28,7 +25,7 @@ def outcome(kind, payload=None):
 
 def attempt_of(*names):
     futures = {name: Future() for name in names}
-    return Attempt(futures), futures
+    return Attempt(futures, Clock()), futures
 
 
 def test_an_attempt_is_under_way_until_all_have_returned():

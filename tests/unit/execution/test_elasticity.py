@@ -8,23 +8,23 @@ import pytest
 from raysgd.errors import CollectiveError, InsufficientResourcesError, WorkerLostError
 from raysgd.execution import supervisor as supervisor_module
 from raysgd.execution.supervisor import State
-from tests.unit.execution.simulation import (
-    TICK_S,
-    BadBatchError,
-    LostError,
-    World,
-    install,
-    kinds,
-    run_until,
-)
+from tests.blackbox.simulation.seam import BadBatchError, LostError
+from tests.blackbox.simulation.world import TICK_S, World
+
+
+def run_until(supervisor, step, **arguments):
+    """Train up to a step, as the trainer does."""
+    return supervisor.call("train", until_step=step, **arguments)
+
+
+def kinds(supervisor):
+    return [event.kind for event in supervisor.events]
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     """Room for three workers."""
-    world = World(room=3)
-    install(world, monkeypatch)
-    return world
+    return World(room=3)
 
 
 def steps_of(outcomes):
@@ -45,7 +45,7 @@ def every_new(world, **values):
 
 
 def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     survivors = [supervisor.members[0], supervisor.members[2]]
     world.at_step(20, lambda: world.lose(1))
     outcomes = run_until(supervisor, 100, max_losses=1)
@@ -74,7 +74,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
 
 
 def test_survivors_train_on_before_the_newcomer_is_ready(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     every_new(world, setup_s=5.0)
     sizes = {}
 
@@ -94,7 +94,7 @@ def test_survivors_train_on_before_the_newcomer_is_ready(world):
 
 
 def test_all_are_in_one_generation_with_dense_ranks_after_growing(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     world.at_step(20, lambda: world.lose(0))
     run_until(supervisor, 100, max_losses=1)
     contexts = [member.context for member in supervisor.members]
@@ -105,7 +105,7 @@ def test_all_are_in_one_generation_with_dense_ranks_after_growing(world):
 
 def test_growing_costs_no_retry_and_redoes_no_step(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=1.0)
+    supervisor = world.drive(3, resize_cooldown_s=1.0).supervisor
     first_two = list(supervisor.members)
     world.at_step(20, lambda: setattr(world, "room", 3))
     assert steps_of(run_until(supervisor, 200, max_losses=0)) == [200] * 3
@@ -117,7 +117,7 @@ def test_growing_costs_no_retry_and_redoes_no_step(world):
 
 def test_the_group_never_becomes_larger_than_asked_for(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.at_step(5, lambda: setattr(world, "room", 50))
     run_until(supervisor, 200)
     assert len(supervisor.members) == 3
@@ -126,7 +126,7 @@ def test_the_group_never_becomes_larger_than_asked_for(world):
 
 def test_a_newcomer_that_does_not_replace_a_lost_one_waits_for_the_cooldown(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=5.0)
+    supervisor = world.drive(3, resize_cooldown_s=5.0).supervisor
     world.room = 3
     run_until(supervisor, 400)
     (grown,) = [event for event in supervisor.events if event.kind == "grown"]
@@ -135,7 +135,7 @@ def test_a_newcomer_that_does_not_replace_a_lost_one_waits_for_the_cooldown(worl
 
 def test_a_newcomer_that_is_ready_between_two_calls_joins_at_the_next(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     run_until(supervisor, 3)
     assert len(supervisor.members) == 2
     world.room = 3
@@ -149,7 +149,7 @@ def test_a_newcomer_that_is_ready_between_two_calls_joins_at_the_next(world):
 
 def test_other_calls_than_training_are_not_paused(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.room = 3
     for _ in range(20):
         supervisor.call("validate")
@@ -159,14 +159,14 @@ def test_other_calls_than_training_are_not_paused(world):
 
 
 def test_with_grow_off_nobody_is_added(world):
-    supervisor = world.make(3, grow=False)
+    supervisor = world.drive(3, grow=False).supervisor
     world.at_step(20, lambda: world.lose(1))
     assert steps_of(run_until(supervisor, 200, max_losses=1)) == [200] * 2
     assert len(world.workers) == 3
 
 
 def test_two_of_three_are_lost_at_once_and_both_replaced(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
 
     def lose_two():
         world.lose(2)
@@ -179,7 +179,7 @@ def test_two_of_three_are_lost_at_once_and_both_replaced(world):
 
 
 def test_the_step_that_a_survivor_had_committed_is_kept(world):
-    supervisor = world.make(3, grow=False)
+    supervisor = world.drive(3, grow=False).supervisor
     world.at_step(20, lambda: world.lose(1, ahead=[2]))
     run_until(supervisor, 40, max_losses=1)
     resumed = next(event for event in supervisor.events if event.kind == "resumed")
@@ -188,7 +188,7 @@ def test_the_step_that_a_survivor_had_committed_is_kept(world):
 
 
 def test_a_straggler_that_does_not_come_back_is_lost_too(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     supervisor.members[2].deaf = True
     world.at_step(20, lambda: world.lose(1))
     assert steps_of(run_until(supervisor, 100, max_losses=2)) == [100] * 3
@@ -200,7 +200,7 @@ def test_a_straggler_that_does_not_come_back_is_lost_too(world):
 def test_a_pause_ends_with_the_call(world):
     """A newcomer may become ready when the call is nearly over."""
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     run_until(supervisor, 5)
     world.room = 3
     for goal in range(6, 60):
@@ -212,7 +212,7 @@ def test_a_pause_ends_with_the_call(world):
 def test_slow_steps_are_given_the_time_that_they_take(world):
     """Growing redoes no step, however long a step is."""
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.step_s = 4.0
     first_two = list(supervisor.members)
     world.at_step(2, lambda: setattr(world, "room", 3))
@@ -224,7 +224,7 @@ def test_slow_steps_are_given_the_time_that_they_take(world):
 def test_one_long_step_among_short_ones_is_waited_for_too(world):
     """Such as one in which a worker evaluates for minutes."""
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     first_two = list(supervisor.members)
     world.at_step(4, lambda: setattr(world, "room", 3))
 
@@ -250,7 +250,7 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
 
 def test_nobody_is_paused_while_a_worker_does_not_answer(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     first_two = list(supervisor.members)
     world.room = 3
     world.at_step(4, lambda: setattr(first_two[1], "silent", True))
@@ -264,7 +264,7 @@ def test_nobody_is_paused_while_a_worker_does_not_answer(world):
 
 
 def test_a_newcomer_whose_setup_fails_is_tried_again_after_a_while(world):
-    supervisor = world.make(3, initial_s=2.0)
+    supervisor = world.drive(3, initial_s=2.0).supervisor
     every_new(world, setup_error=ValueError("no such file"))
     world.at_step(20, lambda: world.lose(1))
     world.plan(4.0, world.on_new_worker.clear)
@@ -277,7 +277,7 @@ def test_a_newcomer_whose_setup_fails_is_tried_again_after_a_while(world):
 
 
 def test_a_newcomer_that_never_starts_stops_nobody_and_is_given_up(world):
-    supervisor = world.make(3, initial_s=0.5, max_attempts=4)
+    supervisor = world.drive(3, initial_s=0.5, max_attempts=4).supervisor
     every_new(world, setup_error=ValueError("no such file"))
     world.at_step(20, lambda: world.lose(1))
     assert steps_of(run_until(supervisor, 2000, max_losses=1)) == [2000] * 2
@@ -287,7 +287,7 @@ def test_a_newcomer_that_never_starts_stops_nobody_and_is_given_up(world):
 
 
 def test_a_newcomer_that_dies_while_it_sets_up_is_no_loss(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     every_new(world, setup_s=2.0)
     world.at_step(20, lambda: world.lose(1))
     world.at_step(40, lambda: world.workers[3].die("OOM in setup"))
@@ -299,7 +299,7 @@ def test_a_newcomer_that_dies_while_it_sets_up_is_no_loss(world):
 def test_a_newcomer_that_dies_when_it_is_ready_is_no_loss(world):
     """It waits to join; that it is gone is found as it does."""
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=4.0)
+    supervisor = world.drive(3, resize_cooldown_s=4.0).supervisor
     world.room = 3
     world.at_step(60, lambda: world.workers[2].die("OOM while waiting"))
     assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
@@ -309,7 +309,7 @@ def test_a_newcomer_that_dies_when_it_is_ready_is_no_loss(world):
 
 def test_a_newcomer_that_dies_as_it_joins_is_no_loss(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.room = 3
     world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
     assert steps_of(run_until(supervisor, 400, max_losses=0)) == [400] * 3
@@ -320,7 +320,7 @@ def test_a_newcomer_that_dies_as_it_joins_is_no_loss(world):
 
 def test_a_newcomer_that_raises_as_it_joins_stays_out_and_the_others_go_on(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     every_new(world, join_error=ValueError("cannot load"))
     world.room = 3
     world.plan(2.0, world.on_new_worker.clear)
@@ -334,7 +334,7 @@ def test_a_newcomer_that_raises_as_it_joins_stays_out_and_the_others_go_on(world
 
 def test_a_member_that_is_lost_while_newcomers_join_is_one_loss_and_they_join_next_time(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.room = 3
     doomed = supervisor.members[1]
     world.on_meeting.append(lambda: doomed.die("OOM"))
@@ -346,7 +346,7 @@ def test_a_member_that_is_lost_while_newcomers_join_is_one_loss_and_they_join_ne
 
 def test_a_newcomer_that_is_stopped_as_it_joins_is_given_up(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
 
     def stop_the_newcomer():
         world.workers[2].silent = True
@@ -368,7 +368,7 @@ def break_with_an_error(world, supervisor):
 
 
 def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     break_with_an_error(world, supervisor)
     world.lose(1)
     assert steps_of(run_until(supervisor, 20, max_losses=0)) == [20] * 3
@@ -378,7 +378,7 @@ def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
 
 def test_losses_without_end_before_a_call_are_given_up(world):
     world.room = 30
-    supervisor = world.make(30, grow=False, max_attempts=3)
+    supervisor = world.drive(30, grow=False, max_attempts=3).supervisor
     break_with_an_error(world, supervisor)
 
     def lose_again():
@@ -391,7 +391,7 @@ def test_losses_without_end_before_a_call_are_given_up(world):
 
 
 def test_an_event_says_how_many_batches_lost_their_metrics(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     run_until(supervisor, 10)
     world.at_step(30, lambda: world.lose(1))
     newcomer = []
@@ -408,7 +408,7 @@ def test_an_event_says_how_many_batches_lost_their_metrics(world):
 
 
 def test_after_a_restart_they_are_counted_from_there(world):
-    supervisor = world.make(3, in_place=False)
+    supervisor = world.drive(3, in_place=False).supervisor
     world.at_step(30, lambda: world.lose(1))
     world.at_step(60, lambda: world.lose(1))
     run_until(supervisor, 100, max_losses=2)
@@ -432,7 +432,7 @@ def hold_when_ready(world, action):
 def test_a_newcomer_that_never_joins_does_not_take_the_others_along(world):
     """Those that came to the rendezvous are waiting for it; the bound of a join ends that."""
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0, timeout_s=20.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0, timeout_s=20.0).supervisor
     first_two = list(supervisor.members)
     world.plan(0.0, lambda: setattr(world, "room", 3))
     world.at_step(
@@ -450,7 +450,7 @@ def test_a_newcomer_that_never_joins_does_not_take_the_others_along(world):
 
 def test_ctrl_c_while_newcomers_join_leaves_a_group_that_can_be_used(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     world.room = 3
 
     def interrupt():
@@ -468,7 +468,7 @@ def test_ctrl_c_while_newcomers_join_leaves_a_group_that_can_be_used(world):
 
 
 def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     members = list(supervisor.members)
     world.at_step(20, lambda: setattr(members[1], "error", BadBatchError("bad")))
     with pytest.raises(BadBatchError, match="bad"):
@@ -481,7 +481,7 @@ def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
 
 
 def test_an_error_of_the_user_reaches_the_caller_within_two_seconds(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     since = []
 
     def fail():
@@ -498,7 +498,7 @@ def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world,
     """The pause was heard too late, and as the step is given up a worker raises in it."""
     monkeypatch.setattr(supervisor_module, "pause_step", lambda progress: 0)
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     first = supervisor.members[0]
     world.at_step(2, lambda: setattr(world, "room", 3))
 
@@ -517,12 +517,12 @@ def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world,
 
 
 def lose_all(world):
-    for rank in reversed(range(len(world.supervisor.members))):
+    for rank in reversed(range(len(world.driver.supervisor.members))):
         world.lose(rank)
 
 
 def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     world.at_step(25, lambda: lose_all(world))
     outcomes = run_until(supervisor, 60, max_losses=1)
     assert steps_of(outcomes) == [60] * 3
@@ -535,7 +535,7 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
 
 
 def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     for member in supervisor.members:
         member.die("OOM")
     outcomes = run_until(supervisor, 30, max_losses=1)
@@ -544,7 +544,7 @@ def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
 
 
 def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     supervisor.call("load_state_dict", state={"step": 7})
     supervisor.snapshots.set({"step": 7})
     lose_all(world)
@@ -553,7 +553,7 @@ def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
 
 
 def test_without_snapshots_losing_all_ends_the_call(world):
-    supervisor = world.make(3, snapshot_every=None)
+    supervisor = world.drive(3, snapshot_every=None).supervisor
     run_until(supervisor, 10)
     lose_all(world)
     with pytest.raises(WorkerLostError, match="no snapshot_every to go back to") as caught:
@@ -563,7 +563,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
 
 
 def test_losing_all_more_often_than_allowed_ends_the_call(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     world.at_step(45, lambda: lose_all(world))
     with pytest.raises(WorkerLostError, match="1 loss in one call, which allows 0"):
         run_until(supervisor, 60, max_losses=0)
@@ -573,7 +573,7 @@ def test_losing_all_more_often_than_allowed_ends_the_call(world):
 
 
 def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     world.at_step(5, lambda: world.lose(1))
     run_until(supervisor, 20, max_losses=1)
     before = supervisor.losses_in_call, supervisor.causes_in_call
@@ -584,7 +584,7 @@ def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
 
 
 def test_a_restart_waits_for_room_longer_each_time(world):
-    supervisor = world.make(3, min_workers=2, initial_s=1.0, factor=2.0)
+    supervisor = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).supervisor
     began = []
 
     def lose_room():
@@ -601,7 +601,7 @@ def test_a_restart_waits_for_room_longer_each_time(world):
 
 
 def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
-    supervisor = world.make(3, min_workers=2, initial_s=0.5, max_attempts=3)
+    supervisor = world.drive(3, min_workers=2, initial_s=0.5, max_attempts=3).supervisor
     run_until(supervisor, 15)
     world.room = 0
     lose_all(world)
@@ -616,7 +616,7 @@ def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
 
 def test_a_start_that_fails_at_once_is_tried_again_later_and_later(world):
     """Workers that die as they start need no time for it: ten tries would be over at once."""
-    supervisor = world.make(3, initial_s=1.0, max_attempts=10)
+    supervisor = world.drive(3, initial_s=1.0, max_attempts=10).supervisor
     run_until(supervisor, 15)
     lose_all(world)
     starts = []
@@ -636,7 +636,7 @@ def test_a_start_that_fails_at_once_is_tried_again_later_and_later(world):
 
 
 def test_a_worker_that_dies_before_it_has_said_where_it_is_does_not_end_a_restart(world):
-    supervisor = world.make(3, grow=False)  # so that it is none of the newcomers
+    supervisor = world.drive(3, grow=False).supervisor  # so that it is none of the newcomers
     run_until(supervisor, 15)
     lose_all(world)
     dying = [1]
@@ -651,16 +651,16 @@ def test_a_worker_that_dies_before_it_has_said_where_it_is_does_not_end_a_restar
 
 
 def test_a_second_loss_during_the_restart_begins_it_anew(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     run_until(supervisor, 15)
     lose_all(world)
-    world.on_meeting.append(lambda: world.supervisor.members[1].die("again"))
+    world.on_meeting.append(lambda: world.driver.supervisor.members[1].die("again"))
     assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
     assert kinds(supervisor)[-1] == "restarted"
 
 
 def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_starts_anew(world):
-    supervisor = world.make(3)
+    supervisor = world.drive(3).supervisor
     run_until(supervisor, 15)
     lose_all(world)
     every_new(world, join_error=ValueError("the data is not there"))
@@ -672,7 +672,7 @@ def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_sta
 
 
 def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
-    supervisor = world.make(3, in_place=False)
+    supervisor = world.drive(3, in_place=False).supervisor
     before = list(supervisor.members)
     world.at_step(25, lambda: world.lose(1))
     assert steps_of(run_until(supervisor, 60, max_losses=1)) == [60] * 3
@@ -686,7 +686,7 @@ def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
 
 
 def test_too_few_workers_wait_for_newcomers(world):
-    supervisor = world.make(3, min_workers=3)
+    supervisor = world.drive(3, min_workers=3).supervisor
     world.at_step(20, lambda: world.lose(1))
     assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 3
     assert kinds(supervisor) == ["started", "lost", "waiting", "grown"]
@@ -695,7 +695,7 @@ def test_too_few_workers_wait_for_newcomers(world):
 
 
 def test_each_wait_for_newcomers_is_longer_than_the_one_before(world):
-    supervisor = world.make(3, min_workers=3, initial_s=1.0, factor=3.0, max_s=20.0)
+    supervisor = world.drive(3, min_workers=3, initial_s=1.0, factor=3.0, max_s=20.0).supervisor
 
     def lose_with_its_node():
         world.room = 2
@@ -709,7 +709,7 @@ def test_each_wait_for_newcomers_is_longer_than_the_one_before(world):
 
 
 def test_without_newcomers_in_the_end_the_call_fails_and_the_state_can_be_read(world):
-    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=3)
+    supervisor = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).supervisor
 
     def lose_with_its_node():
         world.room = 2
@@ -726,7 +726,7 @@ def test_without_newcomers_in_the_end_the_call_fails_and_the_state_can_be_read(w
 
 def test_a_later_call_tries_newcomers_again_that_were_given_up(world):
     """The user may have mended what `setup` complained of."""
-    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=2)
+    supervisor = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).supervisor
     every_new(world, setup_error=ValueError("no such file"))
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match="min_workers=3"):
@@ -736,7 +736,7 @@ def test_a_later_call_tries_newcomers_again_that_were_given_up(world):
 
 
 def test_newcomers_that_never_manage_to_join_end_the_call(world):
-    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=3)
+    supervisor = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).supervisor
     every_new(world, join_error=ValueError("no way in"))
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match="min_workers=3"):
@@ -745,7 +745,7 @@ def test_newcomers_that_never_manage_to_join_end_the_call(world):
 
 
 def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
-    supervisor = world.make(3, min_workers=3, initial_s=0.5, max_attempts=1)
+    supervisor = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=1).supervisor
     world.room = 2
     world.lose(2)
     with (
@@ -762,7 +762,7 @@ def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog)
 
 def test_workers_whose_call_ended_although_they_were_interrupted_enter_anew(world):
     """They may have been told to stop, or their process group be of no use any more."""
-    supervisor = world.make(2, hang_timeout_s=5.0, grow=False)
+    supervisor = world.drive(2, hang_timeout_s=5.0, grow=False).supervisor
     members = list(supervisor.members)
     for member in members:
         member.deaf, member.stack = True, "in all_reduce"
@@ -776,7 +776,7 @@ def test_workers_whose_call_ended_although_they_were_interrupted_enter_anew(worl
 
 
 def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
-    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    supervisor = world.drive(3, hang_timeout_s=5.0, grow=False).supervisor
     stuck = supervisor.members[1]
     world.at_step(20, lambda: setattr(stuck, "silent", True))
     assert steps_of(run_until(supervisor, 100, max_losses=1)) == [100] * 2
@@ -787,7 +787,7 @@ def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
 
 
 def test_workers_that_wait_for_the_one_that_hangs_are_left_alone(world):
-    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    supervisor = world.drive(3, hang_timeout_s=5.0, grow=False).supervisor
     for rank, member in enumerate(supervisor.members):
         member.stack = "in user code" if rank == 1 else "torch: all_reduce"
     stuck = supervisor.members[1]
@@ -804,7 +804,7 @@ def hold(member):
 
 
 def test_workers_that_wait_for_each_other_get_a_new_generation_and_lose_nobody(world):
-    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    supervisor = world.drive(3, hang_timeout_s=5.0, grow=False).supervisor
     for member in supervisor.members:
         member.stack = "torch: all_reduce"
     world.at_step(20, lambda: [hold(member) for member in supervisor.members])
@@ -814,7 +814,7 @@ def test_workers_that_wait_for_each_other_get_a_new_generation_and_lose_nobody(w
 
 def test_workers_that_always_wait_for_each_other_end_the_call(world):
     """User code that deadlocks does so again in the next generation, and in the one after."""
-    supervisor = world.make(3, hang_timeout_s=5.0, grow=False)
+    supervisor = world.drive(3, hang_timeout_s=5.0, grow=False).supervisor
     deadlocks = [0]
 
     def deadlock():
@@ -834,7 +834,7 @@ def test_workers_that_always_wait_for_each_other_end_the_call(world):
 
 def test_work_without_batches_is_not_taken_for_a_hang(world):
     """A function that the user applies may take longer than a batch."""
-    supervisor = world.make(3, hang_timeout_s=5.0)
+    supervisor = world.drive(3, hang_timeout_s=5.0).supervisor
     members = list(supervisor.members)
     for member in members:
         member.work_s = 20.0
@@ -848,7 +848,7 @@ def test_work_without_batches_is_not_taken_for_a_hang(world):
 
 def test_shutdown_ends_newcomers_too(world):
     world.room = 2
-    supervisor = world.make(3, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, resize_cooldown_s=0.0).supervisor
     every_new(world, setup_s=1e6)
     world.room = 3
     run_until(supervisor, 100)
@@ -865,7 +865,7 @@ def test_shutdown_ends_newcomers_too(world):
 
 def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(world):
     world.room = 2
-    supervisor = world.make(3, can_join=False, resize_cooldown_s=1.0)
+    supervisor = world.drive(3, can_join=False, resize_cooldown_s=1.0).supervisor
     started = []
     supervisor.on_start = lambda: started.append(len(supervisor.members))
     assert not supervisor.grow()
@@ -882,14 +882,14 @@ def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(wor
 
 def test_no_newcomer_is_started_for_a_group_that_cannot_be_joined(world):
     world.room = 2
-    supervisor = world.make(3, can_join=False, resize_cooldown_s=0.0)
+    supervisor = world.drive(3, can_join=False, resize_cooldown_s=0.0).supervisor
     world.room = 3
     run_until(supervisor, 100)
     assert len(world.workers) == 2
 
 
 def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
-    supervisor = world.make(2)
+    supervisor = world.drive(2).supervisor
     supervisor.stop("work")
     assert [member.interruptions for member in supervisor.members] == [1, 1]
     assert supervisor.state is State.BROKEN
@@ -898,7 +898,7 @@ def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_gene
 
 
 def test_a_worker_that_does_not_stop_is_waited_for_a_little_and_then_replaced(world):
-    supervisor = world.make(2, can_join=False, in_place=False)
+    supervisor = world.drive(2, can_join=False, in_place=False).supervisor
     slow = supervisor.members[1]
     slow.work_s, slow.deaf = 1000.0, True
     before = world.now

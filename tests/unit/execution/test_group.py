@@ -8,8 +8,9 @@ import ray.exceptions
 from raysgd.elastic.policies import Place
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from raysgd.execution import group as group_module
-from raysgd.execution import placement
+from raysgd.execution.clock import Clock
 from raysgd.execution.group import GroupOptions, WorkerGroup, gather
+from tests.unit.execution.clock import ManualClock
 
 
 def done(value):
@@ -19,13 +20,13 @@ def done(value):
 
 
 def test_results_come_in_the_order_of_the_ranks():
-    assert gather([done(1), done(2)], 5, "them") == [1, 2]
-    assert gather([], 5, "nothing") == []
+    assert gather([done(1), done(2)], 5, "them", Clock()) == [1, 2]
+    assert gather([], 5, "nothing", Clock()) == []
 
 
 def test_who_did_not_answer_is_named():
     with pytest.raises(WorkerTimeoutError, match=r"Waited 0.01 s for answers.*workers 1, 2") as e:
-        gather([done(1), Future(), Future()], 0.01, "answers")
+        gather([done(1), Future(), Future()], 0.01, "answers", Clock())
     assert (e.value.ranks, e.value.waited_s) == ((1, 2), 0.01)
 
 
@@ -33,7 +34,7 @@ def test_an_error_of_a_worker_is_raised():
     future = Future()
     future.set_exception(KeyError("x"))
     with pytest.raises(KeyError):
-        gather([future], 5, "them")
+        gather([future], 5, "them", Clock())
 
 
 def test_a_bundle_names_only_what_is_needed():
@@ -135,12 +136,11 @@ class Actors:
 def start(monkeypatch):
     """A function that returns a started group with room for so many workers."""
     monkeypatch.setattr(group_module, "ActorMember", FakeMember)
-    monkeypatch.setattr(placement, "connect", lambda: None)
 
     def start(num_workers, room, owned=True):
         reservation = FakeReservation(room, owned)
-        monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: reservation)
-        group = WorkerGroup(GroupOptions(num_workers=num_workers))
+        group = WorkerGroup(GroupOptions(num_workers=num_workers), clock=ManualClock())
+        group._reserve = lambda *wanted: reservation
         monkeypatch.setattr(group, "_actor_class", Actors)
         group.start(timeout_s=5)
         group.reservation_of_test = reservation
@@ -188,9 +188,9 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert group.vacant_slots() == [slot]
 
 
-def test_further_workers_get_the_highest_ranks(start, monkeypatch):
+def test_further_workers_get_the_highest_ranks(start):
     group = start(num_workers=2, room=2)
-    monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: FakeReservation(2))
+    group._reserve = lambda *wanted: FakeReservation(2)
     group.add(2)
     assert [member.number for member in group.members] == [0, 1, 2, 3]
     assert [member.place.node_id for member in group.members] == ["a", "b", "a", "b"]
@@ -208,7 +208,7 @@ def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatc
             return future
 
     monkeypatch.setattr(group_module, "ActorMember", Dying)
-    monkeypatch.setattr(placement, "reserve", lambda *args, **kwargs: FakeReservation(2))
+    group._reserve = lambda *wanted: FakeReservation(2)
     with pytest.raises(WorkerLostError, match="died as it came up"):
         group.add(2)
     assert group.members == before
@@ -216,12 +216,11 @@ def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatc
     assert [group.slot_of(member) for member in made] == [None, None]
 
 
-def test_workers_have_as_long_as_is_said_to_end_their_work(start, monkeypatch):
-    waited = []
+def test_workers_have_as_long_as_is_said_to_end_their_work(start):
     group = start(num_workers=1, room=1)
-    monkeypatch.setattr(group_module, "wait", lambda pending, timeout: waited.append(timeout))
+    group.clock.waited.clear()
     group.shutdown(patience_s=0.5)
-    assert waited == [0.5]
+    assert group.clock.waited == [0.5]
 
 
 @pytest.mark.parametrize("force", [False, True])

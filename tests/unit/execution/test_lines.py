@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.execution import lines as module
 from raysgd.execution.lines import LineAddress, Lines, Served, serve
+from tests.conftest import examples
 
 HOST = "127.0.0.1"
 WAIT_S = 20
@@ -485,7 +486,7 @@ class Cut:
         self._break()
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     up=st.integers(0, 400), down=st.integers(0, 400), reset=st.booleans(), count=st.integers(1, 4)
 )

@@ -289,6 +289,22 @@ def test_a_call_that_was_given_up_does_not_come_after_what_followed(reached):
     assert hosted.calls == [("enter", b"2")]
 
 
+def test_nor_after_the_next_that_is_made_like_it(reached):
+    member, hosted = reached
+    serve_at = hosted.serve
+    hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
+    hosted.gate.clear()
+    given_up = member.call("train", b"1")
+    member.work("call", "enter", b"2")
+    hosted.serve = serve_at
+    followed = member.call("train", b"3")
+    hosted.gate.set()
+    assert followed.result(20)
+    with pytest.raises(RuntimeError, match="given up"):
+        given_up.result(20)
+    assert [call for call in hosted.calls if call != "a line"] == [("enter", b"2"), ("train", b"3")]
+
+
 @pytest.mark.parametrize("why", ["nothing can listen", "nobody can connect"])
 def test_where_there_can_be_no_line_all_goes_by_ray(reached, monkeypatch, why):
     member, hosted = reached

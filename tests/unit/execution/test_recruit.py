@@ -6,9 +6,9 @@ import pytest
 
 from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.policies import Place
-from raysgd.execution import recruit as recruit_module
 from raysgd.execution.recruit import Recruit
 from raysgd.execution.worker import Outcome
+from tests.unit.execution.clock import ManualClock
 
 PLACE = Place(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))
 CONTEXT = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True, num_cpus=2)
@@ -45,7 +45,8 @@ class FakeMember:
 
 
 class FakeGroup:
-    def __init__(self):
+    def __init__(self, clock):
+        self.clock = clock
         self.made = []
         self.error = None
 
@@ -56,27 +57,18 @@ class FakeGroup:
         return self.made[-1][1]
 
 
-class Clock:
-    now = 500.0
-
-    def monotonic(self):
-        return self.now
+@pytest.fixture
+def clock():
+    return ManualClock()
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(recruit_module, "time", clock)
-    return clock
+def group(clock):
+    return FakeGroup(clock)
 
 
 @pytest.fixture
-def group():
-    return FakeGroup()
-
-
-@pytest.fixture
-def recruit(group, clock):
+def recruit(group):
     return Recruit(group, FakeSlot(), CONTEXT, ("hook", "runner"), replaces_lost=True)
 
 

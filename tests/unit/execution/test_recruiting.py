@@ -6,13 +6,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.execution import recruiting as recruiting_module
 from raysgd.execution.group import GroupOptions
 from raysgd.execution.recruiting import Recruiting
-
-
-class Clock:
-    now = 500.0
-
-    def monotonic(self):
-        return self.now
+from tests.unit.execution.clock import ManualClock
 
 
 class FakeSpares:
@@ -32,7 +26,8 @@ class FakeMember(str):
 class FakeGroup:
     """A group of names; each of its slots is a number."""
 
-    def __init__(self, num_workers, present, use_local=False):
+    def __init__(self, clock, num_workers, present, use_local=False):
+        self.clock = clock
         self.options = GroupOptions(num_workers=num_workers, use_local=use_local, num_cpus=3)
         self.members = [FakeMember(f"member{index}") for index in range(present)]
         self.slots = list(range(num_workers))
@@ -80,17 +75,15 @@ class FakeRecruit:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(recruiting_module, "time", clock)
     monkeypatch.setattr(recruiting_module, "Recruit", FakeRecruit)
     monkeypatch.setattr(FakeRecruit, "made", [])
-    return clock
+    return ManualClock()
 
 
 @pytest.fixture
 def make(clock):
     def make(num_workers=3, present=2, **config):
-        group = FakeGroup(num_workers, present, config.pop("use_local", False))
+        group = FakeGroup(clock, num_workers, present, config.pop("use_local", False))
         failures = []
         values = {"jitter": 0.0, "resize_cooldown_s": 10.0, **config}
         recruiting = Recruiting(

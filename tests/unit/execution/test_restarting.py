@@ -2,18 +2,19 @@
 
 import pytest
 
-from tests.unit.execution.simulation import BadBatchError, World, install, kinds, run_until
+from tests.blackbox.simulation.seam import BadBatchError
+from tests.blackbox.simulation.world import World
+from tests.unit.execution.test_elasticity import kinds, run_until
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     made = World(room=4)
-    install(made, monkeypatch)
     return made
 
 
 def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, caplog):
-    supervisor = world.make(3, rejoins=False)
+    supervisor = world.drive(3, rejoins=False).supervisor
     first = list(supervisor.members)
     world.at_step(17, lambda: world.lose(1))
     run_until(supervisor, 40, max_losses=1)
@@ -26,14 +27,14 @@ def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, cap
 
 
 def test_the_furthest_state_counts(world):
-    supervisor = world.make(3, rejoins=False)
+    supervisor = world.drive(3, rejoins=False).supervisor
     world.at_step(17, lambda: world.lose(0, ahead=[2]))
     run_until(supervisor, 40, max_losses=1)
     assert supervisor.events[-1].step == 18
 
 
 def test_where_nobody_is_left_the_snapshot_counts(world):
-    supervisor = world.make(2, rejoins=False)
+    supervisor = world.drive(2, rejoins=False).supervisor
 
     def lose_all():
         world.lose(0)
@@ -45,8 +46,21 @@ def test_where_nobody_is_left_the_snapshot_counts(world):
     assert supervisor.progress.global_step == 40
 
 
+def test_where_nobody_is_left_and_no_snapshot_was_taken_all_begins_anew(world):
+    supervisor = world.drive(2, rejoins=False).supervisor
+
+    def lose_all():
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(5, lose_all)
+    run_until(supervisor, 40, max_losses=2)
+    assert supervisor.events[-1].step == 0
+    assert supervisor.progress.global_step == 40
+
+
 def test_a_users_error_costs_no_step_and_no_retry(world):
-    supervisor = world.make(2, rejoins=False)
+    supervisor = world.drive(2, rejoins=False).supervisor
 
     def fail():
         supervisor.members[1].error = BadBatchError("bad batch")
@@ -61,7 +75,7 @@ def test_a_users_error_costs_no_step_and_no_retry(world):
 
 
 def test_with_less_room_fewer_start_and_later_all(world):
-    supervisor = world.make(2, rejoins=False, resize_cooldown_s=0.0)
+    supervisor = world.drive(2, rejoins=False, resize_cooldown_s=0.0).supervisor
 
     def shrink():
         world.room = 1

@@ -10,19 +10,16 @@ from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Place
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
-from raysgd.execution import attempt, group
+from raysgd.execution import attempt
 from raysgd.execution import supervisor as supervisor_module
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import Member
 from raysgd.execution.supervisor import State, Supervisor
 from raysgd.execution.worker import Outcome, Worker
+from tests.blackbox.simulation.seam import LostError
 
 PATIENCE_S = 20
 """How long a test waits for what must happen, and never in a run that passes."""
-
-
-class LostError(Exception):
-    """What Ray would say of a dead actor."""
 
 
 class StoppedError(Exception):
@@ -151,7 +148,7 @@ class FakeMember(Member):
     def die(self, cause="OOM"):
         if self._dead:
             return
-        self._dead = LostError(f"The actor died: {cause}")
+        self._dead = LostError(cause)
         for future in self._pending:
             if not future.done():
                 future.set_exception(self._dead)
@@ -188,8 +185,6 @@ class FakeGroup(WorkerGroup):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Nothing here takes time, so that no grace period has to be waited for."""
-    for module in (attempt, group, supervisor_module):
-        monkeypatch.setattr(module, "is_loss", lambda error: isinstance(error, LostError))
     monkeypatch.setattr(attempt, "_NODE_LOSS_S", 0.05)
 
 

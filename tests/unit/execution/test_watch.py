@@ -6,22 +6,14 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.context import Progress
-from raysgd.execution import watch as watch_module
 from raysgd.execution.attempt import Attempt
 from raysgd.execution.watch import Watch
 from raysgd.execution.worker import Outcome
+from tests.unit.execution.clock import ManualClock
 
 TIMEOUT_S = 10.0
 WAITING = 'File "distributed.py", in all_reduce'
 WORKING = 'File "train.py", line 3, in train_batch'
-
-
-class Clock:
-    def __init__(self):
-        self.now = 500.0
-
-    def monotonic(self):
-        return self.now
 
 
 class FakeMember:
@@ -47,18 +39,15 @@ class FakeMember:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(watch_module, "time", clock)
-    monkeypatch.setattr(watch_module, "_STACKS_S", 0.01)
-    return clock
+def clock():
+    return ManualClock()
 
 
-def watched(*members, hang_timeout_s=TIMEOUT_S):
+def watched(clock, *members, hang_timeout_s=TIMEOUT_S):
     futures = {member: Future() for member in members}
-    attempt = Attempt(futures)
+    attempt = Attempt(futures, clock)
     ranks = {member: rank for rank, member in enumerate(members)}
-    return Watch(attempt, ranks, hang_timeout_s), attempt, futures
+    return Watch(attempt, ranks, hang_timeout_s, clock), attempt, futures
 
 
 def steps(members, *counts):
@@ -69,7 +58,7 @@ def steps(members, *counts):
 
 def test_nobody_is_stuck_before_the_time_is_over(clock):
     members = [FakeMember(), FakeMember()]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     assert watch.stuck(steps(members, 3, 3)) is None
     clock.now += TIMEOUT_S - 0.1
     assert watch.stuck(steps(members, 3, 3)) is None
@@ -81,7 +70,7 @@ def test_nobody_is_stuck_before_the_time_is_over(clock):
 @pytest.mark.parametrize("moved", [{"global_step": 4}, {"global_step": 3, "num_batches": 1}])
 def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
     members = [FakeMember(), FakeMember()]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3))
     for _ in range(3):
         clock.now += TIMEOUT_S - 1
@@ -93,7 +82,7 @@ def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
 
 def test_without_a_timeout_nobody_is_ever_stuck(clock):
     member = FakeMember()
-    watch, *_ = watched(member, hang_timeout_s=None)
+    watch, *_ = watched(clock, member, hang_timeout_s=None)
     watch.stuck(steps([member], 3))
     clock.now += 1e9
     assert watch.stuck(steps([member], 3)) is None
@@ -101,7 +90,7 @@ def test_without_a_timeout_nobody_is_ever_stuck(clock):
 
 def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
     members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(WAITING)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3, 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps(members, 3, 3, 3)) == [members[1]]
@@ -116,7 +105,7 @@ def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
 )
 def test_those_in_a_collective_of_another_framework_wait_as_well(clock, waiting):
     members = [FakeMember(waiting), FakeMember(WORKING), FakeMember(waiting)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3, 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps(members, 3, 3, 3)) == [members[1]]
@@ -125,7 +114,7 @@ def test_those_in_a_collective_of_another_framework_wait_as_well(clock, waiting)
 @pytest.mark.parametrize("silence", [None, RuntimeError("the actor died")])
 def test_silent_workers_are_the_stuck_ones(clock, silence):
     members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(silence)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3, 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps(members[:2], 3, 3)) == [members[2]]
@@ -133,7 +122,7 @@ def test_silent_workers_are_the_stuck_ones(clock, silence):
 
 def test_nobody_is_to_blame_where_all_wait_for_each_other(clock):
     members = [FakeMember(WAITING), FakeMember(WAITING)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps(members, 3, 3)) == []
@@ -141,7 +130,7 @@ def test_nobody_is_to_blame_where_all_wait_for_each_other(clock):
 
 def test_a_worker_in_the_drivers_process_is_never_to_be_killed(clock):
     members = [FakeMember(WORKING, remote=False), FakeMember(WAITING)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps(members, 3, 3)) == []
@@ -149,7 +138,7 @@ def test_a_worker_in_the_drivers_process_is_never_to_be_killed(clock):
 
 def test_workers_that_have_returned_are_not_asked(clock):
     members = [FakeMember(WORKING), FakeMember(WORKING)]
-    watch, attempt, futures = watched(*members)
+    watch, attempt, futures = watched(clock, *members)
     watch.stuck(steps(members, 3, 3))
     futures[members[0]].set_result(Outcome("ok", None, Progress()))
     attempt.settle(0)
@@ -160,7 +149,7 @@ def test_workers_that_have_returned_are_not_asked(clock):
 
 def test_a_worker_that_was_named_gets_as_long_again(clock):
     member = FakeMember()
-    watch, *_ = watched(member)
+    watch, *_ = watched(clock, member)
     watch.stuck(steps([member], 3))
     clock.now += TIMEOUT_S
     assert watch.stuck(steps([member], 3)) == [member]
@@ -173,7 +162,7 @@ def test_a_worker_that_was_named_gets_as_long_again(clock):
 def test_workers_that_never_said_a_word_are_found_too(clock):
     """All of them may hang in the first batch, before the first look at them."""
     members = [FakeMember(None), FakeMember(None)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     found = []
     for _ in range(3):
         found.append(watch.stuck({}))
@@ -183,7 +172,7 @@ def test_workers_that_never_said_a_word_are_found_too(clock):
 
 def test_the_stack_of_every_worker_is_logged(clock, caplog):
     members = [FakeMember(WAITING), FakeMember(None)]
-    watch, *_ = watched(*members)
+    watch, *_ = watched(clock, *members)
     watch.stuck(steps(members, 3, 3))
     clock.now += TIMEOUT_S
     with caplog.at_level(logging.WARNING, "raysgd.execution.watch"):
@@ -200,7 +189,7 @@ def test_the_stack_of_every_worker_is_logged(clock, caplog):
 
 def test_it_is_said_from_time_to_time_who_waits_for_whom(clock, caplog):
     members = [FakeMember(), FakeMember(), FakeMember()]
-    watch, attempt, futures = watched(*members)
+    watch, attempt, futures = watched(clock, *members)
     clock.now += 1000
     watch.mention_uneven()  # nobody has returned
     futures[members[2]].set_result(Outcome("ok", None, Progress()))
@@ -222,7 +211,7 @@ def test_it_is_said_from_time_to_time_who_waits_for_whom(clock, caplog):
 
 def test_nothing_is_said_when_all_have_returned(clock, caplog):
     member = FakeMember()
-    watch, attempt, futures = watched(member)
+    watch, attempt, futures = watched(clock, member)
     futures[member].set_result(Outcome("ok", None, Progress()))
     attempt.settle(0)
     clock.now += 1000
@@ -254,7 +243,7 @@ def waits(members, *states):
 def uneven(clock):
     """Rank 0 has handed something over, ranks 1 and 2 have not."""
     members = [FakeMember() for _ in range(3)]
-    watch, attempt, futures = watched(*members, hang_timeout_s=None)
+    watch, attempt, futures = watched(clock, *members, hang_timeout_s=None)
     futures[members[0]].set_result(Outcome("ok", None, Progress()))
     attempt.settle(1.0)
     return watch, members

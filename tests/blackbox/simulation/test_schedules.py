@@ -1,17 +1,17 @@
-"""The supervisor on random schedules of losses, newcomers and errors, in a simulated cluster.
+"""Random schedules of losses, newcomers and errors, in a simulated cluster.
 
 What must hold at any time is asserted by the simulation itself: no worker is a member twice,
 there are never more than ``num_workers``, the state that counts is that of the member with most
 committed steps, nothing is restarted while somebody who has trained is alive, and each call ends.
 """
 
-import pytest
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
-from raysgd.execution.supervisor import State
-from tests.unit.execution.simulation import TICK_S, BadBatchError, World, install, run_until
+from tests.blackbox.simulation.seam import BadBatchError
+from tests.blackbox.simulation.world import TICK_S, World
+from tests.conftest import examples
 
 ranks = st.integers(0, 3)
 some_ranks = st.sets(ranks, max_size=3)
@@ -46,7 +46,7 @@ class Run:
         self.num_errors = 0
         self.setup_is_bad = self.join_is_bad = False
         world.on_new_worker.append(self._prepare)
-        self.supervisor = world.make(num_workers, **options)
+        self.driver = world.drive(num_workers, **options)
         for ticks, (name, *arguments) in schedule:
             world.plan(
                 ticks * TICK_S, lambda name=name, given=arguments: getattr(self, name)(*given)
@@ -55,15 +55,15 @@ class Run:
     def _prepare(self, member):
         if self.setup_is_bad:
             member.setup_error = ValueError("bad setup")
-        if self.join_is_bad and self.world.supervisor.members:  # a newcomer, and not a restart
+        if self.join_is_bad and self.world.driver.workers:  # a newcomer, and not a restart
             member.join_error = ValueError("bad join")
 
     def member(self, rank):
-        members = self.supervisor.members
+        members = self.driver.workers
         return members[rank] if rank < len(members) else None
 
     def newcomers(self):
-        members = self.supervisor.members
+        members = self.driver.workers
         return [w for w in self.world.workers if not w.dead and w not in members and not w.step]
 
     # ---- what may happen
@@ -74,7 +74,7 @@ class Run:
             self.world.lose(rank, ahead=sorted(ahead), noticing=sorted(noticing))
 
     def lose_all(self):
-        for rank in reversed(range(len(self.supervisor.members))):
+        for rank in reversed(range(len(self.driver.workers))):
             self.lose(rank, (), ())
 
     def lose_as_all_join(self, rank):
@@ -120,16 +120,16 @@ class Run:
 
     def call(self, goal, max_losses):
         """Train up to a step and check what came of it; whatever comes must be expected."""
-        supervisor = self.supervisor
-        seen = len(supervisor.events)
+        driver = self.driver
+        seen = len(driver.events)
         try:
-            outcomes = run_until(supervisor, goal, max_losses=max_losses)
+            reached = driver.train(goal, max_losses=max_losses)
         except WorkerLostError as error:
             event("lost")
-            self._check_lost(str(error), supervisor.events[seen:], max_losses)
+            self._check_lost(str(error), driver.events[seen:], max_losses)
         except BadBatchError:
             event("user error")
-            assert supervisor.events[-1].kind == "user_error"
+            assert driver.events[-1].kind == "user_error"
             self.num_errors -= 1
             assert self.num_errors >= 0, "one error is raised twice"
         except WorkerTimeoutError:
@@ -137,14 +137,14 @@ class Run:
             assert any(worker.silent for worker in self.world.workers)
         else:
             event("done")
-            assert [outcome.progress.global_step for outcome in outcomes] == [goal] * len(outcomes)
-            assert len(outcomes) == len(supervisor.members) >= supervisor.min_workers
-            assert len({m.generation for m in supervisor.members}) == 1
-            assert supervisor.losses_in_call <= max_losses
-        lost = [e for e in supervisor.events if e.kind == "lost"]
+            assert reached == [goal] * len(reached)
+            assert len(reached) == len(driver.workers) >= driver.min_workers
+            assert len({worker.generation for worker in driver.workers}) == 1
+            assert driver.losses_in_call <= max_losses
+        lost = [e for e in driver.events if e.kind == "lost"]
         assert len(lost) <= len(self.killed), "a worker counts as lost that was not"
         assert all(e.ranks[0] >= 0 for e in lost), "who was never a member is no loss"
-        for kind in {e.kind for e in supervisor.events[seen:]}:
+        for kind in {e.kind for e in driver.events[seen:]}:
             event(kind)
 
     def _check_lost(self, message, events, max_losses):
@@ -152,15 +152,14 @@ class Run:
         assert all(cause in message for cause in causes)
         assert message.count("\nworker ") == len(causes)
         if "max_retries" in message:
-            assert self.supervisor.losses_in_call == max_losses + 1
+            assert self.driver.losses_in_call == max_losses + 1
         else:
-            assert self.supervisor.losses_in_call <= max_losses
+            assert self.driver.losses_in_call <= max_losses
 
     def end(self):
         trained = self.world.trained
         assert trained == list(range(1, len(trained) + 1)), "a step was left out"
-        self.supervisor.shutdown()
-        assert self.supervisor.state is State.CLOSED
+        self.driver.shutdown()
         assert all(worker.dead for worker in self.world.workers), "a worker is left behind"
         assert all(not reservation.slots for reservation in self.world.reservations)
 
@@ -183,7 +182,7 @@ NO_ROOM = [
 ]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     num_workers=st.integers(2, 4),
     min_workers=st.sampled_from([1, 1, 2, 3]),
@@ -214,25 +213,23 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
     min_workers = min(min_workers, num_workers)
     world = World(room=max(room, min_workers))
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
-    with pytest.MonkeyPatch.context() as patch:
-        install(world, patch)
-        run = Run(
-            world,
-            num_workers,
-            schedule,
-            min_workers=min_workers,
-            grow=grow,
-            resize_cooldown_s=cooldown,
-            snapshot_every=snapshot_every,
-            in_place=in_place,
-            hang_timeout_s=3.0,
-            max_attempts=4,
-        )
-        goal = 0
-        for steps, max_losses in calls:
-            goal = max(goal, world.furthest) + steps
-            run.call(goal, max_losses)
-        run.end()
+    run = Run(
+        world,
+        num_workers,
+        schedule,
+        min_workers=min_workers,
+        grow=grow,
+        resize_cooldown_s=cooldown,
+        snapshot_every=snapshot_every,
+        in_place=in_place,
+        hang_timeout_s=3.0,
+        max_attempts=4,
+    )
+    goal = 0
+    for steps, max_losses in calls:
+        goal = max(goal, world.furthest) + steps
+        run.call(goal, max_losses)
+    run.end()
 
 
 @given(
@@ -248,19 +245,17 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
 ):
     world = World(room=min(present, num_workers))
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
-    with pytest.MonkeyPatch.context() as patch:
-        install(world, patch)
-        schedule = [(ticks, ("room", size)) for ticks, size in rooms]
-        run = Run(world, num_workers, schedule, resize_cooldown_s=cooldown)
-        first = list(run.supervisor.members)
-        goal = 0
-        for steps in calls:
-            goal += steps
-            run.call(goal, 0)
-            assert run.supervisor.progress.global_step == goal
-        assert {e.kind for e in run.supervisor.events} <= {"started", "grown"}
-        assert run.supervisor.members[0] is first[0]
-        assert set(first) <= set(run.supervisor.members)
-        assert all(member.interruptions == 0 for member in first)
-        assert all(member.num_joins >= 1 for member in run.supervisor.members)
-        run.end()
+    schedule = [(ticks, ("room", size)) for ticks, size in rooms]
+    run = Run(world, num_workers, schedule, resize_cooldown_s=cooldown)
+    first = list(run.driver.workers)
+    goal = 0
+    for steps in calls:
+        goal += steps
+        run.call(goal, 0)
+        assert run.driver.step == goal
+    assert {e.kind for e in run.driver.events} <= {"started", "grown"}
+    assert run.driver.workers[0] is first[0]
+    assert set(first) <= set(run.driver.workers)
+    assert all(member.interruptions == 0 for member in first)
+    assert all(member.num_joins >= 1 for member in run.driver.workers)
+    run.end()

@@ -1,0 +1,32 @@
+"""Time as the driver's loop sees it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """Tells the time and waits. A simulation has one of its own, whose seconds take no time."""
+
+    def monotonic(self) -> float:
+        """Return seconds that only grow."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:
+        """Wait until all futures are done, at most `timeout_s`; return those that are not."""
+        return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
+
+    def queue(self) -> SimpleQueue[Any]:
+        """Return a queue whose ``get`` waits by this clock."""
+        return SimpleQueue()

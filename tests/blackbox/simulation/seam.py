@@ -1,0 +1,438 @@
+"""The simulated side of what the driver says to workers, in today's words of the inside.
+
+A change of the protocol between driver and workers changes this file, and no test beside it.
+"""
+
+import pickle
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray.exceptions
+
+from raysgd.context import Progress
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.policies import Place
+from raysgd.execution.clock import Clock
+from raysgd.execution.group import GroupOptions, WorkerGroup
+from raysgd.execution.members import Member
+from raysgd.execution.supervisor import State, Supervisor
+from raysgd.execution.worker import Outcome
+
+__all__ = ["BadBatchError", "Driver", "LostError"]
+
+
+class LostError(ray.exceptions.RayActorError):
+    """What Ray says of a dead actor."""
+
+    def __init__(self, cause):
+        super().__init__()
+        self._cause = cause
+
+    def __str__(self):
+        return f"The actor died: {self._cause}"
+
+
+class BadBatchError(Exception):
+    """An error of the user's code."""
+
+
+class SimClock(Clock):
+    """While somebody waits by it, the world goes on."""
+
+    def __init__(self, world):
+        self._world = world
+
+    def monotonic(self):
+        return self._world.monotonic()
+
+    def sleep(self, seconds):
+        self._world.sleep(seconds)
+
+    def wait(self, futures, timeout_s):
+        futures = set(futures)
+        self._world.tick_until(lambda: all(future.done() for future in futures), timeout_s)
+        return {future for future in futures if not future.done()}
+
+    def queue(self):
+        return self._world.new_queue()
+
+
+class Driver:
+    """What a trainer is to its tests: calls that train up to a step, events, and who is there."""
+
+    def __init__(
+        self,
+        world,
+        num_workers,
+        min_workers=1,
+        timeout_s=100.0,
+        can_join=True,
+        rejoins=True,
+        **elastic,
+    ):
+        options = GroupOptions(
+            num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
+        )
+        self.supervisor = Supervisor(
+            SimGroup(world, options),
+            "runner",
+            SimBackend(rejoins),
+            None,
+            timeout_s,
+            ElasticConfig(**{"jitter": 0.0, **elastic}),
+            can_join=can_join,
+        )
+
+    def start(self):
+        self.supervisor.start()
+
+    def train(self, goal, **arguments):
+        """Train up to a step; return where each worker is then."""
+        outcomes = self.supervisor.call("train", until_step=goal, **arguments)
+        return [outcome.progress.global_step for outcome in outcomes]
+
+    @property
+    def workers(self):
+        """The members of the group in the order of their ranks."""
+        return list(self.supervisor.members)
+
+    @property
+    def max_workers(self):
+        return self.supervisor.max_workers
+
+    @property
+    def generation(self):
+        """Number of the newest generation."""
+        return self.supervisor._generation
+
+    @property
+    def events(self):
+        return list(self.supervisor.events)
+
+    @property
+    def step(self):
+        return self.supervisor.progress.global_step
+
+    @property
+    def min_workers(self):
+        return self.supervisor.min_workers
+
+    @property
+    def losses_in_call(self):
+        return self.supervisor.losses_in_call
+
+    def shutdown(self):
+        self.supervisor.shutdown()
+        assert self.supervisor.state is State.CLOSED
+
+
+@dataclass
+class Task:
+    """One call that a worker has been given."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    future: Future = field(default_factory=Future)
+    since: float = -1.0
+    """When it began; negative before."""
+
+
+@dataclass
+class Meeting:
+    """A rendezvous, as one worker is told of it."""
+
+    token: int
+    size: int
+    context: Any
+    leader: int | None
+    """Rank whose state all take; None where each has that of its setup."""
+
+
+class Slot:
+    """Room for one worker, which is there while the cluster has that much room."""
+
+    strategy = node_id = None
+
+    def __init__(self, world, index):
+        self.index = index
+        self._world = world
+
+    @property
+    def is_ready(self):
+        return self.index < self._world.room
+
+
+class Reservation:
+    def __init__(self, world, size):
+        self._world = world
+        self.slots = [Slot(world, index) for index in range(size)]
+
+    def request_slot(self, bundle):
+        self.slots.append(Slot(self._world, len(self.slots)))
+        return self.slots[-1]
+
+    def release(self):
+        self.slots = []
+
+
+class SimBackend:
+    """Gives each generation a rendezvous of its own."""
+
+    def __init__(self, rejoins=True):
+        self.rejoins = rejoins
+        self.num_prepared = 0
+        self.closed = 0
+
+    def prepare(self, addresses):
+        self.num_prepared += 1
+        return self.num_prepared, len(addresses)
+
+    def close(self):
+        self.closed += 1
+
+
+class SimMember(Member):
+    """A worker that does one task after the other as the world ticks."""
+
+    remote = True
+
+    def __init__(self, world, slot):
+        self._world = world
+        self.slot = slot
+        self.home = Place(
+            node_id=f"node{slot.index // 2}", node_ip=f"10.0.0.{slot.index // 2}", pid=slot.index
+        )
+        self.dead = None
+        self.queue = []
+        self.step = 0
+        self.is_set_up = False
+        self.generation = None
+        """The rendezvous that it is in; None before the first."""
+        self.context = None
+        self.pause = None
+        self.snapshot_step = None
+        self.silent = False
+        """Stopped: it answers nothing and does nothing."""
+        self.deaf = False
+        """It does not come back when it is interrupted."""
+        self.error = None
+        """What its next training step raises."""
+        self.work_s = 0.0
+        """How long a call takes that is no training."""
+        self.setup_s = 0.5
+        self.setup_error = None
+        self.join_error = None
+        self.stack = "in user code"
+        self.num_joins = 0
+        self.has_trained = False
+        self.interruptions = 0
+
+    # ---- what the driver calls
+
+    def work(self, method, *arguments):
+        task = Task(method, arguments)
+        if self.dead:
+            task.future.set_exception(self.dead)
+        else:
+            self.queue.append(task)
+            self.go_on()
+        return task.future
+
+    def control(self, method, *arguments):
+        future = Future()
+        if self.dead:
+            future.set_exception(self.dead)
+        elif not self.silent:
+            future.set_result(getattr(self, f"_{method}")(*arguments))
+        return future
+
+    def kill(self):
+        self.die("killed by the driver")
+
+    def kill_process(self):
+        self.kill()
+
+    # ---- control calls
+
+    def _place(self):
+        return self.home
+
+    def _interrupt(self, generation=None):
+        assert generation is None or generation >= self._generation_number
+        self.interruptions += 1
+        if self.queue and not self.deaf:
+            self.end("stopped", RuntimeError("stopped by the driver"))
+
+    def fail_to_talk(self):
+        """End its step as one does whose peer is gone."""
+        self.end("communication", ConnectionError("closed by peer"))
+
+    def _progress(self):
+        return Progress(
+            global_step=self.step,
+            num_batches=self.step,
+            step_s=self._world.step_s,
+            snapshot=self.snapshot_step,
+        )
+
+    @property
+    def _generation_number(self):
+        return 0 if self.context is None else self.context.generation
+
+    def _pause_at(self, generation, step):
+        assert generation == self._generation_number
+        self.pause = step
+        return self.step
+
+    def _snapshot(self):
+        return None if self.snapshot_step is None else pickle.dumps({"step": self.snapshot_step})
+
+    def _stacks(self):
+        return self.stack
+
+    # ---- life
+
+    def die(self, cause):
+        if self.dead:
+            return
+        self.dead = LostError(cause)
+        queue, self.queue = self.queue, []
+        for task in queue:
+            task.future.set_exception(self.dead)
+
+    def end(self, kind, value=None):
+        """End the task under way, and begin the next."""
+        task = self.queue.pop(0)
+        task.future.set_result(Outcome(kind, value, self._progress()))
+        self.go_on()
+
+    @property
+    def task(self):
+        return self.queue[0] if self.queue else None
+
+    @property
+    def meeting(self):
+        """The rendezvous that it has come to."""
+        context, (token, size), leader = self.task.arguments
+        return Meeting(token, size, context, leader)
+
+    def is_at(self, method):
+        task = self.task
+        if self.dead or self.silent or task is None:
+            return False
+        return (task.arguments[0] if task.method == "call" else task.method) == method
+
+    def go_on(self):
+        """Do what takes no time, up to something that does."""
+        while (task := self.task) is not None and not self.dead and not self.silent:
+            if task.since < 0:
+                task.since = self._world.now
+            if task.method in ("create", "prepare"):
+                self.end("ok")
+            elif task.method == "teardown":
+                self.queue.pop(0).future.set_result(None)
+            elif task.method == "enter" and len(task.arguments) == 3:
+                self._world.meet(self)
+                return
+            elif self.is_at("restart_state"):
+                self.end("ok", {"step": self.step})
+            elif self.is_at("load_state_dict"):
+                self.step = pickle.loads(task.arguments[1])["state"]["step"]
+                self.end("ok")
+            else:
+                if self.is_at("train"):
+                    self._begin_training()
+                return
+
+    def _begin_training(self):
+        if self.context.world_rank == 0 and self.snapshot_step is None:
+            self.snapshot_step = self.step
+        self._check_goal()
+
+    def _check_goal(self):
+        if self.step >= pickle.loads(self.task.arguments[1])["until_step"]:
+            self.end("ok", self.step)
+        elif self.pause is not None and self.step >= self.pause:
+            self.end("paused")
+
+    def tick(self):
+        """Let time pass for what is done alone."""
+        task = self.task
+        if task is None or self.dead or self.silent:
+            return
+        if task.method == "enter" and len(task.arguments) == 4:
+            if self._world.now - task.since < self.setup_s:
+                return
+            if self.setup_error is not None:
+                self.end("user", self.setup_error)
+            else:
+                self.is_set_up = True
+                self.end("ok")
+        elif self.is_at("work") or self.is_at("validate"):
+            if self._world.now - task.since < self.work_s:
+                return
+            self.end("ok", self.context.world_rank)
+
+    def train_one_step(self):
+        error, self.error = self.error, None
+        if error is not None:
+            self.end("user", error)
+            return
+        self.step += 1
+        self.has_trained = True
+        self._world.committed(self)
+        if self.context.world_rank == 0 and self.step % self._world.snapshot_every == 0:
+            self.snapshot_step = self.step
+        self._check_goal()
+
+    def enter(self, token, context, leader_step):
+        """Enter a generation that all of its members have come to."""
+        self.generation, self.context = token, context
+        self.pause = None
+        self.num_joins += 1
+        if self.join_error is not None:
+            self.end("user", self.join_error)
+            return
+        if leader_step is None:
+            self.step, self.is_set_up = 0, True
+        else:
+            self.step = leader_step
+        self.end("ok")
+
+
+class SimGroup(WorkerGroup):
+    """The real group, with room and workers of the simulated world."""
+
+    def __init__(self, world, options):
+        super().__init__(options, clock=SimClock(world))
+        self._world = world
+        self.num_starts = 0
+
+    def start(self, timeout_s, queue=None):
+        self.num_starts += 1
+        super().start(timeout_s, queue)
+
+    def shutdown(self, force=False):
+        supervisor = self._world.driver.supervisor
+        if supervisor.state is not State.CLOSED and supervisor._rejoins:
+            alive = [member for member in self.members if not member.dead]
+            assert not any(m.has_trained for m in alive), "a survivor's state is given up"
+        super().shutdown(force)
+
+    def _reserve(self, num_workers, min_workers, timeout_s, queue=None):
+        room = self._world.find_room(num_workers, min_workers, timeout_s)
+        self._world.reservations.append(Reservation(self._world, room))
+        return self._world.reservations[-1]
+
+    def _actor_class(self):
+        return None
+
+    def new_member(self, slot):
+        member = SimMember(self._world, slot)
+        self._slots[member] = slot
+        self._world.begin(member)
+        return member
+
+    def room(self):
+        return f"room for {self._world.room}"

@@ -1,0 +1,218 @@
+"""A cluster that is simulated: a clock of its own, workers that train in step, and no threads.
+
+The driver's code runs as it is; only its clock and its workers are simulated. Wherever it waits,
+the world goes on by a tick: workers that train together do a step, and what the test planned for
+that time happens. So a run is the same each time, and takes no time.
+"""
+
+import bisect
+import itertools
+import queue
+
+from raysgd.errors import InsufficientResourcesError
+from tests.blackbox.simulation import seam
+
+TICK_S = 0.05
+"""Simulated seconds of a tick, and of a step."""
+MAX_TICKS = 60_000
+"""After so many ticks, nearly an hour, a call counts as one that does not end."""
+MAX_LOOKS = 400_000
+"""So often may the clock be read."""
+
+
+class World:
+    """All that is simulated."""
+
+    def __init__(self, room):
+        self.room = room
+        self.now = 1000.0
+        self.step_s = TICK_S
+        self.snapshot_every = 10
+        self.workers = []
+        self.on_new_worker = []
+        self.on_meeting = []
+        """Functions that are called, once each, as all members of a generation have come."""
+        self.furthest = 0
+        """The most steps that a worker which is alive, or was when it mattered, has committed."""
+        self.trained = []
+        """Each step at the time when the first worker committed it."""
+        self.reservations = []
+        self.driver = None
+        self._plan = []
+        self._order = itertools.count()
+        self._meetings = {}
+        self._ticks = self._looks = 0
+
+    # ---- what tests say
+
+    def plan(self, after_s, action):
+        """Let something happen so many seconds from now."""
+        bisect.insort(self._plan, (self.now + after_s, next(self._order), action))
+
+    def at_step(self, step, action):
+        """Let something happen as soon as a worker has committed `step`."""
+
+        def look():
+            if self.furthest >= step:
+                action()
+            else:
+                self.plan(0.0, look)
+
+        self.plan(0.0, look)
+
+    def drive(self, num_workers, **options):
+        """Return a driver in this world whose workers have started."""
+        self.driver = seam.Driver(self, num_workers, **options)
+        self.driver.start()
+        return self.driver
+
+    def lose(self, rank, cause="OOM", ahead=(), noticing=()):
+        """Kill a worker in its step, which the ranks `ahead` have committed.
+
+        The ranks `noticing` fail at once, the others wait for the dead one.
+        """
+        members = self.driver.workers
+        if rank >= len(members):
+            return
+        ahead = [members[n] for n in ahead if n < len(members) and n != rank]
+        for member in ahead:
+            if member.is_at("train") and self._in_step(member):
+                member.train_one_step()
+        for member in (members[n] for n in noticing if n < len(members) and n != rank):
+            if member.is_at("train"):
+                member.fail_to_talk()
+        members[rank].die(cause)
+
+    # ---- the clock
+
+    def monotonic(self):
+        self._looks += 1
+        assert self._looks < MAX_LOOKS, "the driver turns in a circle"
+        return self.now
+
+    def sleep(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            self.tick()
+
+    def tick_until(self, condition, timeout_s):
+        """Let time pass until a condition holds, or so many seconds are over."""
+        end = self.now + timeout_s
+        while not condition() and self.now < end:
+            self.tick()
+
+    def new_queue(self):
+        """Return a stand-in for a `queue.SimpleQueue`."""
+        return SimulatedQueue(self)
+
+    def tick(self):
+        self.now += TICK_S
+        self._ticks += 1
+        assert self._ticks < MAX_TICKS, "the call does not end"
+        planned, self._plan = self._plan, []
+        for entry in planned:
+            if entry[0] <= self.now:
+                entry[2]()
+            else:
+                bisect.insort(self._plan, entry)
+        for worker in list(self.workers):
+            worker.tick()
+        if self._ticks % max(1, round(self.step_s / TICK_S)) == 0:
+            self._train()
+        self.check()
+
+    # ---- what workers do together
+
+    def _members_of(self, token):
+        return [worker for worker in self.workers if worker.generation == token]
+
+    def _in_step(self, member):
+        """Whether the members of its generation are at the same step, so that all can do it."""
+        members = self._members_of(member.generation)
+        return len({worker.step for worker in members}) == 1
+
+    def _train(self):
+        for token in {worker.generation for worker in self.workers} - {None}:
+            members = self._members_of(token)
+            if all(
+                m.is_at("train") and m.context.generation == self.driver.generation for m in members
+            ):
+                if any(m.error is not None for m in members):
+                    for member in members:
+                        if member.error is not None:
+                            member.train_one_step()
+                elif self._in_step(members[0]):
+                    for member in members:
+                        member.train_one_step()
+
+    def committed(self, member):
+        if member.step > self.furthest:
+            self.furthest = member.step
+        if member.step not in self.trained:
+            self.trained.append(member.step)
+
+    def meet(self, member):
+        """Note that a worker has come to a rendezvous; it is over when all have."""
+        meeting = member.meeting
+        here = self._meetings.setdefault(meeting.token, {})
+        here[meeting.context.world_rank] = member
+        if len(here) < meeting.size:
+            return
+        actions, self.on_meeting = self.on_meeting, []
+        for action in actions:
+            action()
+        if any(m.dead or not m.is_at("enter") for m in here.values()):
+            return  # those that are left wait until they are interrupted
+        step = None
+        if (leader := meeting.leader) is not None:
+            old = [m for m in here.values() if m.generation is not None]
+            assert here[leader].step == max(m.step for m in old), "a committed step is given up"
+            assert here[leader].generation is not None, "a newcomer leads"
+            step = here[leader].step
+        contexts = {rank: m.meeting.context for rank, m in here.items()}
+        assert all(c.world_size == meeting.size for c in contexts.values())
+        for rank, m in here.items():
+            m.enter(meeting.token, contexts[rank], step)
+
+    # ---- what must hold at any time
+
+    def check(self):
+        if self.driver is not None:
+            members = self.driver.workers
+            assert len(set(members)) == len(members), "a worker is a member twice"
+            assert len(members) <= self.driver.max_workers, "more members than num_workers"
+
+    def find_room(self, num_workers, min_workers, timeout_s):
+        """Return for how many workers there is room, once there is for `min_workers`."""
+        self.tick_until(lambda: self.room >= min_workers, timeout_s)
+        if self.room < min_workers:
+            raise InsufficientResourcesError("no room", {}, {}, {})
+        return min(num_workers, self.room)
+
+    def begin(self, member):
+        """Take note of a worker that starts."""
+        self.workers.append(member)
+        for change in self.on_new_worker:
+            change(member)
+
+
+class SimulatedQueue:
+    """A queue; while somebody waits for it, the world goes on."""
+
+    def __init__(self, world):
+        self._world = world
+        self._held = []
+
+    def put(self, item):
+        self._held.append(item)
+
+    def get(self, timeout):
+        end = self._world.now + timeout
+        while not self._held and self._world.now < end:
+            self._world.tick()
+        return self.get_nowait()
+
+    def get_nowait(self):
+        if not self._held:
+            raise queue.Empty
+        return self._held.pop(0)
