@@ -1,7 +1,9 @@
 """Programs as users of the old library wrote them, in which only the imports were changed.
 
 Each one has the creators or the operator first, and then, as a test, what the script did with
-its trainer. The small habits at the end are run without Ray, on one worker in this process.
+its trainer. They know public interfaces alone. What takes several workers to show is shown on two:
+averaging, sharing data out, metrics over workers, a state that reaches all, functions on workers.
+All else runs without Ray, on one worker in this process.
 """
 
 import functools
@@ -81,7 +83,7 @@ def data_creator(config):
     return train_loader, validation_loader
 
 
-def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(ray_cluster, tmp_path):
+def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(tmp_path):
     LineTrainingOperator = TrainingOperator.from_creators(  # noqa: N806  as scripts named it
         model_creator=model_creator,
         optimizer_creator=optimizer_creator,
@@ -92,7 +94,8 @@ def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(ray_cl
     assert issubclass(LineTrainingOperator, CreatorOperator)
     trainer = TorchTrainer(
         training_operator_cls=LineTrainingOperator,
-        num_workers=2,
+        num_workers=1,
+        use_local=True,
         config={"lr": 0.4, "gamma": 0.5, "hidden_size": 1, "batch_size": 8},
         scheduler_step_freq="epoch",
     )
@@ -103,12 +106,12 @@ def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(ray_cl
 
         assert [s["epoch"] for s in stats] == [1, 2]
         assert [s["num_samples"] for s in stats] == [NUM_TRAIN, NUM_TRAIN]
-        assert stats[0]["batch_count"] == NUM_TRAIN / 8 / 2
+        assert stats[0]["batch_count"] == NUM_TRAIN / 8
         assert stats[1]["train_loss"] < stats[0]["train_loss"]
         assert after["num_samples"] == NUM_VALIDATION
         assert after["val_loss"] < 0.1 * before["val_loss"]
         # two epochs, halved after each of them
-        assert trainer.apply_all_operators(learning_rates) == [[0.1], [0.1]]
+        assert learning_rates(trainer.get_local_operator()) == [0.1]
 
         model = trainer.get_model()
         assert type(model) is nn.Linear
@@ -148,7 +151,7 @@ class ClippingOperator(CreatorOperator):
         return {"train_loss": loss.item(), "norm": norm.item(), NUM_SAMPLES: features.size(0)}
 
 
-def test_creators_with_a_loss_function_and_one_loader_under_an_own_train_batch(ray_cluster):
+def test_creators_with_a_loss_function_and_one_loader_under_an_own_train_batch():
     trainer = TorchTrainer(
         training_operator_cls=ClippingOperator.from_creators(
             model_creator,
@@ -156,36 +159,44 @@ def test_creators_with_a_loss_function_and_one_loader_under_an_own_train_batch(r
             data_creator=train_data_creator,
             loss_creator=huber_creator,
         ),
-        num_workers=2,
+        num_workers=1,
+        use_local=True,
         config={"lr": 0.3, "beta": 0.25},
     )
     with trainer:
         stats = [trainer.train() for _ in range(3)]
         assert stats[-1]["train_loss"] < stats[0]["train_loss"]
         assert {"norm", "last_norm", "last_train_loss"} <= set(stats[0])
-        assert trainer.apply_all_operators(lambda op: op.criterion.beta) == [0.25, 0.25]
-        assert trainer.apply_all_operators(lambda op: op.scheduler) == [None, None]
+        operator = trainer.get_local_operator()
+        assert (operator.criterion.beta, operator.scheduler) == (0.25, None)
         with pytest.raises(RuntimeError, match="validation_loader"):
             trainer.validate()
         assert trainer.train()["epoch"] == 4
 
 
-# ---- a loop over the epoch of one's own, with the older signature
+# ---- loops of one's own, with the older signatures; functions on workers and operators, one of
+# ---- which is in the driver's process
 
 
-class OldLoopOperator(TrainingOperator):
+class OldLoopsOperator(TrainingOperator):
     def setup(self, config):
         model = make_line_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
         )
-        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
+        self.register_data(
+            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16),
+            validation_loader=DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=16),
+        )
 
     def train_epoch(self, iterator, info):
         self.model.train()
         meters = AverageMeterCollection()
         for batch_idx, (features, target) in enumerate(iterator):
+            if self.world_rank == info.get("fail_on"):
+                raise ArithmeticError("as asked")
             with self.timers.record("fwd"):
                 loss = self.criterion(self.model(features.to(self.device)), target)
             self.optimizer.zero_grad()
@@ -193,14 +204,43 @@ class OldLoopOperator(TrainingOperator):
             self.optimizer.step()
             meters.update({"train_loss": loss.item(), "batch": batch_idx}, n=len(target))
         stats = meters.summary()
-        stats["tag"] = info["tag"]
+        stats["tag"] = info.get("tag")
+        return stats
+
+    def validate_batch(self, batch, batch_info):
+        metrics = super().validate_batch(batch, batch_info)
+        features, target = batch
+        error = (self.model(features) - target).abs()
+        metrics["val_mae"] = error.mean()
+        metrics["val_close"] = (error < 1).float().mean().item()
+        return metrics
+
+    def validate(self, val_iterator, info):
+        assert not torch.is_inference_mode_enabled()
+        stats = super().validate(val_iterator, info)
+        assert not self.model.training
+        stats["judgement"] = "good" if stats["val_mae"] < info["limit"] else "bad"
+        stats["val_root"] = stats["val_loss"] ** 0.5
         return stats
 
 
-def test_own_train_epoch_with_the_older_signature(ray_cluster):
+@pytest.fixture(scope="class")
+def old_loops_trainer(module_cluster):
     with TorchTrainer(
-        training_operator_cls=OldLoopOperator, config={"lr": 0.3}, num_workers=2
+        training_operator_cls=OldLoopsOperator,
+        config={"lr": 0.1},
+        num_workers=2,
+        use_local=True,
+        scheduler_step_freq="manual",
+        timeout_s=30,  # what hangs shall not hang for long
     ) as trainer:
+        yield trainer
+    assert not dist.is_initialized()
+
+
+class TestLoopsOfOnesOwn:
+    def test_train_epoch_with_the_older_signature(self, old_loops_trainer):
+        trainer = old_loops_trainer
         first = trainer.train(info={"tag": "warm"})
         second = trainer.train(info={"tag": "up"}, profile=True)
         assert (first["tag"], second["tag"]) == ("warm", "up")
@@ -216,6 +256,60 @@ def test_own_train_epoch_with_the_older_signature(ray_cluster):
         assert part["batch_count"] == 2
         rest = trainer.train(info={"tag": "rest"})
         assert rest["batch_count"] == first["batch_count"] - 2
+
+    def test_validate_and_validate_batch_with_metrics_of_their_own(self, old_loops_trainer):
+        trainer = old_loops_trainer
+        first = trainer.validate(info={"limit": 0.0})
+        assert first["judgement"] == "bad"
+        trainer.train()
+        stats = trainer.validate(info={"limit": 100.0})
+
+        model, data = trainer.get_model(), Line(NUM_VALIDATION, seed=6)
+        with torch.no_grad():
+            error = (model(data.x) - data.y).abs()
+        assert stats["num_samples"] == NUM_VALIDATION
+        assert stats["batch_count"] == 3.5
+        assert stats["val_mae"] == pytest.approx(error.mean().item(), rel=1e-5)
+        assert stats["val_close"] == pytest.approx((error < 1).float().mean().item(), rel=1e-5)
+        assert stats["val_loss"] == pytest.approx((error**2).mean().item(), rel=1e-5)
+        assert stats["judgement"] == "good"
+        assert {"last_val_mae", "last_val_close", "val_root"} <= set(stats)
+
+    def test_functions_run_on_all_workers_and_operators(self, old_loops_trainer):
+        trainer = old_loops_trainer
+        pids = trainer.apply_all_workers(os.getpid)
+        assert pids[0] == os.getpid()
+        assert pids[1] != os.getpid()
+
+        local = trainer.get_local_operator()
+        assert isinstance(local, OldLoopsOperator)
+        assert (local.world_rank, local.world_size) == (0, 2)
+        assert trainer.apply_all_operators(lambda op: op.world_rank) == [0, 1]
+
+        def lower(operator, rate):
+            for group in operator.optimizer.param_groups:
+                group["lr"] = rate
+
+        trainer.apply_all_operators(functools.partial(lower, rate=0.02))
+        assert trainer.apply_all_operators(learning_rates) == [[0.02], [0.02]]
+        assert trainer.train()["num_samples"] == NUM_TRAIN
+        assert all_equal(trainer.apply_all_operators(replica_hash))
+        weight = local.model.module.weight
+        assert torch.equal(trainer.get_model().weight, weight)
+        assert trainer.get_model().weight is not weight
+
+    def test_a_metric_reaches_the_schedulers_of_all_workers(self, old_loops_trainer):
+        rates = old_loops_trainer.apply_all_operators(learning_rates)
+        for metric in (1.0, 2.0):
+            old_loops_trainer.update_scheduler(metric)
+        lower = [pytest.approx(0.1 * rate) for rate in rates[0]]
+        assert old_loops_trainer.apply_all_operators(learning_rates) == [lower, lower]
+
+    def test_trains_on_after_an_exception_while_this_process_waited(self, old_loops_trainer):
+        with pytest.raises(ArithmeticError, match="as asked"):
+            old_loops_trainer.train(info={"fail_on": 1})
+        assert old_loops_trainer.train()["num_samples"] == NUM_TRAIN
+        assert all_equal(old_loops_trainer.apply_all_operators(replica_hash))
 
 
 # ---- a loop of one's own with the newer signature
@@ -256,32 +350,33 @@ class AccumulatingOperator(TrainingOperator):
         return {"train_loss": loss.item(), "step": batch_info["global_step"], NUM_SAMPLES: 16}
 
 
-def test_own_train_epoch_with_the_newer_signature(ray_cluster):
+def test_own_train_epoch_with_the_newer_signature():
     with TorchTrainer(
-        training_operator_cls=AccumulatingOperator, config={"lr": 0.05}, num_workers=2
+        training_operator_cls=AccumulatingOperator, config={"lr": 0.05}, use_local=True
     ) as trainer:
         whole = trainer.train()
-        assert (whole["asked"], whole["epoch_idx"], whole["batch_count"]) == (-1, 0, 5)
-        assert whole["last_step"] == 4
+        assert (whole["asked"], whole["epoch_idx"], whole["batch_count"]) == (-1, 0, 10)
+        assert whole["last_step"] == 9
 
         part = trainer.train(num_steps=2, info={"scale": 2.0})
         assert (part["asked"], part["epoch_idx"], part["batch_count"]) == (2, 1, 2)
-        assert part["last_step"] == 6
+        assert part["last_step"] == 11
 
         # one step over the end of the epoch
-        over = trainer.train(num_steps=4)
-        assert over["batch_count"] == 4
+        over = trainer.train(num_steps=9)
+        assert over["batch_count"] == 9
         assert trainer.epoch == 3
-        assert trainer.global_step == 11
-        assert all_equal(trainer.apply_all_operators(replica_hash))
+        assert trainer.global_step == 21
 
 
-# ---- two models and two optimizers
+# ---- two models and two optimizers, and state of one's own
 
 
 class GanOperator(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(2)
+        self.best = float("inf")
+        self.history = []
         self.noise_size = config["noise_size"]
         generator = nn.Sequential(
             nn.Linear(self.noise_size, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
@@ -321,120 +416,139 @@ class GanOperator(TrainingOperator):
             NUM_SAMPLES: len(real),
         }
 
+    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        stats = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        self.best = min(self.best, stats["loss_d"])
+        self.history.append(torch.tensor(stats["loss_g"]))
+        return stats
 
-def test_gan_with_two_models_and_two_optimizers(ray_cluster):
-    with TorchTrainer(
-        training_operator_cls=GanOperator, config={"noise_size": 4, "lr": 0.01}, num_workers=2
-    ) as trainer:
-        untrained = trainer.get_model()
-        stats = [trainer.train() for _ in range(3)]
+    def state_dict(self):
+        return {"best": self.best, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+        self.history = state["history"]
+
+
+GAN = {"training_operator_cls": GanOperator, "config": {"noise_size": 4, "lr": 0.01}}
+
+
+def memory_of(operator):
+    return operator.best, [value.item() for value in operator.history]
+
+
+def weights_of(models):
+    return torch.cat([p.detach().reshape(-1) for model in models for p in model.parameters()])
+
+
+@pytest.fixture(scope="class")
+def gan_trainer(module_cluster):
+    with TorchTrainer(num_workers=2, **GAN) as trainer:
+        yield trainer
+
+
+class TestGan:
+    def test_two_models_and_two_optimizers_are_trained(self, gan_trainer):
+        untrained = gan_trainer.get_model()
+        stats = [gan_trainer.train() for _ in range(3)]
         assert stats[0]["num_samples"] == 64
         assert all(math.isfinite(s["loss_g"] + s["loss_d"]) for s in stats)
         assert stats[2]["loss_d"] < stats[0]["loss_d"]
 
-        models = trainer.get_model()
+        models = gan_trainer.get_model()
         assert isinstance(models, list)
         assert [len(m) for m in models] == [4, 4]
         for old, new in zip(untrained, models, strict=True):
             assert not torch.equal(old[0].weight, new[0].weight)
         assert models[1].eval()(torch.zeros(2, 4)).shape == (2, 1)
-        assert trainer.global_step == 12
+        assert gan_trainer.global_step == 12
         # in each step both models were updated, by the gradients of both workers
-        assert all_equal(trainer.apply_all_operators(replica_hash))
+        assert all_equal(gan_trainer.apply_all_operators(replica_hash))
 
+    def test_own_state_is_saved_and_loaded_also_on_another_number_of_workers(
+        self, gan_trainer, tmp_path
+    ):
+        path = str(tmp_path / "run.pt")
+        gan_trainer.train()
+        reached = epoch, step = gan_trainer.epoch, gan_trainer.global_step
+        weights = weights_of(gan_trainer.get_model())
+        assert gan_trainer.save(path) == path
+        memory = gan_trainer.apply_all_operators(memory_of)[0]
+        assert len(memory[1]) == epoch
 
-# ---- validation of one's own
+        gan_trainer.train()
+        gan_trainer.load(path)
+        assert gan_trainer.apply_all_operators(memory_of) == [memory, memory]
+        assert (gan_trainer.epoch, gan_trainer.global_step) == reached
+        assert torch.equal(weights_of(gan_trainer.get_model()), weights)
 
+        with TorchTrainer(num_workers=1, use_local=True, **GAN) as single:
+            single.load(path)
+            assert single.apply_all_operators(memory_of) == [memory]
+            assert (single.epoch, single.global_step) == reached
+            assert torch.equal(weights_of(single.get_model()), weights)
+            assert single.train()["epoch"] == epoch + 1
+            single.save(path)
+            longer = single.apply_all_operators(memory_of)[0]
+            assert len(longer[1]) == epoch + 1
 
-class ReportingOperator(TrainingOperator):
-    def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.MSELoss(),
-        )
-        self.register_data(
-            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16),
-            validation_loader=DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=16),
-        )
-
-    def validate_batch(self, batch, batch_info):
-        metrics = super().validate_batch(batch, batch_info)
-        features, target = batch
-        error = (self.model(features) - target).abs()
-        metrics["val_mae"] = error.mean()
-        metrics["val_close"] = (error < 1).float().mean().item()
-        return metrics
-
-    def validate(self, val_iterator, info):
-        assert not torch.is_inference_mode_enabled()
-        stats = super().validate(val_iterator, info)
-        assert not self.model.training
-        stats["judgement"] = "good" if stats["val_mae"] < info["limit"] else "bad"
-        stats["val_root"] = stats["val_loss"] ** 0.5
-        return stats
-
-
-def test_own_validate_and_validate_batch_with_metrics_of_their_own(ray_cluster):
-    with TorchTrainer(training_operator_cls=ReportingOperator, num_workers=2) as trainer:
-        first = trainer.validate(info={"limit": 0.0})
-        assert first["judgement"] == "bad"
-        trainer.train()
-        stats = trainer.validate(info={"limit": 100.0})
-
-        model, data = trainer.get_model(), Line(NUM_VALIDATION, seed=6)
-        with torch.no_grad():
-            error = (model(data.x) - data.y).abs()
-        assert stats["num_samples"] == NUM_VALIDATION
-        assert stats["batch_count"] == 3.5
-        assert stats["val_mae"] == pytest.approx(error.mean().item(), rel=1e-5)
-        assert stats["val_close"] == pytest.approx((error < 1).float().mean().item(), rel=1e-5)
-        assert stats["val_loss"] == pytest.approx((error**2).mean().item(), rel=1e-5)
-        assert stats["judgement"] == "good"
-        assert {"last_val_mae", "last_val_close", "val_root"} <= set(stats)
+        gan_trainer.load(path)
+        assert gan_trainer.apply_all_operators(memory_of) == [longer, longer]
+        # all of the data is one worker's, half of it is each of two's
+        assert (gan_trainer.epoch, gan_trainer.global_step) == (epoch + 1, step + 8)
+        assert gan_trainer.train()["epoch"] == epoch + 2
+        assert all_equal(gan_trainer.apply_all_operators(replica_hash))
 
 
 # ---- DistributedDataParallel by one's own hand
 
 
 class OwnDdpOperator(TrainingOperator):
-    """Wraps its model itself, before or after it is registered."""
+    """Wraps one model before it is registered, and one after that."""
 
     def setup(self, config):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        features = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU())
+        head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD([*features.parameters(), *head.parameters()], lr=0.05)
         wrap = functools.partial(
             DistributedDataParallel, device_ids=self.device_ids, find_unused_parameters=False
         )
-        if config["wrap_first"]:
-            model = wrap(model)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        (self.features, head), self.optimizer, self.criterion = self.register(
+            models=[wrap(features), head], optimizers=optimizer, criterion=nn.MSELoss()
         )
-        if not config["wrap_first"]:
-            self.model = wrap(self.model)
+        self.head = wrap(head)
         self.register_data(
             train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16, shuffle=True),
             validation_loader=DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=16),
         )
 
+    def loss_of(self, batch):
+        features, target = batch
+        return self.criterion(self.head(self.features(features)), target)
+
     def train_batch(self, batch, batch_info):
         if batch_info["info"] and self.world_rank == batch_info["info"]["fail_on"]:
             raise ArithmeticError("as asked")
-        return super().train_batch(batch, batch_info)
+        loss = self.loss_of(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item(), NUM_SAMPLES: len(batch[0])}
+
+    def validate_batch(self, batch, batch_info):
+        return {"val_loss": self.loss_of(batch).item(), NUM_SAMPLES: len(batch[0])}
 
 
 def weights_of_every_copy(operator):
-    return [p.tolist() for p in operator.model.parameters()]
+    models = (operator.features, operator.head)
+    return [p.tolist() for model in models for p in model.parameters()]
 
 
-@pytest.fixture(scope="class", params=[True, False], ids=["before_register", "after_register"])
-def own_ddp_trainer(request, cluster):
+@pytest.fixture(scope="class")
+def own_ddp_trainer(module_cluster):
     with TorchTrainer(
         training_operator_cls=OwnDdpOperator,
-        config={"wrap_first": request.param},
         num_workers=2,
         wrap_ddp=False,
         timeout_s=30,  # what hangs shall not hang for long
@@ -447,8 +561,10 @@ class TestModelThatWasWrappedByItsUser:
         stats = [own_ddp_trainer.train() for _ in range(3)]
         assert stats[-1]["train_loss"] < stats[0]["train_loss"]
         assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
-        kinds = own_ddp_trainer.apply_all_operators(lambda op: type(op.model).__name__)
-        assert kinds == ["DistributedDataParallel"] * 2
+        kinds = own_ddp_trainer.apply_all_operators(
+            lambda op: [type(model).__name__ for model in (op.features, op.head)]
+        )
+        assert kinds == [["DistributedDataParallel"] * 2] * 2
 
     def test_with_batch_norm_validates_uneven_shards_and_trains_on(self, own_ddp_trainer):
         each = own_ddp_trainer.validate(reduce_results=False)
@@ -466,10 +582,11 @@ class TestModelThatWasWrappedByItsUser:
         assert all_equal(own_ddp_trainer.apply_all_operators(weights_of_every_copy))
 
     def test_comes_back_without_its_wrapper(self, own_ddp_trainer):
-        model = own_ddp_trainer.get_model()
-        assert type(model) is nn.Sequential
-        assert all("module." not in name for name in model.state_dict())
-        assert all("module." not in name for name in own_ddp_trainer.state_dict()["models"][0])
+        models = own_ddp_trainer.get_model()
+        assert [type(model) for model in models] == [nn.Sequential] * 2
+        states = [model.state_dict() for model in models] + own_ddp_trainer.state_dict()["models"]
+        assert len(states) == 4
+        assert all("module." not in name for state in states for name in state)
 
     def test_trains_on_in_step_after_one_worker_raised(self, own_ddp_trainer):
         with pytest.raises(ArithmeticError, match="as asked"):
@@ -495,29 +612,29 @@ class OneCycleOperator(TrainingOperator):
         self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
 
 
-def test_one_cycle_scheduler_steps_with_each_batch(ray_cluster):
+def test_one_cycle_scheduler_steps_with_each_batch():
     with TorchTrainer(
         training_operator_cls=OneCycleOperator,
         config={"num_epochs": 2},
-        num_workers=2,
+        use_local=True,
         scheduler_step_freq="batch",
     ) as trainer:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.01, momentum=0.9)
-        reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=10)
+        reference = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
         expected = [reference.get_last_lr()[0]]
-        for _ in range(10):
+        for _ in range(20):
             optimizer.step()
             reference.step()
             expected.append(reference.get_last_lr()[0])
 
-        rates = trainer.apply_all_operators(learning_rates)
-        assert rates == [[pytest.approx(expected[0])]] * 2
+        operator = trainer.get_local_operator()
+        assert learning_rates(operator) == [pytest.approx(expected[0])]
         trainer.train(num_steps=3)
-        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[3])]] * 2
+        assert learning_rates(operator) == [pytest.approx(expected[3])]
         trainer.train()
-        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[5])]] * 2
+        assert learning_rates(operator) == [pytest.approx(expected[10])]
         trainer.train()
-        assert trainer.apply_all_operators(learning_rates) == [[pytest.approx(expected[10])]] * 2
+        assert learning_rates(operator) == [pytest.approx(expected[20])]
 
 
 class PlateauOperator(TrainingOperator):
@@ -558,12 +675,12 @@ class PlateauOperator(TrainingOperator):
         return {"val_loss": loss.item(), NUM_SAMPLES: len(target)}
 
 
-def test_plateau_schedulers_step_by_hand_with_a_metric(ray_cluster):
+def test_plateau_schedulers_step_by_hand_with_a_metric():
     def rates(operator):
         return [optimizer.param_groups[0]["lr"] for optimizer in operator.optimizers]
 
     with TorchTrainer(
-        training_operator_cls=PlateauOperator, num_workers=2, scheduler_step_freq="manual"
+        training_operator_cls=PlateauOperator, use_local=True, scheduler_step_freq="manual"
     ) as trainer:
         loss = trainer.validate()["val_loss"]
         trainer.update_scheduler(loss)
@@ -571,254 +688,20 @@ def test_plateau_schedulers_step_by_hand_with_a_metric(ray_cluster):
         better = trainer.validate()["val_loss"]
         assert better < loss
         trainer.update_scheduler(better)
-        assert trainer.apply_all_operators(rates) == [[0.1, 0.1], [0.1, 0.1]]
+        assert rates(trainer.get_local_operator()) == [0.1, 0.1]
         trainer.update_scheduler(loss)
-        assert trainer.apply_all_operators(rates) == [[pytest.approx(0.01)] * 2] * 2
+        assert rates(trainer.get_local_operator()) == [pytest.approx(0.01)] * 2
         assert trainer.train()["train_loss"] < loss
 
 
-# ---- state of one's own
-
-
-class RememberingOperator(TrainingOperator):
-    def setup(self, config):
-        self.best = float("inf")
-        self.history = []
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.Adam(model.parameters(), lr=0.05),
-            criterion=nn.MSELoss(),
-        )
-        self.register_data(
-            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=config["batch_size"], shuffle=True),
-            validation_loader=DataLoader(Line(NUM_VALIDATION), batch_size=16),
-        )
-
-    def validate(self, val_iterator, info):
-        stats = super().validate(val_iterator, info)
-        self.best = min(self.best, stats["val_loss"])
-        self.history.append(torch.tensor(stats["val_loss"]))
-        return stats
-
-    def state_dict(self):
-        return {"best": self.best, "history": self.history}
-
-    def load_state_dict(self, state):
-        self.best = state["best"]
-        self.history = state["history"]
-
-
-def memory_of(operator):
-    return operator.best, [value.item() for value in operator.history]
-
-
-def test_own_state_is_saved_and_loaded_also_on_another_number_of_workers(ray_cluster, tmp_path):
-    path = str(tmp_path / "run.pt")
-    options = {"training_operator_cls": RememberingOperator, "config": {"batch_size": 16}}
-    with TorchTrainer(num_workers=2, **options) as trainer:
-        trainer.train()
-        val_loss = trainer.validate()["val_loss"]
-        assert trainer.save(path) == path
-        memory = trainer.apply_all_operators(memory_of)[0]
-        assert len(memory[1]) == 1
-
-        trainer.train()
-        trainer.validate()
-        trainer.load(path)
-        assert trainer.apply_all_operators(memory_of) == [memory, memory]
-        assert (trainer.epoch, trainer.global_step) == (1, 5)
-        assert trainer.validate()["val_loss"] == pytest.approx(val_loss, rel=1e-6)
-
-        with TorchTrainer(num_workers=1, use_local=True, **options) as single:
-            single.load(path)
-            assert single.apply_all_operators(memory_of) == [memory]
-            assert (single.epoch, single.global_step) == (1, 5)
-            assert single.validate()["val_loss"] == pytest.approx(val_loss, rel=1e-6)
-            assert single.train()["epoch"] == 2
-            single.save(path)
-            longer = single.apply_all_operators(memory_of)[0]
-            assert len(longer[1]) == 2
-
-        trainer.load(path)
-        assert trainer.apply_all_operators(memory_of) == [longer, longer]
-        assert (trainer.epoch, trainer.global_step) == (2, 15)
-        assert trainer.train()["epoch"] == 3
-        assert all_equal(trainer.apply_all_operators(replica_hash))
-
-
-# ---- an initialization hook
+# ---- a stream that each worker reads for itself, and items that the workers download and
+# ---- transform; an initialization hook, a global batch size, timings, results by worker,
+# ---- information for a call
 
 
 def initialization_hook():
     os.environ["OLD_STYLE_FLAG"] = "raised"
     torch.set_num_interop_threads(1)  # torch takes this only before its first parallel work
-
-
-class FlagOperator(OldLoopOperator):
-    def setup(self, config):
-        self.flag = os.environ.get("OLD_STYLE_FLAG")
-        super().setup({"lr": 0.1})
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_initialization_hook_runs_on_every_worker_before_all_else(ray_cluster, num_workers):
-    with TorchTrainer(
-        training_operator_cls=FlagOperator,
-        initialization_hook=initialization_hook,
-        num_workers=num_workers,
-    ) as trainer:
-        assert trainer.apply_all_operators(lambda op: op.flag) == ["raised"] * num_workers
-        inside = trainer.apply_all_workers(lambda: os.environ["OLD_STYLE_FLAG"])
-        assert inside == ["raised"] * num_workers
-        assert trainer.train(info={"tag": None})["num_samples"] == NUM_TRAIN
-    assert "OLD_STYLE_FLAG" not in os.environ
-
-
-# ---- a global batch size; timings; results by worker; information for a call
-
-
-class ShareOperator(TrainingOperator):
-    def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.MSELoss(),
-        )
-        self.register_data(
-            train_loader=DataLoader(Line(NUM_TRAIN), batch_size=config[BATCH_SIZE]),
-            validation_loader=DataLoader(Line(NUM_VALIDATION), batch_size=config[BATCH_SIZE]),
-        )
-
-    def train_batch(self, batch, batch_info):
-        metrics = super().train_batch(batch, batch_info)
-        metrics["rank"] = self.world_rank
-        metrics["share"] = len(batch[0])
-        metrics["note"] = str(batch_info["info"])
-        return metrics
-
-    def validate_batch(self, batch, batch_info):
-        metrics = super().validate_batch(batch, batch_info)
-        metrics["note"] = str(batch_info["info"])
-        return metrics
-
-
-def test_global_batch_size_profile_results_by_worker_and_info(ray_cluster):
-    config = {BATCH_SIZE: 21}
-    with pytest.warns(UserWarning, match=r"21.*20"):
-        trainer = TorchTrainer(training_operator_cls=ShareOperator, config=config, num_workers=2)
-    with trainer:
-        assert config == {BATCH_SIZE: 21}
-        assert trainer.config[BATCH_SIZE] == 20
-        assert trainer.apply_all_operators(lambda op: op.config[BATCH_SIZE]) == [10, 10]
-
-        each = trainer.train(reduce_results=False, info={"lesson": 3})
-        assert [stats["rank"] for stats in each] == [0, 1]
-        assert [stats["share"] for stats in each] == [10, 10]
-        assert [stats["num_samples"] for stats in each] == [NUM_TRAIN / 2] * 2
-        assert [stats["epoch"] for stats in each] == [1, 1]
-        assert [stats["note"] for stats in each] == ["{'lesson': 3}"] * 2
-
-        stats = trainer.train(profile=True)
-        assert stats["rank"] == 0.5
-        assert "last_train_loss" in stats
-        stages = ("mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s")
-        assert all(stats["profile"][stage] > 0 for stage in stages)
-        assert "profile" not in trainer.train()
-
-        by_worker = trainer.validate(reduce_results=False, profile=True, info={"exam": 1})
-        assert sum(stats["num_samples"] for stats in by_worker) == NUM_VALIDATION
-        assert all(stats["profile"]["mean_validation_s"] > 0 for stats in by_worker)
-        assert all(stats["profile"]["mean_eval_fwd_s"] > 0 for stats in by_worker)
-        assert by_worker[1]["note"] == "{'exam': 1}"
-
-
-# ---- functions on workers and operators, one of them in the driver's process
-
-
-def test_functions_run_on_all_workers_and_operators_and_one_operator_is_local(ray_cluster):
-    with TorchTrainer(
-        training_operator_cls=ReportingOperator, num_workers=2, use_local=True
-    ) as trainer:
-        pids = trainer.apply_all_workers(os.getpid)
-        assert pids[0] == os.getpid()
-        assert pids[1] != os.getpid()
-
-        local = trainer.get_local_operator()
-        assert isinstance(local, ReportingOperator)
-        assert (local.world_rank, local.world_size) == (0, 2)
-        assert trainer.apply_all_operators(lambda op: op.world_rank) == [0, 1]
-
-        def lower(operator, rate):
-            for group in operator.optimizer.param_groups:
-                group["lr"] = rate
-
-        trainer.apply_all_operators(functools.partial(lower, rate=0.02))
-        assert learning_rates(local) == [0.02]
-        assert trainer.train()["num_samples"] == NUM_TRAIN
-        assert all_equal(trainer.apply_all_operators(replica_hash))
-        weight = local.model.module.weight
-        assert torch.equal(trainer.get_model().weight, weight)
-        assert trainer.get_model().weight is not weight
-    assert not dist.is_initialized()
-
-
-# ---- items that the workers download and transform
-
-
-class ItemOperator(TrainingOperator):
-    """Has no loader of its own."""
-
-    def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
-            criterion=nn.MSELoss(),
-        )
-
-    def train_batch(self, batch, batch_info):
-        metrics = super().train_batch(batch, batch_info)
-        metrics["x"] = batch[0].mean()
-        return metrics
-
-
-def download(name):
-    return float(name.removeprefix("item-"))
-
-
-def to_sample(number):
-    x = torch.tensor([[number / 10]])
-    return x, 2 * x + 1
-
-
-def test_items_are_downloaded_and_transformed_on_the_workers(ray_cluster):
-    names = [f"item-{i}" for i in range(21)]
-    dataset = ItemDataset(
-        names, batch_size=4, download_func=download, max_concurrency=2, transform=to_sample
-    )
-    shorter = ItemDataset(iter(names[:8]), batch_size=4, download_func=download)
-    with TorchTrainer(training_operator_cls=ItemOperator, num_workers=2) as trainer:
-        stats = [trainer.train(dataset=dataset) for _ in range(3)]
-        for result in stats:
-            assert result["num_samples"] == 21
-            assert result["x"] == pytest.approx(1.0)  # the mean of 0.0, 0.1, ... 2.0
-        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
-
-        trainer.train(num_steps=1, dataset=dataset)
-        rest = trainer.train(dataset=dataset)
-        assert rest["num_samples"] == 21 - 8
-
-        with pytest.raises(RuntimeError, match="train_loader"):
-            trainer.train()
-        # without a transform the items are bare numbers, which this operator cannot take
-        with pytest.raises(TypeError):
-            trainer.train(dataset=shorter)
-        assert trainer.train(dataset=dataset)["num_samples"] == 21
-
-
-# ---- a stream that each worker reads for itself
 
 
 class Stream(IterableDataset):
@@ -834,60 +717,158 @@ class Stream(IterableDataset):
             yield x, 2 * x + 1
 
 
-class StreamOperator(ItemOperator):
+class StreamOperator(TrainingOperator):
     def setup(self, config):
-        super().setup(config)
+        self.flag = os.environ.get("OLD_STYLE_FLAG")
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
+            criterion=nn.MSELoss(),
+        )
         own = Stream(self.world_rank, config["num_points"][self.world_rank])
         self.register_data(
-            train_loader=DataLoader(own, batch_size=4),
-            validation_loader=DataLoader(own, batch_size=4),
+            train_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
+            validation_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
         )
 
+    def train_batch(self, batch, batch_info):
+        metrics = super().train_batch(batch, batch_info)
+        metrics["x"] = batch[0].mean()
+        metrics["rank"] = self.world_rank
+        metrics["share"] = len(batch[0])
+        metrics["note"] = str(batch_info["info"])
+        return metrics
 
-def test_streams_of_uneven_length_end_together(ray_cluster):
-    with TorchTrainer(
-        training_operator_cls=StreamOperator,
-        config={"num_points": [20, 31]},
-        num_workers=2,
-        timeout_s=30,  # what hangs shall not hang for long
-    ) as trainer:
+    def validate_batch(self, batch, batch_info):
+        metrics = super().validate_batch(batch, batch_info)
+        metrics["note"] = str(batch_info["info"])
+        return metrics
+
+
+def download(name):
+    return float(name.removeprefix("item-"))
+
+
+def to_sample(number):
+    x = torch.tensor([[number / 10]])
+    return x, 2 * x + 1
+
+
+@pytest.fixture(scope="class")
+def stream_trainer(module_cluster):
+    config = {BATCH_SIZE: 21, "num_points": [20, 31]}
+    with pytest.warns(UserWarning, match=r"21.*20"):
+        trainer = TorchTrainer(
+            training_operator_cls=StreamOperator,
+            initialization_hook=initialization_hook,
+            config=config,
+            num_workers=2,
+            timeout_s=30,  # what hangs shall not hang for long
+        )
+    assert config[BATCH_SIZE] == 21
+    with trainer:
+        yield trainer
+
+
+class TestDataWithoutAnIndex:
+    def test_hook_ran_on_every_worker_before_all_else(self, stream_trainer):
+        assert stream_trainer.apply_all_operators(lambda op: op.flag) == ["raised"] * 2
+        inside = stream_trainer.apply_all_workers(lambda: os.environ["OLD_STYLE_FLAG"])
+        assert inside == ["raised"] * 2
+        assert "OLD_STYLE_FLAG" not in os.environ
+
+    def test_global_batch_size_is_shared_out(self, stream_trainer):
+        assert stream_trainer.config[BATCH_SIZE] == 20
+        shares = stream_trainer.apply_all_operators(lambda op: op.config[BATCH_SIZE])
+        assert shares == [10, 10]
+
+    def test_results_by_worker_timings_and_information(self, stream_trainer):
+        trainer = stream_trainer
+        each = trainer.train(reduce_results=False, info={"lesson": 3})
+        assert [stats["rank"] for stats in each] == [0, 1]
+        assert [stats["share"] for stats in each] == [10, 10]
+        assert [stats["num_samples"] for stats in each] == [20, 20]
+        assert [stats["epoch"] for stats in each] == [trainer.epoch] * 2
+        assert [stats["note"] for stats in each] == ["{'lesson': 3}"] * 2
+
+        stats = trainer.train(profile=True)
+        assert stats["rank"] == 0.5
+        assert "last_train_loss" in stats
+        stages = ("mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s")
+        assert all(stats["profile"][stage] > 0 for stage in stages)
+        assert "profile" not in trainer.train()
+
+        by_worker = trainer.validate(reduce_results=False, profile=True, info={"exam": 1})
+        assert all(stats["profile"]["mean_validation_s"] > 0 for stats in by_worker)
+        assert all(stats["profile"]["mean_eval_fwd_s"] > 0 for stats in by_worker)
+        assert by_worker[1]["note"] == "{'exam': 1}"
+
+    def test_items_are_downloaded_and_transformed_on_the_workers(self, stream_trainer):
+        trainer = stream_trainer
+        names = [f"item-{i}" for i in range(21)]
+        dataset = ItemDataset(
+            names, batch_size=4, download_func=download, max_concurrency=2, transform=to_sample
+        )
+        shorter = ItemDataset(iter(names[:8]), batch_size=4, download_func=download)
+        stats = [trainer.train(dataset=dataset) for _ in range(3)]
+        for result in stats:
+            assert result["num_samples"] == 21
+            assert result["x"] == pytest.approx(1.0)  # the mean of 0.0, 0.1, ... 2.0
+        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
+
+        trainer.train(num_steps=1, dataset=dataset)
+        rest = trainer.train(dataset=dataset)
+        assert rest["num_samples"] == 21 - 8
+
+        # without a transform the items are bare numbers, which this operator cannot take
+        with pytest.raises(TypeError):
+            trainer.train(dataset=shorter)
+        assert trainer.train(dataset=dataset)["num_samples"] == 21
+
+    def test_streams_of_uneven_length_end_together(self, stream_trainer):
+        trainer = stream_trainer
+        begun, done = trainer.epoch, trainer.global_step
         for epoch in (1, 2):
             each = trainer.train(reduce_results=False)
             # as many steps as the shorter stream has
-            assert [stats["batch_count"] for stats in each] == [5, 5]
-            assert [stats["epoch"] for stats in each] == [epoch, epoch]
+            assert [stats["batch_count"] for stats in each] == [2, 2]
+            assert [stats["epoch"] for stats in each] == [begun + epoch] * 2
             # each worker had a part of its own
             assert each[0]["x"] < 1 <= each[1]["x"]
         assert all_equal(trainer.apply_all_operators(replica_hash))
 
         by_worker = trainer.validate(reduce_results=False)
         assert [stats["num_samples"] for stats in by_worker] == [20, 31]
-        assert [stats["batch_count"] for stats in by_worker] == [5, 8]
+        assert [stats["batch_count"] for stats in by_worker] == [2, 4]
 
         # over the end of the streams
-        assert trainer.train(num_steps=7)["batch_count"] == 7
-        assert trainer.global_step == 17
-        assert trainer.epoch == 4
+        assert trainer.train(num_steps=3)["batch_count"] == 3
+        assert trainer.global_step - done == 7
+        assert trainer.epoch - begun == 4
 
 
 # ---- a whole file, run as a program
 
 
-def test_a_script_that_reads_a_ray_dataset_runs_as_a_program():
+@pytest.mark.slow("a program imports ray and torch, and so does its worker")
+def test_a_script_in_one_file_runs_as_a_program(module_cluster):
     root = Path(__file__).parents[2]
+    address = module_cluster.get_runtime_context().gcs_address
+    script = str(Path(__file__).with_name("old_style_script.py"))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("old_style_script.py")), "--num-epochs=3"],
+        [sys.executable, script, f"--address={address}", "--num-workers=1", "--num-epochs=3"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(root), "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     stats = result["stats"]
     assert [s["num_samples"] for s in stats] == [48] * 3
-    assert [s["batch_count"] for s in stats] == [3] * 3
+    assert [s["batch_count"] for s in stats] == [6] * 3
     assert stats[-1]["train_loss"] < stats[0]["train_loss"]
     assert abs(result["prediction"] - 2) < 1.5
 

@@ -1,6 +1,8 @@
 """Programs as users of Ray 1.13's `ray.train` wrote them, in which only the imports were changed.
 
 Each has its training function first, and then, as a test, what the script did with its trainer.
+All but the last are run on the workers of one trainer, the one that kills a worker after those
+that may leave something in the processes, and the one that ends the workers after all of them.
 
 Workers import this module: what takes long to import is imported where it is needed.
 """
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import (
     JsonLoggerCallback,
     MLflowLoggerCallback,
@@ -28,24 +31,17 @@ from raysgd.train.callbacks import (
     TorchTensorboardProfilerCallback,
 )
 from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
-from raysgd.train.torch import TorchConfig, TorchWorkerProfiler  # also makes train.torch
+from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until
 
 
-@pytest.fixture
-def make_trainer(ray_cluster, tmp_path):
-    made = []
-
-    def make(backend="torch", num_workers=2, **arguments):
-        trainer = Trainer(
-            backend=backend, num_workers=num_workers, logdir=str(tmp_path / "logs"), **arguments
-        )
-        made.append(trainer)
-        return trainer
-
-    yield make
-    for trainer in made:
-        trainer.shutdown()
+@pytest.fixture(scope="module")
+def trainer(module_cluster, tmp_path_factory):
+    logdir = str(tmp_path_factory.mktemp("logs"))
+    trainer = Trainer(backend="torch", num_workers=2, logdir=logdir, max_retries=-1)
+    trainer.start()
+    yield trainer
+    trainer.shutdown()
 
 
 def line(num_points=64):
@@ -53,7 +49,7 @@ def line(num_points=64):
     return TensorDataset(x, 2 * x + 1)
 
 
-# ---- 1: a line, with the helpers for models and loaders
+# ---- a line, with the helpers for models and loaders
 
 
 def linear_epoch(loader, model, loss_fn, optimizer):
@@ -80,18 +76,15 @@ def linear_func(config):
     return results, len(loader), model.module.weight.item()
 
 
-def test_linear(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_linear(trainer):
     results = trainer.run(linear_func, config={"lr": 0.2, "batch_size": 8, "epochs": 6})
-    trainer.shutdown()
     assert [r[1] for r in results] == [4, 4]
     assert results[0][2] == results[1][2] == pytest.approx(2, abs=0.1)
     losses = [result["loss"] for result in results[0][0]]
     assert losses[-1] < 0.1 * losses[0]
 
 
-# ---- 2: pictures, here digits; train and validate in each epoch
+# ---- pictures, here digits; train and validate in each epoch
 
 
 def digits():
@@ -144,96 +137,29 @@ def is_dynamo_loaded():
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-def test_digits(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_digits(trainer):
     accuracy = []
 
     class Callback(TrainingCallback):
         def handle_result(self, results, **info):
             accuracy.append(sum(r["accuracy"] for r in results) / len(results))
 
-    config = {"lr": 0.5, "batch_size": 64, "epochs": 12}
+    config = {"lr": 0.5, "batch_size": 64, "epochs": 6}
     states = trainer.run(digits_func, config=config, callbacks=[Callback()])
     assert accuracy[-1] > 0.8
     assert trainer.run(is_dynamo_loaded) == [False, False]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-# ---- 3: a class that keeps its state between calls
+# ---- an iterator over the results
 
 
-class StatefulTrainer:
-    def __init__(self, config):
-        torch.manual_seed(0)
-        self.model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
-        self.epochs = 0
-
-    def train_epoch(self, factor=1.0):
-        loader = DataLoader(line(), batch_size=8)
-        loss = linear_epoch(loader, self.model, nn.MSELoss(), self.optimizer)
-        self.epochs += 1
-        return self.epochs, loss * factor
-
-
-def test_a_stateful_class_on_every_worker(make_trainer):
-    trainer = make_trainer()
-    workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
-    assert len(workers) == 2
-    first = ray.get([worker.train_epoch.remote() for worker in workers])
-    second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
-    assert [epochs for epochs, _ in first] == [1, 1]
-    assert [epochs for epochs, _ in second] == [2, 2]
-    assert second[0][1] < first[0][1]
-    workers.shutdown(patience_s=1)
-
-
-class Prepared:
-    def __init__(self):
-        self.model = train.torch.prepare_model(nn.Linear(1, 1))
-        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
-
-    def what(self):
-        place = train.world_rank(), train.local_rank(), train.world_size()
-        return place, type(self.model).__name__, len(self.loader.sampler)
-
-
-def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(make_trainer):
-    workers = make_trainer(TorchConfig(backend="gloo")).to_worker_group(Prepared)
-    found = ray.get([worker.what.remote() for worker in workers])
-    assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
-    assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
-    assert [size for _, _, size in found] == [len(line()) // 2] * 2
-    workers.shutdown(patience_s=1)
-
-
-class Busy:
-    def wait_for_ever(self, begun):
-        begun.touch()
-        threading.Event().wait()
-
-
-def test_workers_that_stay_busy_are_killed_when_patience_is_at_its_end(make_trainer, tmp_path):
-    workers = make_trainer(TorchConfig(backend="gloo")).to_worker_group(Busy)
-    call = workers[1].wait_for_ever.remote(tmp_path / "begun")
-    wait_until((tmp_path / "begun").exists)
-    workers.shutdown(patience_s=0.1)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(call)
-
-
-# ---- 4: an iterator over the results
-
-
-def test_an_iterator_over_results(make_trainer):
+def test_an_iterator_over_results(trainer):
     def train_func(config):
         for epoch in range(config["epochs"]):
             train.report(epoch=epoch, rank=train.world_rank())
         return "done"
 
-    trainer = make_trainer(TorchConfig(backend="gloo"))
-    trainer.start()
     iterator = trainer.run_iterator(train_func, config={"epochs": 3})
     assert not iterator.is_finished()
     assert iterator.get_final_results() is None
@@ -246,7 +172,11 @@ def test_an_iterator_over_results(make_trainer):
     assert list(forced) == []
 
 
-# ---- 5: checkpoints, which of them stay, and going on from one
+# ---- checkpoints, which of them stay, and going on from one
+
+
+def run_number(trainer):
+    return int(trainer.latest_run_dir.name.removeprefix("run_"))
 
 
 def checkpoint_func(config):
@@ -261,15 +191,13 @@ def checkpoint_func(config):
     return start
 
 
-def test_checkpoints_with_a_strategy(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_checkpoints_with_a_strategy(trainer):
     strategy = CheckpointStrategy(
         num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
     config = {"losses": [2.0, 4.0, 1.0, 3.0]}
     assert trainer.run(checkpoint_func, config, checkpoint_strategy=strategy) == [0, 0]
-    assert trainer.latest_run_dir.name == "run_001"
+    first = run_number(trainer)
     assert trainer.latest_checkpoint["epoch"] == 3
     files = sorted(path.name for path in trainer.latest_checkpoint_dir.iterdir())
     assert files == ["checkpoint_000001", "checkpoint_000003"]
@@ -281,17 +209,17 @@ def test_checkpoints_with_a_strategy(make_trainer):
     path = trainer.best_checkpoint_path
     assert trainer.run(checkpoint_func, config, checkpoint=best) == [3, 3]
     assert trainer.run(checkpoint_func, config, checkpoint=str(path)) == [3, 3]
-    assert trainer.latest_run_dir.name == "run_003"
+    assert run_number(trainer) == first + 2
     none = CheckpointStrategy(num_to_keep=0)
     trainer.run(checkpoint_func, config, checkpoint_strategy=none)
     assert trainer.best_checkpoint_path is None
     assert trainer.latest_checkpoint["epoch"] == 3
 
 
-# ---- 6: callbacks
+# ---- callbacks
 
 
-def test_callbacks(make_trainer, capsys):
+def test_callbacks(trainer, capsys):
     class Average(TrainingCallback):
         results_preprocessor = AverageResultsPreprocessor(["loss"])
 
@@ -313,13 +241,11 @@ def test_callbacks(make_trainer, capsys):
         if config.get("fails"):
             raise ValueError("no more")
 
-    trainer = make_trainer()
-    trainer.start()
     average, as_json = Average(), JsonLoggerCallback()
     callbacks = [average, as_json, TBXLoggerCallback(), PrintCallback()]
     trainer.run(train_func, config={"n": 2}, callbacks=callbacks)
     assert average.means == [0.5, 1.5]
-    assert average.log == [("run_001", {"n": 2}), False]
+    assert average.log == [(trainer.latest_run_dir.name, {"n": 2}), False]
     assert as_json.log_path == trainer.latest_run_dir / "results.json"
     logged = json.loads(as_json.log_path.read_text())
     assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
@@ -330,34 +256,31 @@ def test_callbacks(make_trainer, capsys):
     assert average.log[-1] is True
 
 
-# ---- 7 and 8: data sets
+# ---- data sets
 
 
-def test_a_dataset_shard(make_trainer):
+def test_a_dataset_shard(trainer):
     def train_func():
         shard = train.get_dataset_shard()
         values = [row["item"] for row in shard.iter_rows()]
         batches = list(shard.iter_torch_batches(batch_size=4))
         return values, len(batches)
 
-    trainer = make_trainer(num_workers=2)
-    trainer.start()
     import ray.data
 
-    results = trainer.run(train_func, dataset=ray.data.from_items(list(range(16))))
+    data = ray.data.from_items(list(range(16)), override_num_blocks=2)
+    results = trainer.run(train_func, dataset=data)
     assert sorted(results[0][0] + results[1][0]) == list(range(16))
     assert [num_batches for _, num_batches in results] == [2, 2]
 
 
-def test_several_datasets(make_trainer):
+def test_several_datasets(trainer):
     def train_func(config):
         train_shard = train.get_dataset_shard("train")
         val_shard = train.get_dataset_shard("val")
         train.report(num_train=train_shard.count(), num_val=val_shard.count())
         return train.get_dataset_shard("test")
 
-    trainer = make_trainer(num_workers=2)
-    trainer.start()
     counts = []
 
     class Count(TrainingCallback):
@@ -366,12 +289,13 @@ def test_several_datasets(make_trainer):
 
     import ray.data
 
-    datasets = {"train": ray.data.range(20), "val": ray.data.range(8)}
+    sizes = {"train": 20, "val": 8}
+    datasets = {name: ray.data.range(size, override_num_blocks=2) for name, size in sizes.items()}
     assert trainer.run(train_func, {}, [Count()], datasets) == [None, None]
     assert counts == [(10, 4), (10, 4)]
 
 
-# ---- 9: mixed precision
+# ---- mixed precision
 
 
 def amp_func(config):
@@ -395,9 +319,7 @@ def amp_func(config):
         return loss.item(), scheduler.get_last_lr(), str(error)
 
 
-def test_mixed_precision(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_mixed_precision(trainer):
     full, _, _ = trainer.run(amp_func, config={"amp": False})[0]
     mixed, rate, said = trainer.run(amp_func, config={"amp": True})[0]
     assert mixed == pytest.approx(full, rel=0.1)
@@ -406,51 +328,7 @@ def test_mixed_precision(make_trainer):
     assert "accelerate() has to be called once" in said
 
 
-# ---- 10: Ray Tune
-
-
-def tune_func(config):
-    for step in range(3):
-        train.report(loss=config["lr"] * (3 - step))
-
-
-def test_a_search_with_tune(make_trainer, tmp_path):
-    trainer = make_trainer(num_workers=1)
-    trainable = trainer.to_tune_trainable(tune_func)
-    from ray import tune
-
-    analysis = tune.run(
-        trainable,
-        config={"lr": tune.grid_search([0.1, 0.2])},
-        metric="loss",
-        mode="min",
-        storage_path=str(tmp_path),
-        verbose=0,
-    )
-    assert analysis.best_config == {"lr": 0.1}
-    assert analysis.best_result["_training_iteration"] == 3
-
-
-# ---- 11: a worker that dies
-
-
-def fragile_func(config):
-    state = train.load_checkpoint() or {"epoch": -1}
-    for epoch in range(state["epoch"] + 1, 4):
-        if epoch == 2 and state["epoch"] == -1 and train.world_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train.save_checkpoint(epoch=epoch)
-        train.report(epoch=epoch)
-    return state["epoch"]
-
-
-def test_a_worker_dies_and_the_function_goes_on(make_trainer):
-    trainer = make_trainer(max_retries=-1)
-    trainer.start()
-    assert trainer.run(fragile_func, config={}) == [1, 1]
-
-
-# ---- 12: profiles
+# ---- profiles
 
 
 def profiled_func():
@@ -471,24 +349,20 @@ def profiled_func():
             train.report(epoch=epoch, **twp.get_and_clear_profile_traces())
 
 
-def test_profiles_of_the_workers(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_profiles_of_the_workers(trainer):
     trainer.run(profiled_func, callbacks=[TorchTensorboardProfilerCallback()])
     traces = sorted((trainer.latest_run_dir / "pytorch_profiler").iterdir())
     assert {trace.name.split("_")[1] for trace in traces} == {"0", "1"}
     assert all("traceEvents" in json.loads(trace.read_text()) for trace in traces)
 
 
-# ---- 13 and 14: MLflow, TorchMetrics
+# ---- MLflow, TorchMetrics
 
 
-def test_mlflow(make_trainer, tmp_path, monkeypatch):
+def test_mlflow(trainer, tmp_path, monkeypatch):
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    trainer = make_trainer()
-    trainer.start()
     uri = str(tmp_path / "mlruns")
     callback = MLflowLoggerCallback(tracking_uri=uri, experiment_name="lines")
     trainer.run(linear_func, config={"epochs": 2, "lr": 0.1}, callbacks=[callback])
@@ -511,7 +385,112 @@ def metrics_func():
     return accuracy.compute().item()
 
 
-def test_torchmetrics(make_trainer):
-    trainer = make_trainer()
-    trainer.start()
+def test_torchmetrics(trainer):
     assert trainer.run(metrics_func) == [pytest.approx(4 / 6)] * 2
+
+
+# ---- a class that keeps its state between calls
+
+
+class StatefulTrainer:
+    def __init__(self, config):
+        torch.manual_seed(0)
+        self.model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
+        self.epochs = 0
+
+    def train_epoch(self, factor=1.0):
+        loader = DataLoader(line(), batch_size=8)
+        loss = linear_epoch(loader, self.model, nn.MSELoss(), self.optimizer)
+        self.epochs += 1
+        return self.epochs, loss * factor
+
+
+def test_a_stateful_class_on_every_worker(trainer):
+    workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
+    assert len(workers) == 2
+    first = ray.get([worker.train_epoch.remote() for worker in workers])
+    second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
+    assert [epochs for epochs, _ in first] == [1, 1]
+    assert [epochs for epochs, _ in second] == [2, 2]
+    assert second[0][1] < first[0][1]
+
+
+class Prepared:
+    def __init__(self):
+        self.model = train.torch.prepare_model(nn.Linear(1, 1))
+        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
+
+    def what(self):
+        place = train.world_rank(), train.local_rank(), train.world_size()
+        return place, type(self.model).__name__, len(self.loader.sampler)
+
+
+def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(trainer):
+    workers = trainer.to_worker_group(Prepared)
+    found = ray.get([worker.what.remote() for worker in workers])
+    assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
+    assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
+    assert [size for _, _, size in found] == [len(line()) // 2] * 2
+
+
+# ---- a worker that dies
+
+
+def fragile_func(config):
+    state = train.load_checkpoint() or {"epoch": -1}
+    for epoch in range(state["epoch"] + 1, 4):
+        if epoch == 2 and state["epoch"] == -1 and train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.save_checkpoint(epoch=epoch)
+        train.report(epoch=epoch)
+    return state["epoch"]
+
+
+def test_a_worker_dies_and_the_function_goes_on(trainer):
+    assert trainer.run(fragile_func, config={}) == [1, 1]
+
+
+# ---- the end of the workers
+
+
+class Busy:
+    def wait_for_ever(self, begun):
+        begun.touch()
+        threading.Event().wait()
+
+
+def test_workers_that_stay_busy_are_killed_when_patience_is_at_its_end(trainer, tmp_path):
+    workers = trainer.to_worker_group(Busy)
+    call = workers[1].wait_for_ever.remote(tmp_path / "begun")
+    wait_until((tmp_path / "begun").exists)
+    workers.shutdown(patience_s=0.1)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(call)
+
+
+# ---- Ray Tune
+
+
+@pytest.mark.slow("Tune, and a trial's process and its workers, take seconds to start")
+def test_a_search_with_tune(module_cluster, tmp_path):
+    def tune_func(config):
+        for step in range(3):
+            train.report(loss=config["lr"] * (3 - step))
+
+    trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path / "logs")
+    trainable = trainer.to_tune_trainable(tune_func)
+    from ray import tune
+
+    analysis = tune.run(
+        trainable,
+        config={"lr": tune.grid_search([0.1, 0.2])},
+        metric="loss",
+        mode="min",
+        storage_path=str(tmp_path),
+        max_concurrent_trials=1,
+        reuse_actors=True,
+        verbose=0,
+    )
+    assert analysis.best_config == {"lr": 0.1}
+    assert analysis.best_result["_training_iteration"] == 3

@@ -1,13 +1,12 @@
 """A whole program in one file, as users of the old library ran them: python old_style_script.py.
 
-It reads a Ray Dataset: each worker takes its own part of it in setup, by its rank.
+It iterates over data in a way of its own: each worker takes its part in setup, by its rank.
 """
 
 import argparse
 import json
 
 import ray
-import ray.data
 import torch
 from torch import nn
 
@@ -15,16 +14,16 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 
 
 class Batches:
-    """An iterable loader over one worker's part of a Ray Dataset."""
+    """An iterable loader over one worker's part of the points on the line y = 3 x - 1."""
 
-    def __init__(self, part, batch_size):
-        self.part = part
+    def __init__(self, numbers, batch_size):
+        self.numbers = numbers
         self.batch_size = batch_size
 
     def __iter__(self):
-        batches = self.part.iter_torch_batches(batch_size=self.batch_size)
-        for columns in batches:
-            yield columns["x"].float(), columns["y"].float()
+        for batch in self.numbers.split(self.batch_size):
+            x = batch.reshape(-1, 1) / 48
+            yield x, 3 * x - 1
 
 
 class LineOperator(TrainingOperator):
@@ -35,18 +34,18 @@ class LineOperator(TrainingOperator):
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=optimizer, criterion=nn.MSELoss()
         )
-        rows = [{"x": [i / 48], "y": [3 * i / 48 - 1]} for i in range(config["rows"])]
-        parts = ray.data.from_items(rows).split(self.world_size, equal=True)
-        self.register_data(train_loader=Batches(parts[self.world_rank], batch_size=8))
+        part = torch.arange(config["rows"])[self.world_rank :: self.world_size]
+        self.register_data(train_loader=Batches(part, batch_size=8))
 
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--address", type=str, help="the address of the Ray cluster")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--num-epochs", type=int, default=2)
     args = parser.parse_args()
 
-    ray.init(num_cpus=args.num_workers + 2, include_dashboard=False)
+    ray.init(address=args.address)
     trainer = TorchTrainer(
         training_operator_cls=LineOperator,
         config={"lr": 0.1, "rows": 48},

@@ -1,0 +1,96 @@
+"""How an epoch is shared out, without a trainer, in today's words of the inside.
+
+Each function returns, for each worker, its batches as lists of samples. A change of how loaders are
+shared out inside changes this file; the orders stay.
+"""
+
+import itertools
+
+from raysgd.torch.loading import wrap_loader
+from raysgd.train.torch.loading import prepared_loader
+
+__all__ = ["keras_epoch", "operator_epoch", "prepared_passes"]
+
+
+def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch=None):
+    """Read an epoch of a loader that an operator registers.
+
+    Args:
+        make_loader: returns the loader, given the batch size of a worker where the batch is global.
+        training: whether it is the training loader.
+        seed: the trainer's.
+        epoch: number of the epoch.
+        segments: pairs of the number of workers and the steps that they take; None: all that is
+            left. Each goes on where the one before ended.
+        global_batch: ``config[BATCH_SIZE]``; None: the loader has a batch size of its own.
+
+    Returns:
+        A list of the segments, each a list of the workers.
+    """
+    offset, shares = 0, [global_batch and global_batch // size for size, _ in segments]
+    first = segments[0][0]
+    sources = {}
+    read = []
+    for (world_size, num_steps), share in zip(segments, shares, strict=True):
+        workers = []
+        for rank in range(world_size):
+            if rank not in sources:
+                sources[rank] = wrap_loader(
+                    make_loader(shares[0]),
+                    training=training,
+                    shard=True,
+                    world_size=first,
+                    rank=rank,
+                    seed=seed,
+                    batch_share=shares[0],
+                )
+            sources[rank].reshard(world_size, rank, share)
+            batches = sources[rank].batches(epoch, offset, num_steps)
+            workers.append([_samples(batch) for batch in batches])
+        read.append(workers)
+        if num_steps is not None:
+            offset = sources[0].offset_after(offset, num_steps)
+    return read
+
+
+def prepared_passes(make_loader, *, world_size, seed, num_passes):
+    """Go through a loader that a training function has prepared, several times."""
+    workers = []
+    for rank in range(world_size):
+        loader = prepared_loader(
+            make_loader(None), world_size=world_size, rank=rank, device=None, ahead=False, seed=seed
+        )
+        workers.append([[_samples(batch) for batch in loader] for _ in range(num_passes)])
+    return workers
+
+
+def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
+    """Read an epoch of arrays (with a batch size) or of a ``tf.data.Dataset``, as Keras operators.
+
+    Segments are those of `operator_epoch`.
+    """
+    from raysgd.tf.arrays import ArraySource
+    from raysgd.tf.sources import DatasetSource
+
+    offset, read = 0, []
+    for world_size, num_steps in segments:
+        workers = []
+        for rank in range(world_size):
+            place = {"training": training, "world_size": world_size, "rank": rank}
+            if batch_size is None:
+                source = DatasetSource(data(), **place)
+            else:
+                source = ArraySource(
+                    data(), batch_size=batch_size, shuffle=training, seed=seed, **place
+                )
+            batches = source.batches(epoch, offset, num_steps)
+            workers.append([batch.numpy().tolist() for batch in itertools.islice(batches, 1000)])
+        read.append(workers)
+        if num_steps is not None:
+            offset = source.offset_after(offset, num_steps)
+    return read
+
+
+def _samples(batch):
+    """Return the samples of a batch, which are their own indices."""
+    return (batch[0] if isinstance(batch, list | tuple) else batch).reshape(-1).int().tolist()

@@ -1,0 +1,157 @@
+"""Whatever happens to workers, each sample is trained on once an epoch; seen from outside alone."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.testing import chaos
+from raysgd.testing.chaos import Chaos, Fault
+from raysgd.utils import BATCH_SIZE
+from tests.conftest import SOON_S, wait_until
+from tests.ledger import Ids, Ledger, SlowLedger, check_ledger, ledger_of, ledger_trainer
+from tests.shared import Shared
+
+NUM_SAMPLES = 3000
+NUM_WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def three_workers(module_cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set-up")
+    settings = {BATCH_SIZE: 12, "loader_workers": 2, "folder": str(folder)}
+    elastic = ElasticConfig(resize_cooldown_s=0.0)
+    with ledger_trainer(NUM_WORKERS, NUM_SAMPLES, elastic, **settings) as trainer:
+        yield Shared(trainer, folder)
+
+
+@pytest.fixture
+def three(three_workers):
+    return three_workers.fresh()
+
+
+def pids_of(trainer):
+    return trainer.apply_all_workers(os.getpid)
+
+
+def test_an_epoch_trains_each_sample_once(three):
+    first = three.trainer.train(num_steps=3)
+    metrics = three.trainer.train()
+    assert first["num_samples"] + metrics["num_samples"] == NUM_SAMPLES
+    assert torch.equal(ledger_of(three.trainer), torch.ones(NUM_SAMPLES))
+    assert three.kinds == []
+
+
+def test_a_run_goes_on_in_mid_epoch_with_another_number_of_workers(three, tmp_path):
+    config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "loader_workers": 2, "until_size": 1}
+    three.trainer.train(num_steps=50)
+    many = three.trainer.save(tmp_path / "many.pt")
+    three.trainer.train(num_steps=2)  # what comes after the save does not count
+    with TorchTrainer(training_operator_cls=SlowLedger, config=config, use_local=True) as one:
+        one.train(num_steps=11)
+        few = one.save(tmp_path / "few.pt")
+        one.load(many)
+        assert (one.epoch, one.global_step) == (1, 50)
+        assert one.train()["num_samples"] == NUM_SAMPLES - 50 * 12
+        assert torch.equal(ledger_of(one), torch.ones(NUM_SAMPLES))
+    three.trainer.load(few)
+    assert int(ledger_of(three.trainer).sum()) == 11 * 7
+    metrics = three.trainer.train()
+    check_ledger(three.trainer, {**metrics, "num_samples": metrics["num_samples"] + 11 * 7})
+
+
+class Shuffling:
+    """A sampler that keeps its random numbers to itself, or to a generator that is known."""
+
+    def __init__(self, size, seeded):
+        self.size = size
+        if seeded:
+            self.generator = torch.Generator()
+        else:
+            self.hidden = torch.Generator()
+            self.hidden.seed()
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        generator = self.generator if hasattr(self, "generator") else self.hidden
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+
+class OwnOrder(Ledger):
+    """With a sampler of its own."""
+
+    def make_loader(self, config, seeded=False):
+        data = Ids(config["num_samples"])
+        return DataLoader(data, batch_size=8, sampler=Shuffling(len(data), seeded))
+
+    def use_generator(self):
+        self.register_data(train_loader=self.make_loader(self.config, seeded=True))
+
+
+def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(module_cluster):
+    with TorchTrainer(
+        training_operator_cls=OwnOrder,
+        config={"num_samples": 48},
+        num_workers=2,
+        use_local=True,
+        use_gpu=False,
+    ) as trainer:
+        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+            trainer.train()
+        assert ledger_of(trainer).tolist() == [0] * 48
+        trainer.apply_all_operators(OwnOrder.use_generator)
+        trainer.train(num_steps=1)
+        trainer.train()
+        trainer.train()
+        assert ledger_of(trainer).tolist() == [2] * 48
+
+
+def test_a_lost_worker_is_replaced(three):
+    trainer = three.trainer
+    pids = pids_of(trainer)
+    with Chaos(trainer, [Fault(rank=2, step=5)]) as injected:
+        metrics = trainer.train()
+    (hit,) = injected.injected
+    # the processes of a DataLoader would keep the death a secret for 5 s
+    assert three.events[0].time - hit.time < 2 * SOON_S
+    assert three.kinds == ["lost", "resumed", "grown"]
+    assert {*pids_of(trainer)} & {*pids} == {*pids} - {hit.pid}
+    assert trainer.num_workers == NUM_WORKERS
+    assert trainer.config[BATCH_SIZE] == 12
+    check_ledger(trainer, metrics)
+
+
+@pytest.mark.slow("two workers start, one after the other")
+def test_the_first_is_lost_as_a_newcomer_joins(three):
+    def kill():
+        wait_until(lambda: any(three.folder.iterdir()), timeout_s=60)
+        chaos.kill(three.trainer, 0)
+
+    killer = threading.Thread(target=kill)
+    with Chaos(three.trainer, [Fault(rank=2, step=5)]):
+        killer.start()
+        metrics = three.trainer.train()
+        killer.join()
+    assert three.kinds.count("lost") == 2
+    assert three.trainer.num_workers == NUM_WORKERS
+    check_ledger(three.trainer, metrics)
+
+
+@pytest.mark.slow("three workers start")
+def test_all_are_lost_and_training_restarts_from_a_snapshot(three):
+    """Whichever it is: what came after it is trained again, and nothing else."""
+    trainer = three.trainer
+    trainer.train()
+    trainer.train(num_steps=2)
+    faults = [Fault(rank=rank, after_s=0.0) for rank in range(NUM_WORKERS)]
+    with Chaos(trainer, faults, spare=0) as injected:
+        wait_until(lambda: not injected.pending)
+    assert trainer.train()["epoch"] == 2
+    assert "restarted" in three.kinds
+    assert trainer.num_workers == NUM_WORKERS
+    assert torch.equal(ledger_of(trainer), torch.full((NUM_SAMPLES,), 2.0))

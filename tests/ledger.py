@@ -1,0 +1,113 @@
+"""Operators that keep a ledger: how often each sample was trained on, in one parameter a sample."""
+
+import os
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+from tests.operators import fingerprint
+
+
+class Ids(Dataset):
+    """Samples that are their own indices."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+class Weights(torch.nn.Module):
+    """One parameter a sample."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, ids):
+        return self.weights[ids]
+
+
+class Ledger(TrainingOperator):
+    """Training on a sample once moves its parameter from 0 to 1."""
+
+    def setup(self, config):
+        model = Weights(config["num_samples"])
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        self.register_data(train_loader=self.make_loader(config))
+
+    def make_loader(self, config):
+        return DataLoader(
+            Ids(config["num_samples"]),
+            batch_size=config.get(BATCH_SIZE, config.get("batch_size")),
+            shuffle=True,
+            num_workers=config.get("loader_workers", 0),
+        )
+
+    def train_batch(self, batch, batch_info):
+        loss = -self.model(batch).sum() * self.world_size
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"num_samples": len(batch)}
+
+
+class SlowLedger(Ledger):
+    """Waits within the epoch until the group is full, and says in a folder when it is set up."""
+
+    def setup(self, config):
+        super().setup(config)
+        if folder := config.get("folder"):
+            with open(os.path.join(folder, f"set-up-{os.getpid()}"), "w"):
+                pass
+
+    def train_batch(self, batch, batch_info):
+        if self.world_size < self.config["until_size"]:
+            time.sleep(0.4)  # so slow that newcomers arrive long before the end
+        return super().train_batch(batch, batch_info)
+
+
+def ledger_trainer(
+    num_workers,
+    num_samples=3000,
+    elastic=None,
+    operator_cls=SlowLedger,
+    use_local=False,
+    **config,
+):
+    """A trainer of SlowLedger whose epochs end with as many workers as it is made with."""
+    if BATCH_SIZE not in config:
+        config.setdefault("batch_size", 4)
+    return TorchTrainer(
+        training_operator_cls=operator_cls,
+        config={"num_samples": num_samples, "until_size": num_workers, **config},
+        num_workers=num_workers,
+        elastic=elastic,
+        use_local=use_local,
+    )
+
+
+def ledger_of(trainer):
+    """How often each sample was trained on."""
+    return trainer.get_model().weights.detach()
+
+
+def check_ledger(trainer, metrics):
+    """Each sample was trained on once, but for those that the last step may repeat."""
+    num_samples = trainer.config["num_samples"]
+    ledger = ledger_of(trainer)
+    repeats = int((ledger == 2).sum())
+    assert int((ledger == 1).sum()) + repeats == num_samples
+    assert repeats < trainer.max_workers
+    assert metrics["num_samples"] == num_samples
+    assert metrics["epoch"] == 1
+    assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1
