@@ -1,0 +1,96 @@
+"""Look for rare failures for as long as you have: `make soak ARGS="--minutes 120"`.
+
+The parts take turns until the time is over, each turn with seeds of its own; at the end a table
+says what ran how often, and what failed. The output of a turn that failed is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+CLUSTER = "tests/distributed"
+PARTS = {
+    "schedules": ["tests/blackbox/simulation", "--hypothesis-profile=soak"],
+    "chaos": [f"{CLUSTER}/test_chaos.py", f"{CLUSTER}/test_train_kills.py"],
+    "properties": ["-m", "hypothesis", "tests/unit", "--hypothesis-profile=soak"],
+    "files": ["tests/unit/checkpoint"],
+    "frameworks": ["-k", "tensorflow or horovod or frameworks", CLUSTER],
+    "round": ["tests/blackbox", "tests/contracts", CLUSTER],
+}
+"""What is run, by name: arguments of pytest. Without a GPU or Horovod it skips what needs them."""
+
+SEEDS_OF_CHAOS = 20
+MAX_TURN_MINUTES = 30
+"""A turn that takes longer is cut off, as it is at the end of the time."""
+
+
+def turn(arguments: list[str], seed: int, left_s: float, log: Path) -> str:
+    """Run a part once; return "passed", "failed" or "cut off"."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    if any("hypothesis" in argument for argument in arguments):
+        command.append(f"--hypothesis-seed={seed}")
+    environment = {**os.environ, "RAYSGD_SOAK": str(SEEDS_OF_CHAOS), "RAYSGD_SEED": str(seed)}
+    with log.open("w") as output:
+        # a session of its own, so that what is cut off leaves no process behind
+        run = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        try:
+            return "failed" if run.wait(min(left_s, 60 * MAX_TURN_MINUTES)) else "passed"
+        except subprocess.TimeoutExpired:
+            return "cut off"
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGTERM)
+                run.wait()
+
+
+def main() -> int:
+    """Take turns until the time is over; return the status of the process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default 60)")
+    parser.add_argument("--seed", type=int, default=None, help="of the first turn")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
+    )
+    parser.add_argument("--out", type=Path, default=Path("soak_results"), help="folder for logs")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    seed = int(time.time()) if given.seed is None else given.seed
+    end = time.monotonic() + 60 * given.minutes
+    results: Counter[tuple[str, str]] = Counter()
+    minutes: Counter[str] = Counter()
+    failures = []
+    number = 0
+    while (left_s := end - time.monotonic()) > 0:
+        name = given.only[number % len(given.only)]
+        log = given.out / f"{name}-{seed + number}.log"
+        began = time.monotonic()
+        result = turn(PARTS[name], seed + number, left_s, log)
+        minutes[name] += (time.monotonic() - began) / 60
+        results[name, result] += 1
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        print(f"{name:12} seed {seed + number}: {result}. {''.join(last)}", flush=True)
+        if result == "failed":
+            failures.append(log)
+        elif result == "passed":
+            log.unlink()
+        number += 1
+    print(f"\n{'part':12} {'passed':>8} {'failed':>8} {'cut off':>8} {'minutes':>8}")
+    for name in given.only:
+        counts = " ".join(f"{results[name, kind]:8}" for kind in ("passed", "failed", "cut off"))
+        print(f"{name:12} {counts} {minutes[name]:8.1f}")
+    for log in failures:
+        print(f"failed: see {log}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
