@@ -25,6 +25,7 @@ EXTRAS = {
         "psutil",
         "pytest",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
         "scikit-learn",
         "types-psutil",
