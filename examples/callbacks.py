@@ -113,6 +113,7 @@ def train(args, logdir, *more):
         training_operator_cls=DigitClassifier,
         config={"lr": 5e-3, BATCH_SIZE: 64},
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         use_gpu=args.use_gpu,
         scheduler_step_freq="epoch",
         callbacks=callbacks,

@@ -73,7 +73,10 @@ def main():
         first = Path(folder) / "first.pt"
         store = CheckpointStore(Path(folder) / "run", keep=3, job="ledger")
         with TorchTrainer(
-            training_operator_cls=Ledger, num_workers=args.num_workers, use_gpu=args.use_gpu
+            training_operator_cls=Ledger,
+            num_workers=args.num_workers,
+            use_local=args.num_workers == 1,  # then it needs no Ray
+            use_gpu=args.use_gpu,
         ) as trainer:
             trainer.train(num_steps=5)
             trainer.save(first, blocking=False)  # written while training goes on
@@ -96,7 +99,10 @@ def main():
             raise SystemExit("another checkpoint was passed over than the damaged one")
 
         with TorchTrainer(
-            training_operator_cls=Ledger, num_workers=args.num_workers_after, use_gpu=args.use_gpu
+            training_operator_cls=Ledger,
+            num_workers=args.num_workers_after,
+            use_local=args.num_workers_after == 1,
+            use_gpu=args.use_gpu,
         ) as trainer:
             try:
                 trainer.load(newest)

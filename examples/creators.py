@@ -68,6 +68,7 @@ def main():
         scheduler_step_freq="epoch",
         config={"lr": 1e-2, "hidden_size": 32},
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         for _ in range(num_epochs):

@@ -78,6 +78,7 @@ def main():
         training_operator_cls=Robust,
         config={"lr": 3e-3},
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         use_gpu=args.use_gpu,
         use_fp16=args.float16,
         amp_dtype=torch.float16 if args.float16 else None,

@@ -72,6 +72,7 @@ def main():
         training_operator_cls=DigitClassifier,
         config={"lr": 2e-3, BATCH_SIZE: 64},  # the global batch: each worker gets its share
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

@@ -96,6 +96,7 @@ def main():
         training_operator_cls=DigitGAN,
         config=config,
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

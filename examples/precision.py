@@ -79,7 +79,7 @@ def train(name, num_epochs, args):
         config={BATCH_SIZE: 32},
         num_workers=args.num_workers,
         use_gpu=args.use_gpu,
-        use_local=args.num_workers == 1,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         **PRECISIONS[name],
     ) as trainer:
         started, num_skipped = time.perf_counter(), 0
