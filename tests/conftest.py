@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests that need one, and a check that none of them leaves a thing."""
+"""One Ray cluster a process for all tests that need one, and a check that none leaves a thing."""
 
 import contextlib
 import os
@@ -8,8 +8,31 @@ import subprocess
 import sys
 import time
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
+
+CI_EXAMPLES = 25
+settings.register_profile(
+    "ci",
+    max_examples=CI_EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    # the fixtures that properties use here are factories: one example leaves nothing to the next
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.register_profile(
+    "soak",
+    parent=settings.get_profile("ci"),
+    max_examples=100 * CI_EXAMPLES,
+    derandomize=False,
+    print_blob=True,
+)
+settings.load_profile("ci")
 
 NUM_CPUS = 4
 RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
@@ -20,12 +43,23 @@ SOON_S = 2.0
 """Within how many seconds a failure has to reach the caller, or a death the driver."""
 
 
+def examples(number):
+    """Settings of a property that needs another number of examples than most; a soak scales it."""
+    return settings(max_examples=number * settings.default.max_examples // CI_EXAMPLES)
+
+
 def wait_until(condition, timeout_s=20.0):
     """Wait for a condition, which is what tests wait for, never for a time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
         time.sleep(0.02)
+
+
+def assert_names(error, words):
+    """Check that an error's text has all the words, which are what it is to name."""
+    missing = [word for word in words if word not in str(error)]
+    assert not missing, f"{missing} not in: {error}"
 
 
 def own_memory():
@@ -37,6 +71,13 @@ def own_memory():
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+
+
+def import_horovod(module="horovod"):
+    """Return a module of Horovod; skip the test, or the file, where there is none."""
+    return pytest.importorskip(
+        module, reason="Horovod is not built here: it needs a C++ compiler and cmake 3"
+    )
 
 
 def free_ports(count):
@@ -118,15 +159,49 @@ def _leftovers():
     return alive_actors() + groups
 
 
-@pytest.fixture
-def ray_cluster(cluster):
-    """The shared cluster; the test fails if it leaves an actor, a placement group or a CPU."""
-    children = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
+def _children():
+    processes = psutil.Process().children()
+    return {p.pid for p in processes if p.status() != psutil.STATUS_ZOMBIE}
+
+
+@contextlib.contextmanager
+def nothing_left(cluster):
+    """Fail at the end if an actor, a placement group, a CPU or a child process is left behind."""
+    children = _children()
     yield cluster
     wait_until(lambda: not _leftovers())
     wait_until(lambda: cluster.available_resources().get("CPU", 0) == NUM_CPUS)
-    left = {p.pid for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE}
-    assert left <= children
+    assert _children() <= children
+
+
+@pytest.fixture
+def ray_cluster(cluster):
+    """The shared cluster for one test, which fails if it leaves something."""
+    with nothing_left(cluster):
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def module_cluster(cluster):
+    """The shared cluster for trainers that a module shares: nothing may be left at its end."""
+    with nothing_left(cluster):
+        yield cluster
+
+
+SLOW_S = 5.0
+_unmarked = []
+
+
+def pytest_runtest_logreport(report):
+    """Note tests that take long and do not say why."""
+    if report.when == "call" and report.duration > SLOW_S and "slow" not in report.keywords:
+        _unmarked.append((report.duration, report.nodeid))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List them; machines differ, so that it is no failure."""
+    for seconds, name in sorted(_unmarked, reverse=True):
+        terminalreporter.line(f"slow, without a mark that says why: {seconds:.1f} s {name}")
 
 
 def pytest_configure():

@@ -44,22 +44,50 @@ class Classifier(TrainingOperator):
         )
 
 
+def register_all(operator, **changes):
+    """Register, in setup, a small model with all that belongs to it."""
+    model = make_model()
+    given = {
+        "models": model,
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "criterion": torch.nn.CrossEntropyLoss(),
+    }
+    operator.model, operator.optimizer, operator.criterion = operator.register(
+        **{**given, **changes}
+    )[:3]
+    operator.register_data(train_loader=DataLoader(make_data(64), batch_size=16))
+
+
 def parameters(operator):
     """The parameters of an operator's models in one vector."""
     return torch.cat([p.detach().reshape(-1).cpu() for p in operator.model.parameters()])
 
 
 def replica_hash(operator):
-    """A number that is the same on two workers only if models and optimizer states are."""
+    """A number that is the same on two workers only if models and optimizer states are.
+
+    They are those that `setup` put among the operator's public attributes.
+    """
+    found = list(_with_state(value for name, value in vars(operator).items() if name[0] != "_"))
+    assert found, "an operator without a model among its attributes"
+    return fingerprint(*found)
+
+
+def fingerprint(*parts):
+    """A number that is the same only for models and optimizers of the same states."""
     import hashlib
     import pickle
 
-    digest = hashlib.sha256()
-    for group in (operator._parts.models, operator._parts.optimizers):
-        for part in group:
-            module = getattr(part, "module", part)
-            digest.update(pickle.dumps(_plain(module.state_dict())))
-    return digest.hexdigest()
+    states = [_plain(getattr(part, "module", part).state_dict()) for part in parts]
+    return hashlib.sha256(b"".join(pickle.dumps(state) for state in states)).hexdigest()
+
+
+def _with_state(values):
+    for value in values:
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _with_state(value)
 
 
 def _plain(tree):

@@ -60,12 +60,13 @@ class Digits(TrainingOperator):
         if num := config.get("num_samples"):
             train = (train[0][:num], train[1][:num])
         if config.get("data") == "tf":
-            stream = tf.data.Dataset.from_tensor_slices(train)
+            streams = [tf.data.Dataset.from_tensor_slices(part) for part in (train, validation)]
             if config.get("shuffle", True):
-                stream = stream.shuffle(len(train[0]))
+                streams[0] = streams[0].shuffle(len(train[0]))
+            if config.get("shuffle_validation"):
+                streams[1] = streams[1].shuffle(len(validation[0]))
             self.register_data(
-                train_loader=stream.batch(size),
-                validation_loader=tf.data.Dataset.from_tensor_slices(validation).batch(size),
+                train_loader=streams[0].batch(size), validation_loader=streams[1].batch(size)
             )
         else:
             self.register_data(

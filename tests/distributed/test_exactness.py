@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer, TrainingOperator
-from raysgd.utils import BATCH_SIZE
+from raysgd import TorchTrainer
 from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters, replica_hash
+from tests.shared import Shared
 
 
 def plain_validation(model, batch_size):
@@ -41,17 +41,14 @@ def plain_training(num_steps, batch_size, batch_norm=False):
     return model
 
 
-def num_small_reductions(operator):
-    """Return how many reductions this worker's mesh has begun."""
-    return torch.distributed.group.WORLD._mesh._num_started
-
-
 class Compiling(Classifier):
-    """Compiles its model, once it has trained some steps without."""
+    """Compiles its model, once it has trained some steps without, where it is told to."""
+
+    compiles = False
 
     def train_batch(self, batch, batch_info):
         features, target = batch
-        if self.global_step == 2:
+        if self.compiles and self.global_step == 2:
             self.loaded = is_dynamo_loaded()
             self.model = torch.compile(self.model, backend="eager")
         loss = self.criterion(self.model(features), target)
@@ -64,103 +61,84 @@ def is_dynamo_loaded():
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-def test_models_can_be_compiled_and_nothing_is_loaded_for_it_before(ray_cluster):
-    config = {"shuffle": False, "batch_size": 16, "momentum": 0.9}
-    with TorchTrainer(training_operator_cls=Compiling, config=config, num_workers=2) as trainer:
-        trainer.train(num_steps=10)
-        assert trainer.apply_all_operators(lambda op: op.loaded) == [False, False]
-        assert trainer.apply_all_workers(is_dynamo_loaded) == [True, True]
-        found = trainer.apply_all_operators(parameters)
-    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 32).parameters()]).detach()
-    for each in found:
-        assert torch.allclose(each, expected, atol=1e-6, rtol=0)
+@pytest.fixture(scope="module")
+def three_workers(module_cluster):
+    config = {"batch_size": 16, "shuffle": False, "momentum": 0.9, "loader_workers": 1}
+    with TorchTrainer(training_operator_cls=Compiling, config=config, num_workers=3) as trainer:
+        yield Shared(trainer)
 
 
-class Whole(Classifier):
-    """Registers lists, which each worker reads as a whole, and may measure like a beginner."""
-
-    def setup(self, config):
-        super().setup(config)
-        data = make_data(64)
-        loader = torch.utils.data.DataLoader(data, batch_size=32)
-        self.register_data(train_loader=list(loader), validation_loader=list(loader))
-
-    def validate(self, val_iterator, info=None):
-        metrics = super().validate(val_iterator, info)
-        return {"val_loss": metrics["val_loss"] + self.world_rank} if info else metrics
+@pytest.fixture
+def three(three_workers):
+    return three_workers.fresh().trainer
 
 
-def test_what_is_most_likely_wrong_is_pointed_out_once(ray_cluster, caplog):
-    with TorchTrainer(training_operator_cls=Whole, num_workers=2) as trainer:
-        for _ in range(2):
-            trainer.train()
-            trainer.validate(info={"own": True})
-    assert caplog.text.count("All 2 workers measured the same in train()") == 1
-    assert caplog.text.count("no 'num_samples'") == 1
+def check_validation(trainer, batch_size):
+    """It measures what a single process does, and moves nothing."""
+    before = trainer.get_model().state_dict()
+    metrics = trainer.validate()
+    expected = plain_validation(trainer.get_model(), batch_size)
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    after = trainer.get_model().state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("loader_workers", [0, 1])
-def test_validation_equals_a_single_process(ray_cluster, num_workers, loader_workers):
-    config = {"batch_size": 28, "loader_workers": loader_workers}
-    with TorchTrainer(
-        training_operator_cls=Classifier, config=config, num_workers=num_workers
-    ) as trainer:
-        metrics = trainer.validate()
-        expected = plain_validation(make_model(), batch_size=28)
-        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
-        trainer.train()
-        metrics = trainer.validate()
-        expected = plain_validation(trainer.get_model(), batch_size=28)
-        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+def test_validation_equals_a_single_process(three):
+    check_validation(three, 16)
+    three.train()
+    check_validation(three, 16)
 
 
-@pytest.mark.parametrize("loader_workers", [0, 2])
-def test_two_workers_take_the_steps_of_one_process_with_twice_the_batch(
-    ray_cluster, loader_workers
-):
-    config = {
-        "batch_size": 16,
-        "shuffle": False,
-        "momentum": 0.9,
-        "loader_workers": loader_workers,
-    }
-    with TorchTrainer(training_operator_cls=Classifier, config=config, num_workers=2) as trainer:
-        trainer.train(num_steps=1)
-        trainer.train(num_steps=9)
-        found = trainer.apply_all_operators(parameters)
-        reduced = trainer.apply_all_operators(num_small_reductions)
-    assert min(reduced) >= 10  # gradients as small as these do not go by gloo
-    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 32).parameters()]).detach()
-    assert torch.equal(found[0], found[1])
+def test_validation_of_batch_norm_equals_a_single_process(module_cluster):
+    config = {"batch_norm": True, "momentum": 0.9, "batch_size": 31}
+    for num_workers in (1, 2):
+        with TorchTrainer(
+            training_operator_cls=Classifier,
+            config=config,
+            num_workers=num_workers,
+            use_local=True,
+            use_gpu=False,
+        ) as trainer:
+            trainer.train(num_steps=4)
+            check_validation(trainer, 31)
+            assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+
+
+def check_training(trainer):
+    """Ten steps are those of one process with three times the batch."""
+    found = trainer.apply_all_operators(parameters)
+    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 48).parameters()]).detach()
+    assert all(torch.equal(found[0], each) for each in found)
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
 
 
-def test_batch_norm_replicas_are_identical_and_validate_exactly(ray_cluster):
-    config = {"batch_norm": True, "momentum": 0.9, "batch_size": 31}
-    with TorchTrainer(training_operator_cls=Classifier, config=config, num_workers=3) as trainer:
-        trainer.train(num_steps=4)
-        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
-        metrics = trainer.validate()
-        expected = plain_validation(trainer.get_model(), batch_size=31)
-        assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
-        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+def test_three_workers_take_the_steps_of_one_process_with_three_times_the_batch(three):
+    three.train(num_steps=1)
+    three.train(num_steps=9)
+    check_training(three)
 
 
-def test_num_steps_goes_on_where_the_last_call_stopped(ray_cluster):
-    with TorchTrainer(
-        training_operator_cls=Classifier, config={"batch_size": 100}, num_workers=2
-    ) as trainer:
-        first = trainer.train(num_steps=2)  # an epoch is 6 steps, the last one of 3 samples
-        assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 400, 2)
-        rest = trainer.train()
-        assert (rest["epoch"], rest["num_samples"], rest["batch_count"]) == (1, 603, 4)
-        long = trainer.train(num_steps=8)
-        assert (long["epoch"], long["num_samples"], long["batch_count"]) == (3, 1403, 8)
-        assert (trainer.epoch, trainer.global_step) == (3, 14)
-        half = trainer.validate(num_steps=3)
-        other = trainer.validate(num_steps=3)
-        assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
+def test_num_steps_goes_on_where_the_last_call_stopped(three):
+    """An epoch is 21 steps, the last one of 43 samples."""
+    first = three.train(num_steps=2)
+    assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 96, 2)
+    rest = three.train()
+    assert (rest["epoch"], rest["num_samples"], rest["batch_count"]) == (1, 907, 19)
+    long = three.train(num_steps=23)
+    assert (long["epoch"], long["num_samples"], long["batch_count"]) == (3, 1003 + 96, 23)
+    assert (three.epoch, three.global_step) == (3, 44)
+    half = three.validate(num_steps=10)
+    other = three.validate(num_steps=11)
+    assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
+
+
+@pytest.mark.slow("three workers load the compiler")
+def test_models_can_be_compiled_and_nothing_is_loaded_for_it_before(three):
+    three.apply_all_operators(lambda op: setattr(op, "compiles", True))
+    three.train(num_steps=10)
+    assert three.apply_all_operators(lambda op: op.loaded) == [False] * 3
+    assert three.apply_all_workers(is_dynamo_loaded) == [True] * 3
+    check_training(three)
 
 
 class Centers(torch.nn.Module):
@@ -198,8 +176,10 @@ def centers_of(operator):
     return operator.criterion.centers.tolist()
 
 
-def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(ray_cluster, tmp_path):
-    with TorchTrainer(training_operator_cls=Centered, num_workers=2) as trainer:
+def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(module_cluster, tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Centered, num_workers=2, use_local=True, use_gpu=False
+    ) as trainer:
         trainer.train()
         trainer.validate()
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
@@ -210,114 +190,3 @@ def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(ray_clu
     with TorchTrainer(training_operator_cls=Centered, use_local=True) as trainer:
         trainer.load(tmp_path / "state.pt")
         assert centers_of(trainer.get_local_operator()) == held
-
-
-class Ledger(TrainingOperator):
-    """One parameter a sample, which training on that sample once moves from 0 to 1."""
-
-    def setup(self, config):
-        model = Weights(config["num_samples"])
-        self.model, self.optimizer = self.register(
-            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
-        )
-        batch_size = config.get(BATCH_SIZE, config.get("batch_size"))
-        data = Ids(config["num_samples"])
-        self.register_data(
-            train_loader=DataLoader(
-                data, batch_size=batch_size, shuffle=True, num_workers=config["loader_workers"]
-            )
-        )
-
-    def train_batch(self, batch, batch_info):
-        loss = -self.model(batch).sum() * self.world_size
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return {"num_samples": len(batch)}
-
-
-class Weights(torch.nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weights = torch.nn.Parameter(torch.zeros(size))
-
-    def forward(self, ids):
-        return self.weights[ids]
-
-
-class Ids(Dataset):
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-
-
-class Shuffling:
-    """A sampler that keeps its random numbers to itself, or to a generator that is known."""
-
-    def __init__(self, size, seeded):
-        self.size = size
-        if seeded:
-            self.generator = torch.Generator()
-        else:
-            self.hidden = torch.Generator()
-            self.hidden.seed()
-
-    def __len__(self):
-        return self.size
-
-    def __iter__(self):
-        generator = self.generator if hasattr(self, "generator") else self.hidden
-        return iter(torch.randperm(self.size, generator=generator).tolist())
-
-
-class OwnOrder(Ledger):
-    """A Ledger with a sampler of its own."""
-
-    def setup(self, config):
-        super().setup(config)
-        sampler = Shuffling(config["num_samples"], config["seeded"])
-        data = Ids(config["num_samples"])
-        self.register_data(train_loader=DataLoader(data, batch_size=8, sampler=sampler))
-
-
-@pytest.mark.parametrize("seeded", [True, False])
-def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(ray_cluster, seeded):
-    config = {"num_samples": 48, "batch_size": 8, "loader_workers": 0, "seeded": seeded}
-    with TorchTrainer(training_operator_cls=OwnOrder, config=config, num_workers=2) as trainer:
-        if seeded:
-            trainer.train(num_steps=1)
-            trainer.train()
-            trainer.train()
-            assert ledger_of(trainer).tolist() == [2] * 48
-        else:
-            with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
-                trainer.train()
-            assert ledger_of(trainer).tolist() == [0] * 48
-
-
-def ledger_of(trainer):
-    return trainer.get_model().weights.detach()
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "loader_workers", "batch"),
-    [(2, 0, {"batch_size": 8}), (3, 2, {"batch_size": 8}), (4, 0, {BATCH_SIZE: 32})],
-)
-def test_an_epoch_trains_each_sample_once(ray_cluster, num_workers, loader_workers, batch):
-    config = {"num_samples": 205, "loader_workers": loader_workers, **batch}
-    with TorchTrainer(
-        training_operator_cls=Ledger, config=config, num_workers=num_workers
-    ) as trainer:
-        trainer.train(num_steps=3)
-        metrics = trainer.train()
-        ledger = ledger_of(trainer)
-        # the last step may repeat some samples, to give every worker one
-        repeats = int((ledger == 2).sum())
-        assert int((ledger == 1).sum()) == 205 - repeats
-        assert repeats < num_workers
-        assert metrics["epoch"] == 1

@@ -1,44 +1,94 @@
-"""Horovod in place of DistributedDataParallel: identical replicas, and groups made anew."""
+"""Horovod in place of DistributedDataParallel: identical replicas, and groups made anew.
+
+The tests share two workers, with all that Horovod has to work together with.
+"""
+
+import os
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
-from tests.conftest import wait_until
-from tests.operators import Classifier, make_data, make_model, parameters, replica_hash
+from tests.conftest import import_horovod, wait_until
+from tests.operators import make_data, make_model, parameters, replica_hash
 
-pytest.importorskip("horovod")
-
-QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
+import_horovod()
 
 
-class Compressed(Classifier):
-    """Sends gradients as float16, in groups of two batches."""
+class Watching(torch.nn.Module):
+    """Keeps a mean of what passes, as batch normalization does; what passes stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(dim=0), 0.1)
+        return x
+
+
+class Everything(TrainingOperator):
+    """Accumulates, clips, schedules; sends gradients as float16 where `compresses` is set."""
+
+    compresses = False
 
     def setup(self, config):
-        import horovod.torch as hvd
-
-        model = make_model()
+        model = torch.nn.Sequential(Watching(), make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         self.model, self.optimizer, self.criterion, _ = self.register(
             models=model,
             optimizers=optimizer,
             criterion=torch.nn.CrossEntropyLoss(),
-            schedulers=scheduler,
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
             gradient_accumulation_steps=2,
             max_grad_norm=1.0,
-            horovod_args={"compression": hvd.Compression.fp16},
+            horovod_args={"compression": self.compression()} if config["horovod"] else None,
         )
-        self.register_data(train_loader=torch.utils.data.DataLoader(make_data(), batch_size=32))
+        loader = DataLoader(make_data(), batch_size=config["batch_size"])
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def state_dict(self):
+        return {"compresses": self.compresses}
+
+    def load_state_dict(self, state):
+        self.compresses = state["compresses"]
+
+    def compression(self):
+        import horovod.torch as hvd
+
+        operator = self
+
+        class Switched(hvd.Compression.fp16):
+            @staticmethod
+            def compress(tensor):
+                if operator.compresses:
+                    return hvd.Compression.fp16.compress(tensor)
+                return tensor, tensor.dtype
+
+        return Switched
 
 
-def make_trainer(operator_cls=Classifier, config=None, **arguments):
-    given = {"num_workers": 2, "backend": "horovod", "elastic": QUICK, "timeout_s": 60, **arguments}
-    return TorchTrainer(
-        training_operator_cls=operator_cls, config={"momentum": 0.9, **(config or {})}, **given
-    )
+@pytest.fixture(scope="module")
+def trainer(module_cluster):
+    with TorchTrainer(
+        training_operator_cls=Everything,
+        config={"horovod": True, "batch_size": 16},
+        num_workers=2,
+        backend="horovod",
+        scheduler_step_freq="epoch",
+        elastic=ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0),
+        timeout_s=60,
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def start(trainer):
+    """The state before the first step."""
+    return trainer.state_dict()
 
 
 def hashes(trainer):
@@ -46,9 +96,11 @@ def hashes(trainer):
 
 
 def pids(trainer):
-    import os
-
     return trainer.apply_all_workers(lambda: os.getpid())
+
+
+def compress(operator):
+    operator.compresses = True
 
 
 def fail_once(operator):
@@ -64,54 +116,62 @@ def fail_once(operator):
         operator.train_batch = train_batch
 
 
-def test_workers_stay_identical_also_after_losses_and_errors(ray_cluster, tmp_path):
-    with make_trainer(config={"batch_norm": True}) as trainer:
-        for epoch in (1, 2):
-            result = trainer.train()
-            assert (result["epoch"], result["num_samples"]) == (epoch, 1003)
-            assert len(hashes(trainer)) == 1
-        assert trainer.validate()["num_samples"] == 1003
-        before = pids(trainer)
+@pytest.mark.slow("two workers start")
+def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(trainer, start):
+    before = trainer.apply_all_operators(parameters)[0]
+    trainer.train(num_steps=20)
+    found = trainer.apply_all_operators(parameters)[0]
+    assert (found - before).abs().max() > 0.01
+    with TorchTrainer(
+        training_operator_cls=Everything,
+        config={"horovod": False, "batch_size": 32},
+        scheduler_step_freq="epoch",
+        use_local=True,
+    ) as alone:
+        alone.train(num_steps=20)
+        expected = alone.apply_all_operators(parameters)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
-        trainer.apply_all_operators(fail_once)
-        with pytest.raises(ValueError, match="bad batch"):
-            trainer.train()
-        assert trainer.train(max_retries=0)["epoch"] == 3
-        assert pids(trainer) == before
+
+def test_compression_accumulation_clipping_and_schedules_work_together(trainer, start):
+    trainer.load_state_dict(start)
+    trainer.apply_all_operators(compress)
+    first, second = trainer.train(), trainer.train()
+    assert second["train_loss"] < first["train_loss"]
+    assert len(hashes(trainer)) == 1
+    rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
+    assert rates == [0.025, 0.025]
+
+
+@pytest.mark.slow("a worker is lost, and another one starts")
+def test_workers_stay_identical_also_after_losses_and_errors(trainer, start, tmp_path):
+    trainer.load_state_dict(start)
+    trainer.apply_all_operators(compress)
+    for epoch in (1, 2):
+        result = trainer.train()
+        assert (result["epoch"], result["num_samples"]) == (epoch, 1003)
         assert len(hashes(trainer)) == 1
+    assert trainer.validate()["num_samples"] == 1003
+    before = pids(trainer)
 
-        step = trainer.global_step
-        with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]):
-            assert trainer.train()["epoch"] == 4
-        assert trainer.global_step >= step + 16
-        assert before[0] in pids(trainer)  # the survivor kept its process
-        wait_until(lambda: trainer.num_workers == 2 or not trainer.train(), timeout_s=60)
-        assert len(hashes(trainer)) == 1
-        kinds = [event.kind for event in trainer.events]
-        assert "lost" in kinds
-        assert "grown" in kinds
-        path = trainer.save(tmp_path / "state.pt")
-        trainer.train(num_steps=3)
-        trainer.load(path)
-        assert len(hashes(trainer)) == 1
+    trainer.apply_all_operators(fail_once)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert trainer.train(max_retries=0)["epoch"] == 3
+    assert pids(trainer) == before
+    assert len(hashes(trainer)) == 1
 
-
-def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(ray_cluster):
-    found = []
-    for num_workers, batch_size in ((2, 16), (1, 32)):
-        config = {"shuffle": False, "batch_size": batch_size}
-        with make_trainer(config=config, num_workers=num_workers) as trainer:
-            before = trainer.apply_all_operators(parameters)[0]
-            trainer.train(num_steps=20)
-            found.append(trainer.apply_all_operators(parameters)[0])
-            assert (found[-1] - before).abs().max() > 0.01
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
-
-
-def test_compression_accumulation_clipping_and_schedules_work_together(ray_cluster):
-    with make_trainer(Compressed, scheduler_step_freq="epoch") as trainer:
-        first, second = trainer.train(), trainer.train()
-        assert second["train_loss"] < first["train_loss"]
-        assert len(hashes(trainer)) == 1
-        rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
-        assert rates == [0.025, 0.025]
+    step = trainer.global_step
+    with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]):
+        assert trainer.train()["epoch"] == 4
+    assert trainer.global_step >= step + 32
+    assert before[0] in pids(trainer)  # the survivor kept its process
+    wait_until(lambda: trainer.num_workers == 2 or not trainer.train(), timeout_s=60)
+    assert len(hashes(trainer)) == 1
+    kinds = [event.kind for event in trainer.events]
+    assert "lost" in kinds
+    assert "grown" in kinds
+    path = trainer.save(tmp_path / "state.pt")
+    trainer.train(num_steps=3)
+    trainer.load(path)
+    assert len(hashes(trainer)) == 1

@@ -11,17 +11,10 @@ from raysgd import TorchTrainer
 from raysgd.execution.lines import Lines
 from raysgd.execution.members import ActorMember
 from tests.conftest import wait_until
-from tests.distributed.test_exactness import Ledger, ledger_of
+from tests.ledger import Ledger, ledger_of
+from tests.shared import Shared
 
 NUM_SAMPLES = 400
-
-
-def make_trainer(num_workers=2):
-    return TorchTrainer(
-        training_operator_cls=Slow,
-        config={"num_samples": NUM_SAMPLES, "batch_size": 5, "loader_workers": 0},
-        num_workers=num_workers,
-    )
 
 
 class Slow(Ledger):
@@ -32,39 +25,93 @@ class Slow(Ledger):
         return super().train_batch(batch, batch_info)
 
 
+def make_trainer():
+    return TorchTrainer(
+        training_operator_cls=Slow,
+        config={"num_samples": NUM_SAMPLES, "batch_size": 5},
+        num_workers=2,
+    )
+
+
+def has_lines():
+    return any(thread.name == "raysgd-lines" for thread in threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def two_workers(module_cluster):
+    with make_trainer() as trainer:
+        yield Shared(trainer)
+        trainer.train(num_steps=1)
+        assert has_lines()
+    wait_until(lambda: not has_lines())
+
+
+@pytest.fixture
+def two(two_workers):
+    return two_workers.fresh()
+
+
 def lines_of(trainer):
     return trainer._supervisor._group._lines
 
 
-def test_connections_that_break_cost_no_step(ray_cluster):
+def test_most_calls_are_none_of_rays_and_keep_their_order(two, monkeypatch):
+    work_by_ray = []
+    submit = ActorMember._submit
+
+    def noted(self, group, method, arguments):
+        if group == "work":
+            work_by_ray.append(method)
+        return submit(self, group, method, arguments)
+
+    trainer = two.trainer
+    trainer.train(num_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ActorMember, "_submit", noted)
+        for _ in range(5):
+            trainer.train(num_steps=1)
+    assert work_by_ray == ["serve"] * len(work_by_ray)
+    assert len(work_by_ray) in (0, 2)  # once a worker, until something else comes between
+
+    trainer.load_state_dict(two.start)
+    for number in range(1, 6):
+        trainer.train(num_steps=1)
+        assert trainer.apply_all_operators(lambda operator: operator.global_step) == [number] * 2
+        assert trainer.state_dict()["global_step"] == number
+        trainer.train(num_steps=1, info={"large": bytes(2**15)})
+        trainer.load_state_dict(trainer.state_dict() | {"global_step": number})
+    assert trainer.global_step == 5
+
+
+def test_connections_that_break_cost_no_step(two):
     """Those of both workers, in the midst of a call, again and again."""
-    with make_trainer() as trainer:
-        done = threading.Event()
-        broken = []
+    trainer = two.trainer
+    done = threading.Event()
+    broken = []
 
-        def break_all():
-            while not done.wait(0.05):
-                broken.append(lines_of(trainer)._reader is not None)
-                lines_of(trainer).close()
+    def break_all():
+        while not done.wait(0.05):
+            broken.append(lines_of(trainer)._reader is not None)
+            lines_of(trainer).close()
 
-        breaker = threading.Thread(target=break_all)
-        breaker.start()
-        try:
-            for _ in range(10):
-                trainer.train(num_steps=2)
-            metrics = trainer.train()
-        finally:
-            done.set()
-            breaker.join()
-        assert sum(broken) > 2
-        assert lines_of(trainer).usable
-        assert metrics["num_samples"] == NUM_SAMPLES - 10 * 2 * 10
-        assert ledger_of(trainer).eq(1).all()
-        assert trainer.global_step == NUM_SAMPLES // 10
-        assert [event.kind for event in trainer.events] == ["started"]
+    breaker = threading.Thread(target=break_all)
+    breaker.start()
+    try:
+        for _ in range(10):
+            trainer.train(num_steps=2)
+        metrics = trainer.train()
+    finally:
+        done.set()
+        breaker.join()
+    assert sum(broken) > 2
+    assert lines_of(trainer).usable
+    assert metrics["num_samples"] == NUM_SAMPLES - 10 * 2 * 10
+    assert ledger_of(trainer).eq(1).all()
+    assert trainer.global_step == NUM_SAMPLES // 10
+    assert two.kinds == []
 
 
-def test_workers_that_cannot_connect_are_called_by_ray(ray_cluster, monkeypatch, caplog):
+def test_workers_that_cannot_connect_are_called_by_ray(module_cluster, monkeypatch, caplog):
     opened = Lines.open
 
     def elsewhere(self, host):
@@ -83,41 +130,3 @@ def test_workers_that_cannot_connect_are_called_by_ray(ray_cluster, monkeypatch,
         assert not lines_of(trainer).usable
     said = [r.message for r in caplog.records if "cannot connect to the driver" in r.message]
     assert len(said) == 1
-
-
-def test_calls_by_both_ways_keep_their_order(ray_cluster):
-    with make_trainer() as trainer:
-        for number in range(1, 6):
-            trainer.train(num_steps=1)
-            assert (
-                trainer.apply_all_operators(lambda operator: operator.global_step) == [number] * 2
-            )
-            assert trainer.state_dict()["global_step"] == number
-            trainer.train(num_steps=1, info={"large": bytes(2**15)})
-            trainer.load_state_dict(trainer.state_dict() | {"global_step": number})
-        assert trainer.global_step == 5
-
-
-def test_nothing_of_them_is_left(ray_cluster):
-    with make_trainer() as trainer:
-        trainer.train(num_steps=1)
-        assert any(thread.name == "raysgd-lines" for thread in threading.enumerate())
-    wait_until(lambda: not any(t.name == "raysgd-lines" for t in threading.enumerate()))
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_most_calls_are_none_of_rays(ray_cluster, monkeypatch, num_workers):
-    work_by_ray = []
-    submit = ActorMember._submit
-
-    def noted(self, group, method, arguments):
-        if group == "work":
-            work_by_ray.append(method)
-        return submit(self, group, method, arguments)
-
-    monkeypatch.setattr(ActorMember, "_submit", noted)
-    with make_trainer(num_workers) as trainer:
-        work_by_ray.clear()
-        for _ in range(5):
-            trainer.train(num_steps=1)
-        assert work_by_ray == ["serve"] * num_workers

@@ -10,25 +10,24 @@ from raysgd import TorchTrainer
 from raysgd.operators import (
     GAN,
     ImageClassifier,
-    LanguageModel,
-    Regressor,
     SemanticSegmenter,
     WithMetrics,
 )
 from tests.operators import replica_hash
-from tests.unit.operators.samples import diabetes, digits, shapes
+from tests.unit.operators.samples import digits, shapes
 
 
-def results(operator_cls, config, num_workers, num_steps=3):
+def results(operator_cls, config, num_steps):
     """Train a little, and return the metrics of validation and the model, as the driver has it.
 
-    Validation is done a second time in two calls: in the last step of all some workers have no
-    batch.
+    There are two workers, one of which is the driver. Validation is done a second time in two
+    calls: in the last step of all one of them has no batch.
     """
     with TorchTrainer(
         training_operator_cls=operator_cls,
         config={"seed": 0, **config},
-        num_workers=num_workers,
+        num_workers=2,
+        use_local=True,
         use_gpu=False,
     ) as trainer:
         trainer.train(num_steps=num_steps)
@@ -44,11 +43,12 @@ def results(operator_cls, config, num_workers, num_steps=3):
         return found, models
 
 
+@pytest.mark.slow("scikit-learn is loaded")
 @torch.no_grad()
-def test_mean_iou_is_that_of_all_pixels(ray_cluster):
-    """37 images in batches of 5 on 3 workers: the last of eight batches is not full."""
+def test_mean_iou_is_that_of_all_pixels(module_cluster):
+    """33 images in batches of 5: the last of seven batches is not full."""
     torch.manual_seed(0)
-    images, masks = shapes(37, seed=3)
+    images, masks = shapes(33, seed=3)
     masks[7] = 255
     config = {
         "model": nn.Sequential(
@@ -64,7 +64,7 @@ def test_mean_iou_is_that_of_all_pixels(ray_cluster):
         "batch_size": 5,
         "lr": 0.02,
     }
-    found, model = results(SemanticSegmenter, config, num_workers=3, num_steps=80)
+    found, model = results(SemanticSegmenter, config, num_steps=80)
     from sklearn.metrics import jaccard_score
 
     scores = model(images)
@@ -72,65 +72,13 @@ def test_mean_iou_is_that_of_all_pixels(ray_cluster):
     predicted, target = scores.argmax(dim=1)[counts], masks[counts]
     logs = scores.double().log_softmax(dim=1).permute(0, 2, 3, 1)[counts]
     expected = {
-        "num_samples": 37,
+        "num_samples": 33,
         "val_loss": -logs[torch.arange(len(target)), target].mean().item(),
         "val_pixel_accuracy": (predicted == target).double().mean().item(),
         "val_mean_iou": jaccard_score(target, predicted, average="macro"),
     }
     assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     assert 0.34 < found["val_mean_iou"] < 1
-
-
-@torch.no_grad()
-def test_perplexity_is_that_of_all_tokens(ray_cluster):
-    """Six sequences in batches of 2 on 2 workers, the last one of 5 tokens."""
-    text = torch.arange(5 * 16 + 6) * 11 % 31
-    config = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "sequence_length": 16,
-        "train_data": torch.arange(400) * 11 % 31,
-        "validation_data": text,
-        "batch_size": 2,
-        "lr": 0.01,
-    }
-    found, model = results(LanguageModel, config, num_workers=2)
-    assert model.tokens.weight is model.scores.weight
-    nats = []
-    for start in range(0, len(text) - 1, 16):
-        window = text[start : start + 17]
-        logs = model(window[None, :-1])[0].double().log_softmax(dim=1)
-        nats += (-logs[torch.arange(len(window) - 1), window[1:]]).tolist()
-    assert len(nats) == len(text) - 1
-    mean = math.fsum(nats) / len(nats)
-    assert found["val_loss"] == pytest.approx(mean, abs=1e-6)
-    assert found["val_perplexity"] == pytest.approx(math.exp(mean), abs=1e-5, rel=1e-6)
-    assert found["num_samples"] == 6
-
-
-@torch.no_grad()
-def test_r2_and_rmse_are_those_of_all_samples(ray_cluster):
-    torch.manual_seed(0)
-    train, (features, target) = diabetes()
-    config = {
-        "model": nn.Linear(10, 1),
-        "train_data": train,
-        "validation_data": (features, target),
-        "batch_size": 7,
-        "lr": 3.0,
-        "optimizer": "adam",
-    }
-    found, model = results(Regressor, config, num_workers=2, num_steps=16)
-    from sklearn.metrics import r2_score
-
-    output = model(features)[:, 0].double()
-    expected = {
-        "val_r2": r2_score(target.double(), output),
-        "val_rmse": (output - target).square().mean().sqrt().item(),
-        "val_mae": (output - target).abs().mean().item(),
-    }
-    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
 class Measured(WithMetrics, ImageClassifier):
@@ -153,9 +101,10 @@ class Measured(WithMetrics, ImageClassifier):
                 metric.update(output, target)
 
 
+@pytest.mark.slow("torchmetrics is loaded")
 @pytest.mark.filterwarnings("ignore:No positive samples")  # among the last eight, in fact
 @torch.no_grad()
-def test_metrics_of_torchmetrics_are_those_of_all_samples(ray_cluster):
+def test_metrics_of_torchmetrics_are_those_of_all_samples(module_cluster):
     """The last of twenty steps has 8 samples in all, so that one worker has a batch less."""
     torch.manual_seed(0)
     train, held_out = digits()
@@ -167,7 +116,7 @@ def test_metrics_of_torchmetrics_are_those_of_all_samples(ray_cluster):
         "batch_size": 9,
         "lr": 0.01,
     }
-    found, model = results(Measured, config, num_workers=2, num_steps=20)
+    found, model = results(Measured, config, num_steps=20)
     from sklearn.metrics import f1_score, roc_auc_score
 
     scores = model(images)
@@ -182,7 +131,7 @@ def test_metrics_of_torchmetrics_are_those_of_all_samples(ray_cluster):
     assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(ray_cluster):
+def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(module_cluster):
     """Accumulated too, with models that have batch and spectral normalization."""
     train, held_out = ((images.flatten(1),) for images, _ in digits())
     config = {
@@ -197,7 +146,7 @@ def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(ray_cluster)
         "lr": 2e-3,
         "gradient_accumulation_steps": 2,
     }
-    found, models = results(GAN, config, num_workers=2, num_steps=40)
+    found, models = results(GAN, config, num_steps=40)
     assert nn.utils.parametrize.is_parametrized(models[1][3]), "its spectral norm came along"
     assert found["num_samples"] == 340
     assert 0 < found["val_frechet_distance"] < math.inf

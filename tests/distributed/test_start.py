@@ -1,22 +1,26 @@
 """Where workers are placed, how many start, and what each of them knows of its place."""
 
-import json
+import itertools
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.errors import InsufficientResourcesError
 from raysgd.execution import placement
+from raysgd.testing import chaos
+from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
+from tests.ledger import Ids, SlowLedger, ledger_of
 from tests.operators import Classifier
+from tests.shared import make_whole
 
 
 @pytest.fixture
@@ -77,19 +81,42 @@ def test_ctrl_c_while_further_room_is_asked_for_leaves_none_behind(ray_cluster, 
     assert not waiting_requests()
 
 
-def test_a_trainer_that_was_not_shut_down_is_named_at_once(ray_cluster):
-    """As in a notebook, whose cell is run again."""
+@pytest.mark.slow("two groups of workers start")
+def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster):
+    """Of four CPUs both need three; what the workers hold beside them is asserted on the way."""
+    # the blocks of a Ray Dataset are such references
+    reference = ray_cluster.put({"answer": 42})
+    with TorchTrainer(
+        training_operator_cls=Classifier,
+        num_workers=2,
+        num_cpus_per_worker=2,
+        config={"reference": reference},
+    ) as trainer:
+        assert ray_cluster.available_resources().get("CPU", 0) == 0
+        assert trainer.apply_all_workers(torch.get_num_threads) == [2, 2]
+        fetched = trainer.apply_all_operators(
+            lambda op: ray.get(op.config["reference"], timeout=20)["answer"]
+        )
+        assert fetched == [42, 42]
     kept = {"training_operator_cls": Classifier, "num_workers": 1, "num_cpus_per_worker": 3}
-    with TorchTrainer(**kept):
-        with pytest.raises(InsufficientResourcesError, match=r"^No room for") as caught:
-            TorchTrainer(**kept)
-        assert "not shut down hold 3 CPU: call their shutdown()" in str(caught.value)
-        # what the cluster never has is not their fault
-        with pytest.raises(InsufficientResourcesError, match="No room for 1 worker") as caught:
-            TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
-        assert "not shut down" not in str(caught.value)
-        with pytest.raises(InsufficientResourcesError, match=r"the least .* of up to 2 workers\."):
-            TorchTrainer(**{**kept, "num_workers": 2})
+    with TorchTrainer(**kept) as trainer:
+        # one worker has no process group
+        assert trainer.apply_all_workers(torch.distributed.is_initialized) == [False]
+        assert trainer.apply_all_operators(lambda op: type(op.model).__name__) == ["Sequential"]
+        check_that_it_is_named_at_once(kept)
+
+
+def check_that_it_is_named_at_once(kept):
+    """A trainer that was not shut down, as in a notebook whose cell is run again."""
+    with pytest.raises(InsufficientResourcesError, match=r"^No room for") as caught:
+        TorchTrainer(**kept)
+    assert "not shut down hold 3 CPU: call their shutdown()" in str(caught.value)
+    # what the cluster never has is not their fault
+    with pytest.raises(InsufficientResourcesError, match="No room for 1 worker") as caught:
+        TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
+    assert "not shut down" not in str(caught.value)
+    with pytest.raises(InsufficientResourcesError, match=r"the least .* of up to 2 workers\."):
+        TorchTrainer(**{**kept, "num_workers": 2})
 
 
 def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
@@ -117,12 +144,91 @@ def test_a_request_that_is_given_up_is_taken_back(ray_cluster):
     remove_placement_group(taken)
 
 
-def test_training_starts_with_what_fits(two_cpus_taken, caplog):
-    with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
-        assert (trainer.num_workers, trainer.max_workers) == (2, 4)
-        assert "with 2 of 4 workers, each with 1 CPU: the cluster has 4 CPU, and no" in caplog.text
-        assert trainer.apply_all_operators(lambda op: op.world_size) == [2, 2]
-        assert trainer.train()["num_samples"] == 1003
+class HiddenOrder:
+    """Draws from random numbers of its own, alike on all workers that were there at the start."""
+
+    def __init__(self, size):
+        self.size = size
+        self.hidden = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size, generator=self.hidden).tolist())
+
+
+class Growing(SlowLedger):
+    """Its batches follow the share; shuffles by a seed where one stands in a file."""
+
+    def make_loader(self, config):
+        data, seed = Ids(config["num_samples"]), os.path.join(config["folder"], "seed")
+        if not os.path.exists(seed):
+            return DataLoader(data, config[BATCH_SIZE], sampler=HiddenOrder(len(data)))
+        with open(seed) as file:
+            generator = torch.Generator().manual_seed(int(file.read()))
+        return DataLoader(data, 4, shuffle=True, generator=generator)
+
+    def setup(self, config):
+        super().setup(config)
+        # twice the share, which is no batch size that follows the share
+        data = Ids(config["num_samples"])
+        self.register_data(validation_loader=DataLoader(data, batch_size=2 * config[BATCH_SIZE]))
+        self.validated = []
+
+    def validate_batch(self, batch, batch_info):
+        self.validated += batch.tolist()
+        return {"num_samples": len(batch)}
+
+    def use_seed(self):
+        self.register_data(train_loader=self.make_loader(self.config))
+
+
+@pytest.mark.slow("a worker starts, two when there is room, and one that replaces the first")
+def test_training_starts_with_what_fits_and_newcomers_go_on_in_the_order_of_the_others(
+    two_cpus_taken, caplog, tmp_path
+):
+    """They make batches as the others do, for no retry."""
+    num_samples, seed = 1200, tmp_path / "seed"
+    with TorchTrainer(
+        training_operator_cls=Growing,
+        config={
+            "num_samples": num_samples,
+            "folder": str(tmp_path),
+            "until_size": 0,
+            BATCH_SIZE: 12,
+        },
+        num_workers=3,
+        num_cpus_per_worker=1.25,
+        elastic=ElasticConfig(resize_cooldown_s=0.0),
+    ) as trainer:
+        assert (trainer.num_workers, trainer.max_workers) == (1, 3)
+        assert "with 1 of 3 workers, each with 1.25 CPU: the cluster has 4 CPU" in caplog.text
+        trainer.train()
+        trainer.train(num_steps=1)
+        trainer.apply_all_operators(lambda op: op.config.update(until_size=3))
+        remove_placement_group(two_cpus_taken)
+        trainer.train(max_retries=0)
+        assert trainer.num_workers == 3
+        assert {event.kind for event in trainer.events} == {"started", "grown"}
+        assert ledger_of(trainer).tolist() == [2] * num_samples
+        kept = trainer.apply_all_operators(lambda operator: operator._parts.batching())
+        # of shares of 12, and of 6 or 4, in setup
+        assert kept == [{"train": (4, True), "validation": (24, False)}] * 3
+        assert trainer.validate()["num_samples"] == num_samples
+        validated = trainer.apply_all_operators(lambda operator: operator.validated)
+        assert sorted(itertools.chain(*validated)) == list(range(num_samples))
+
+        seed.write_text("0")
+        trainer.apply_all_operators(Growing.use_seed)
+        trainer.train()
+        trainer.train(num_steps=1)
+        seed.write_text("1")
+        chaos.kill(trainer, 0)
+        trainer.train(num_steps=1)
+        make_whole(trainer)
+        trainer.train()
+        assert ledger_of(trainer).tolist() == [trainer.epoch] * num_samples
 
 
 def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_taken, monkeypatch):
@@ -141,31 +247,12 @@ def test_room_that_comes_ends_the_wait(two_cpus_taken, monkeypatch):
         wait_until(waiting_requests)
         remove_placement_group(two_cpus_taken)
 
-    asked = {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 2}
     with ThreadPoolExecutor(1) as pool:
         given_back = pool.submit(give_back)
-        with TorchTrainer(training_operator_cls=Classifier, **asked) as trainer:
+        with TorchTrainer(training_operator_cls=Classifier, num_cpus_per_worker=3) as trainer:
             assert given_back.done()  # so it waited
-            assert trainer.num_workers == 2
+            assert trainer.num_workers == 1
         given_back.result()
-
-
-def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster):
-    for _ in range(2):
-        with TorchTrainer(
-            training_operator_cls=Classifier, num_workers=2, num_cpus_per_worker=2
-        ) as trainer:
-            assert trainer.num_workers == 2
-
-
-def test_threads_are_the_cpus_of_a_worker(ray_cluster):
-    import torch
-
-    with TorchTrainer(
-        training_operator_cls=Classifier, num_workers=1, num_cpus_per_worker=2
-    ) as trainer:
-        assert trainer.apply_all_workers(torch.get_num_threads) == [2]
-        assert ray_cluster.available_resources()["CPU"] == 2
 
 
 @pytest.fixture
@@ -205,132 +292,23 @@ def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
     assert f"at {gone}, is gone" in caplog.text
 
 
-def test_references_to_what_ray_holds_can_be_in_a_config(ray_cluster):
-    """The blocks of a Ray Dataset are such."""
-    reference = ray_cluster.put({"answer": 42})
-    with TorchTrainer(
-        training_operator_cls=Classifier, num_workers=2, config={"reference": reference}
-    ) as trainer:
-        fetched = trainer.apply_all_operators(
-            lambda op: ray.get(op.config["reference"], timeout=20)["answer"]
-        )
-    assert fetched == [42, 42]
-
-
+@pytest.mark.slow("a trial starts, and in it workers")
 def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
-    @ray_cluster.remote(num_cpus=1)
-    def trial():
-        with TorchTrainer(training_operator_cls=Classifier, num_workers=2) as trainer:
-            groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-            return trainer.train()["num_samples"], trainer.num_workers, len(groups)
+    """Its three bundles hold the trainer and two workers, although four are asked for."""
 
-    group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
-    strategy = PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-    )
-    found = ray_cluster.get(trial.options(scheduling_strategy=strategy).remote(), timeout=120)
-    remove_placement_group(group)
-    assert found == (1003, 2, 1)
-
-
-def test_a_placement_group_with_fewer_bundles_starts_fewer_workers(ray_cluster):
     @ray_cluster.remote(num_cpus=1)
     def trial():
         with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 beside the"):
             TorchTrainer(training_operator_cls=Classifier, num_workers=1, num_cpus_per_worker=2)
-        with TorchTrainer(training_operator_cls=Classifier, num_workers=3) as trainer:
-            return trainer.num_workers, trainer.max_workers
+        with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
+            groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+            metrics = trainer.train()
+            return metrics["num_samples"], trainer.num_workers, trainer.max_workers, len(groups)
 
-    group = placement_group([{"CPU": 1}] * 2, strategy="PACK")
+    group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=1, placement_group_capture_child_tasks=True
     )
     found = ray_cluster.get(trial.options(scheduling_strategy=strategy).remote(), timeout=120)
     remove_placement_group(group)
-    assert found == (1, 3)
-
-
-def test_one_worker_has_no_process_group(ray_cluster):
-    import torch.distributed as dist
-
-    with TorchTrainer(training_operator_cls=Classifier, num_workers=1) as trainer:
-        assert trainer.apply_all_workers(dist.is_initialized) == [False]
-        assert type(trainer.get_model()).__name__ == "Sequential"
-        assert trainer.apply_all_operators(lambda op: type(op.model).__name__) == ["Sequential"]
-
-
-NODES = """
-import json, os, sys
-from ray.cluster_utils import Cluster
-import ray
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-nodes = [cluster.add_node(num_cpus=2, num_gpus=2) for _ in range(2)]
-ray.init(address=cluster.address, log_to_driver=False)
-
-from raysgd import ElasticConfig, TorchTrainer
-from raysgd.context import Progress
-from raysgd.execution.group import GroupOptions, WorkerGroup
-from raysgd.execution.placement import reserve
-from raysgd.execution.supervisor import Supervisor
-from tests.operators import Classifier
-
-
-class Places:
-    # the execution layer needs no framework: this runner says where it is
-    imports = ()
-    def prepare(self, context): self.context = context
-    def setup(self, context): pass
-    def rejoin(self, context, leader): self.context = context
-    def progress(self): return Progress()
-    def request_stop(self, requested): pass
-    def pause_at(self, step): return 0
-    def teardown(self): pass
-    def where(self):
-        c = self.context
-        return [c.world_rank, c.local_rank, c.node_rank, list(c.visible_gpus), c.gpu_index]
-
-
-supervisor = Supervisor(
-    WorkerGroup(GroupOptions(num_workers=4, num_gpus=1)), Places(), None, None, 60)
-supervisor.start()
-print(json.dumps({"places": [o.value() for o in supervisor.call("where")]}), flush=True)
-supervisor.shutdown()
-
-with TorchTrainer(
-    training_operator_cls=Classifier, num_workers=2, use_gpu=False,
-    elastic=ElasticConfig(grow=False),
-) as trainer:
-    spread = len({node for event in trainer.events for node in event.nodes})
-    trainer.train(num_steps=3)
-    held = reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=60)
-    lost_node = trainer.events[0].nodes[1]
-    cluster.remove_node(next(n for n in nodes if n.node_id == lost_node))
-    metrics = trainer.train()
-    result = {"spread": spread, "left": trainer.num_workers, "samples": metrics["num_samples"]}
-    print(json.dumps(result), flush=True)
-    print(json.dumps({"ready": [slot.is_ready for slot in held.slots]}), flush=True)
-    held.release()
-ray.shutdown()
-cluster.shutdown()
-"""
-
-
-def test_workers_spread_over_nodes_see_their_gpus_and_survive_a_node(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-c", NODES],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 3, run.stderr
-    places = lines[0]["places"]
-    assert [place[:3] for place in places] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
-    # all workers of a node see its GPUs in the same order, and each has one of its own
-    assert all(place[3] == ["0", "1"] for place in places)
-    assert sorted(place[4] for place in places[:2]) == [0, 1]
-    assert sorted(place[4] for place in places[2:]) == [0, 1]
-    assert lines[1] == {"spread": 2, "left": 1, "samples": 1003 - 3 * 64}
-    assert sorted(lines[2]["ready"]) == [False, True]  # what is on the other node stays
+    assert found == (1003, 2, 4, 1)

@@ -20,14 +20,10 @@ from raysgd.train import (
     FailureConfig,
     RunConfig,
     ScalingConfig,
-    Trainer,
     TrainingCallback,
 )
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.torch import TorchTrainer
 from tests.conftest import wait_until
-
-TWO = ScalingConfig(num_workers=2)
 
 
 class Seen(TrainingCallback):
@@ -41,43 +37,103 @@ class Seen(TrainingCallback):
         self.errors.append(error)
 
 
-def losses(config):
-    start = 0
-    if (checkpoint := train.get_checkpoint()) is not None:
-        start = checkpoint.to_dict()["epoch"] + 1
-    for epoch, loss in enumerate(config["losses"][start:], start):
+# ---- one run of two workers, at which several tests look
+
+
+class Variable(Backend):
+    def on_start(self, worker_group, backend_config):
+        def set_variable(value):
+            os.environ["RAYSGD_MINE"] = value
+
+        worker_group.execute(set_variable, backend_config.value)
+
+
+@dataclass
+class VariableConfig(BackendConfig):
+    value: str = "default"
+
+    def backend_cls(self):
+        return Variable
+
+
+class VariableTrainer(DataParallelTrainer):
+    """A subclass with a backend of its own."""
+
+    def __init__(self, train_loop_per_worker, own_config, **kwargs):
+        super().__init__(train_loop_per_worker, backend_config=own_config, **kwargs)
+
+    def setup(self):
+        self.was_set_up = True
+
+
+def learn(config):
+    """Report a loss an epoch, and what data there are."""
+    mine, whole = (
+        sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
+        for name in ("train", "val")
+    )
+    for epoch, loss in enumerate(config["losses"]):
         made = Checkpoint.from_dict({"epoch": epoch}) if train.world_rank() == 0 else None
-        train.report({"loss": loss, "epoch": epoch}, checkpoint=made)
+        metrics = {"loss": loss, "epoch": epoch, "mine": mine, "whole": whole}
+        train.report({**metrics, "variable": os.environ["RAYSGD_MINE"]}, checkpoint=made)
 
 
-def test_a_result_has_metrics_and_the_best_checkpoints(ray_cluster, tmp_path):
-    seen = Seen()
-    trainer = DataParallelTrainer(
-        losses,
+@pytest.fixture(scope="module")
+def run(module_cluster, tmp_path_factory):
+    """A trainer that was run, its folder, its result and what its callback saw."""
+    import ray.data
+
+    folder, seen = tmp_path_factory.mktemp("fit"), Seen()
+    trainer = VariableTrainer(
+        learn,
+        VariableConfig(value="mine"),
         train_loop_config={"losses": [2.0, 4.0, 1.0, 3.0]},
-        scaling_config=TWO,
+        scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="best",
-            storage_path=tmp_path,
+            storage_path=folder,
             checkpoint_config=CheckpointConfig(2, "loss", "min"),
             callbacks=[seen],
         ),
+        datasets={"train": ray.data.range(20), "val": ray.data.range(6)},
         metadata={"by": "me"},
     )
     result = trainer.fit()
+    return trainer, folder, result, seen
+
+
+@pytest.mark.slow("two workers start, and Ray Data")
+def test_a_result_has_metrics_and_the_best_checkpoints(run):
+    _, folder, result, seen = run
     assert (result.metrics["loss"], result.metrics["epoch"]) == (3.0, 3)
     assert result.checkpoint.to_dict() == {"epoch": 3}
     assert result.checkpoint.get_metadata() == {"by": "me"}
     assert [c.to_dict()["epoch"] for c, _ in result.best_checkpoints] == [2, 0]
     assert [numbers["loss"] for _, numbers in result.best_checkpoints] == [1.0, 2.0]
-    assert result.path == str(tmp_path / "best")
+    assert result.path == str(folder / "best")
     assert list(result.metrics_dataframe["loss"]) == [2.0, 4.0, 1.0, 3.0]
     assert result.error is None
     assert len(seen.results) == 4
     assert seen.errors == [False]
 
 
-def test_rays_own_configs_and_checkpoints_are_taken(ray_cluster, tmp_path):
+def test_the_train_data_is_split_and_the_rest_is_whole(run):
+    for results in run[-1].results:
+        assert [len(result["mine"]) for result in results] == [10, 10]
+        assert sorted(results[0]["mine"] + results[1]["mine"]) == list(range(20))
+        assert [result["whole"] for result in results] == [list(range(6))] * 2
+
+
+def test_a_subclass_with_a_backend_of_its_own(run):
+    trainer, _, _, seen = run
+    assert trainer.was_set_up
+    assert {result["variable"] for results in seen.results for result in results} == {"mine"}
+
+
+# ---- runs of one worker
+
+
+def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
     import ray.train
 
     def function():
@@ -86,62 +142,79 @@ def test_rays_own_configs_and_checkpoints_are_taken(ray_cluster, tmp_path):
         (folder / "model.txt").write_text("weights")
         train.report({"a": 1}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
-    result = TorchTrainer(
+    result = DataParallelTrainer(
         function,
-        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
         run_config=ray.train.RunConfig(name="rays", storage_path=str(tmp_path)),
     ).fit()
     with result.checkpoint.as_directory() as folder:
         assert (Path(folder) / "model.txt").read_text() == "weights"
 
 
-def test_losses_within_max_failures_cost_the_work_since_the_checkpoint(ray_cluster, tmp_path):
+class Marking(TrainingCallback):
+    """Leaves a mark when a result of a step is there."""
+
+    def __init__(self, path, step):
+        self.path, self.step = str(path), step
+
+    def handle_result(self, results, **info):
+        if results[0]["n"] == self.step:
+            Path(self.path).touch()
+
+
+def test_losses_cost_the_work_since_the_checkpoint_and_end_a_run_that_can_be_restored(
+    module_cluster, tmp_path
+):
+    """Of two losses one is allowed; what is reported again has the iterations that it had."""
+    mark = tmp_path / "seen"
+
     def function():
         checkpoint = train.get_checkpoint()
-        start = 0 if checkpoint is None else checkpoint.to_dict()["epoch"] + 1
-        for epoch in range(start, 4):
-            if epoch == 2 and not (tmp_path / "died").exists() and train.world_rank() == 1:
-                (tmp_path / "died").touch()
+        start = 0 if checkpoint is None else checkpoint.to_dict()["n"] + 1
+        for n in range(start, 4):
+            made = Checkpoint.from_dict({"n": n}) if n < 2 else None
+            train.report({"n": n, "from": start}, checkpoint=made)
+            if n == start == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
+        if start == 1:
+            wait_until(mark.exists, 60)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def trainer(max_failures):
-        return DataParallelTrainer(
-            function,
-            scaling_config=TWO,
-            run_config=RunConfig(
-                storage_path=tmp_path, failure_config=FailureConfig(max_failures=max_failures)
-            ),
-        )
-
-    with pytest.raises(RuntimeError, match="max_retries=0"):
-        trainer(0).fit()
-    (tmp_path / "died").unlink()
-    result = trainer(1).fit()
-    assert result.metrics["epoch"] == 3
-    assert result.metrics["_training_iteration"] == 4
+    trainer = DataParallelTrainer(
+        function,
+        run_config=RunConfig(
+            name="restored",
+            storage_path=tmp_path,
+            failure_config=FailureConfig(max_failures=1),
+            callbacks=[Marking(mark, step=3)],
+        ),
+    )
+    with pytest.raises(RuntimeError, match="lost workers 2 times, and max_retries=1"):
+        trainer.fit()
+    history = DataParallelTrainer.restore(tmp_path / "restored").fit().history
+    found = [(report["n"], report["from"], report["_training_iteration"]) for report in history]
+    assert found == [(0, 0, 1), (1, 1, 2), (2, 1, 3), (3, 1, 4), (2, 2, 3), (3, 2, 4)]
 
 
 DRIVER = """
-import pathlib, sys, ray
-from raysgd import train
+import sys
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig
 from tests.distributed.fit_function import function
 
-ray.init(num_cpus=2, include_dashboard=False)
 DataParallelTrainer(
     function,
     train_loop_config={"folder": sys.argv[1]},
-    scaling_config=ScalingConfig(num_workers=2),
+    scaling_config=ScalingConfig(num_workers=1),
     run_config=RunConfig(name="killed", storage_path=sys.argv[1]),
 ).fit()
 """
 
 
-def test_a_run_is_restored_after_its_driver_was_killed(ray_cluster, tmp_path):
+@pytest.mark.slow("another driver is started, and killed")
+def test_a_run_is_restored_after_its_driver_was_killed(module_cluster, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": root}
-    environment["RAY_ADDRESS"] = "local"
+    address = module_cluster.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": root}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)], env=environment, cwd=root
     )
@@ -164,170 +237,38 @@ def test_a_run_is_restored_after_its_driver_was_killed(ray_cluster, tmp_path):
     assert epochs[-1] == 4
 
 
-def test_reports_that_a_restored_run_makes_again_have_the_iterations_they_had(
-    ray_cluster, tmp_path
-):
-    def function():
-        start = train.get_checkpoint().to_dict()["n"] + 1 if train.get_checkpoint() else 0
-        for n in range(start, 4):
-            made = Checkpoint.from_dict({"n": n}) if n == 1 else None
-            train.report({"n": n}, checkpoint=made)
-        if start == 0:
-            raise ValueError("on purpose")
-
-    trainer = DataParallelTrainer(
-        function, run_config=RunConfig(name="restored", storage_path=tmp_path)
-    )
-    with pytest.raises(ValueError, match="on purpose"):
-        trainer.fit()
-    history = DataParallelTrainer.restore(tmp_path / "restored").fit().history
-    assert [report["n"] for report in history] == [0, 1, 2, 3, 2, 3]
-    assert [report["_training_iteration"] for report in history] == [1, 2, 3, 4, 3, 4]
+# ---- trials of Tune, in this process
 
 
-def test_a_subclass_with_a_backend_of_its_own(ray_cluster, tmp_path):
-    class MyBackend(Backend):
-        def on_start(self, worker_group, backend_config):
-            def set_variable(value):
-                os.environ["RAYSGD_MINE"] = value
-
-            worker_group.execute(set_variable, backend_config.env_var)
-
-    @dataclass
-    class MyConfig(BackendConfig):
-        env_var: str = "default"
-
-        def backend_cls(self):
-            return MyBackend
-
-    class MyTrainer(DataParallelTrainer):
-        def __init__(self, train_loop_per_worker, my_backend_config, **kwargs):
-            super().__init__(train_loop_per_worker, backend_config=my_backend_config, **kwargs)
-
-        def setup(self):
-            self.was_set_up = True
-
-    trainer = MyTrainer(
-        lambda: train.report(found=os.environ["RAYSGD_MINE"]),
-        MyConfig(env_var="mine"),
-        scaling_config=TWO,
-        run_config=RunConfig(storage_path=tmp_path),
-    )
-    assert trainer.fit().metrics["found"] == "mine"
-    assert trainer.was_set_up
-
-
-def test_the_train_data_is_split_and_the_rest_is_whole(ray_cluster, tmp_path):
-    def function():
-        rows = {
-            name: sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
-            for name in ("train", "val")
-        }
-        train.report(rows=rows["train"], num_val=len(rows["val"]))
-
-    import ray.data
-
-    seen = Seen()
-    DataParallelTrainer(
-        function,
-        scaling_config=TWO,
-        run_config=RunConfig(storage_path=tmp_path, callbacks=[seen]),
-        datasets={"train": ray.data.range(20), "val": ray.data.range(6)},
-    ).fit()
-    (results,) = seen.results
-    assert [len(result["rows"]) for result in results] == [10, 10]
-    assert sorted(results[0]["rows"] + results[1]["rows"]) == list(range(20))
-    assert [result["num_val"] for result in results] == [6, 6]
-
-
-def test_a_tuner_searches_over_the_functions_config_and_stops_the_bad_ones(ray_cluster, tmp_path):
-    def function(config):
-        for _ in range(3):
-            train.report(output=config["input"] * config["factor"], size=train.world_size())
-
-    trainer = TorchTrainer(
-        function, train_loop_config={"factor": 2}, scaling_config=ScalingConfig(num_workers=1)
-    )
-    from ray import tune
-    from ray.tune.schedulers import ASHAScheduler
-
-    results = tune.Tuner(
-        trainer.as_trainable(),
-        param_space={"train_loop_config": {"input": tune.grid_search([3, 1])}},
-        tune_config=tune.TuneConfig(
-            metric="output",
-            mode="max",
-            scheduler=ASHAScheduler(max_t=10, grace_period=1, reduction_factor=2),
-            max_concurrent_trials=1,
-            reuse_actors=True,
-        ),
-        run_config=tune.RunConfig(storage_path=str(tmp_path), name="search", verbose=0),
-    ).fit()
-    assert results.get_best_result().metrics["output"] == 6
-    # the second was worse than the first at its first report
-    assert [r.metrics["_training_iteration"] for r in results] == [3, 1]
-    assert all(r.error is None for r in results)
-
-
-def test_pbt_lets_a_trial_go_on_from_the_checkpoint_of_a_better_one(ray_cluster, tmp_path):
-    """With another config: the first two reports are the other's, the third is its own."""
+def test_a_trial_goes_on_from_the_checkpoint_of_a_better_one(module_cluster, tmp_path, monkeypatch):
+    """As a scheduler has it (PBT): before the first step, or after some, and with a new config."""
 
     def function(config):
-        found = train.get_checkpoint()
-        state = {"score": 0.0, "rates": []} if found is None else found.to_dict()
+        state = train.load_checkpoint() or {"score": 0.0, "rates": []}
         while True:
-            rate = config["rate"]
+            rate = config["rate"] * config["factor"]
             state = {"score": state["score"] + rate, "rates": [*state["rates"], rate]}
-            train.report(state, checkpoint=Checkpoint.from_dict(state))
+            train.save_checkpoint(**state)
+            train.report(**state)
 
-    from ray import tune
-    from ray.tune.schedulers import PopulationBasedTraining
-
-    trainer = DataParallelTrainer(function)
-    worse, better = tune.Tuner(
-        trainer.as_trainable(),
-        param_space={"train_loop_config": {"rate": tune.grid_search([0.25, 4.0])}},
-        tune_config=tune.TuneConfig(
-            scheduler=PopulationBasedTraining(
-                time_attr="training_iteration",
-                metric="score",
-                mode="max",
-                perturbation_interval=2,
-                hyperparam_mutations={"train_loop_config": {"rate": tune.uniform(0, 10)}},
-                resample_probability=0,
-                quantile_fraction=0.5,
-                synch=True,
-            ),
-            reuse_actors=True,
-        ),
-        run_config=tune.RunConfig(
-            storage_path=str(tmp_path), name="pbt", stop={"training_iteration": 3}, verbose=0
-        ),
-    ).fit()
-    assert better.metrics["rates"] == [4.0, 4.0, 4.0]
-    changed = worse.config["train_loop_config"]["rate"]
-    assert changed == pytest.approx(3.2) or changed == pytest.approx(4.8)
-    assert worse.metrics["rates"] == [4.0, 4.0, changed]
-    assert worse.metrics["score"] == 8.0 + changed
-    assert worse.metrics["_training_iteration"] == 3
-
-
-def test_a_trial_of_the_older_api_keeps_the_functions_checkpoints(ray_cluster, tmp_path):
-    def function(config):
-        for step in range(3):
-            train.save_checkpoint(step=step)
-            train.report(score=config["x"] + step)
-
-    trainer = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path / "runs")
-    trainable = trainer.to_tune_trainable(function)
-    trainer.start()
-    with pytest.raises(RuntimeError, match="not started"):
-        trainer.to_tune_trainable(function)
-    trainer.shutdown()
-    from ray import tune
-
-    results = tune.run(
-        trainable, config={"x": 10}, storage_path=str(tmp_path), name="older", verbose=0
-    )
-    assert [trial.last_result["score"] for trial in results.trials] == [12]
-    assert results.trials[0].checkpoint is not None
+    monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
+    trainer = DataParallelTrainer(function, train_loop_config={"factor": 2.0})
+    trainable = trainer.as_trainable()
+    worse = trainable(config={"train_loop_config": {"rate": 0.25}})
+    better = trainable(config={"train_loop_config": {"rate": 4.0}})
+    try:
+        for trial in (worse, better):
+            results = [trial.train() for _ in range(2)]
+            assert all(result["should_checkpoint"] for result in results)
+        assert results[1]["rates"] == [8.0, 8.0]
+        better.save_checkpoint(str(tmp_path))
+        worse.load_checkpoint(str(tmp_path))
+        assert worse.train()["rates"] == [8.0, 8.0, 0.5]
+        assert better.reset_config({"train_loop_config": {"rate": 3.0}})
+        better.load_checkpoint(str(tmp_path))
+        result = better.train()
+        assert result["rates"] == [8.0, 8.0, 6.0]
+        assert result["_training_iteration"] == 3
+    finally:
+        worse.stop()
+        better.stop()

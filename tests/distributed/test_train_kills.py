@@ -1,6 +1,6 @@
 """Workers killed at any moment: a run never resumes from an older checkpoint than it may.
 
-RAYSGD_NUM_KILLS=200 makes a long run of it.
+RAYSGD_SOAK=50 makes fifty runs of it, each with another seed.
 """
 
 import os
@@ -9,12 +9,14 @@ import signal
 import struct
 import threading
 
+import pytest
+
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
 
-NUM_KILLS = int(os.environ.get("RAYSGD_NUM_KILLS", "6"))
-KILLS_A_RUN = 5
+NUM_KILLS = 2
+"""In a run."""
 
 
 def put(path, number):
@@ -83,32 +85,25 @@ class Killer(threading.Thread):
             open(f"{self.folder}/enough-{number}", "w").close()
 
 
-def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, tmp_path):
-    draw = random.Random(7)
-    num_kills = 0
+@pytest.mark.slow("workers start anew after each kill")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RAYSGD_SOAK", "1"))))
+def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, tmp_path, seed):
     elastic = ElasticConfig(initial_s=0.1, max_s=1.0)
     trainer = Trainer(BackendConfig(), 2, logdir=tmp_path / "runs", max_retries=-1, elastic=elastic)
     trainer.start()
+    killer = Killer(tmp_path, NUM_KILLS, random.Random(seed))
+    killer.start()
     try:
-        while num_kills < NUM_KILLS:
-            folder = tmp_path / f"marks-{num_kills}"
-            folder.mkdir()
-            killer = Killer(folder, min(KILLS_A_RUN, NUM_KILLS - num_kills), draw)
-            killer.start()
-            try:
-                first, second = trainer.run(
-                    saves_on_and_on,
-                    str(folder),
-                    checkpoint_strategy=train.CheckpointStrategy(num_to_keep=1),
-                )
-            finally:
-                killer.over.set()
-                killer.join()
-            assert first == second
-            assert first == sorted(first)
-            num_kills += killer.num_kills
-        restarts = [event.kind for event in trainer.events].count("restarted")
-        print(f"{num_kills} kills, {restarts} restarts")
-        assert restarts > 0
+        first, second = trainer.run(
+            saves_on_and_on,
+            str(tmp_path),
+            checkpoint_strategy=train.CheckpointStrategy(num_to_keep=1),
+        )
+        assert first == second
+        assert first == sorted(first)
+        assert killer.num_kills == NUM_KILLS
+        assert "restarted" in [event.kind for event in trainer.events]
     finally:
+        killer.over.set()
+        killer.join()
         trainer.shutdown()

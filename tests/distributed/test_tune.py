@@ -1,4 +1,7 @@
-"""Trials of Ray Tune: the room they take, schedulers that stop and copy them, and their deaths."""
+"""Trials of Ray Tune: the room they take, schedulers that stop and copy them, and their deaths.
+
+A trial costs the start of its process: what can be shown in one of them is.
+"""
 
 import os
 import re
@@ -58,6 +61,33 @@ def bundle_of_process():
     return next(int(match[1]) for match in found if match)
 
 
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+class History(tune.Callback):
+    """Keeps the results of each trial."""
+
+    def __init__(self):
+        self.results = {}
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        self.results.setdefault(trial.trial_id, []).append(result)
+
+
+class Killer(tune.Callback):
+    """Kills the process of a trial when it has reported a result of an iteration, once."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+        self.killed = None
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if result["training_iteration"] == self.iteration and self.killed is None:
+            self.killed = result["pid"]
+            os.kill(result["pid"], signal.SIGKILL)
+
+
 def lose_a_worker(trainer, info):
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     before = trainer.apply_all_workers(bundle_of_process)
@@ -76,10 +106,13 @@ def lose_a_worker(trainer, info):
         "lost": [event.kind for event in trainer.events].count("lost"),
         "seen_by_operator": trainer.apply_all_operators(lambda op: op.config["num_workers"]),
         "num_groups": sum(g["state"] != "REMOVED" for g in placement_group_table().values()),
+        "told": info["iteration"],
+        "workers": trainer.apply_all_workers(os.getpid),
     }
 
 
-def test_a_trial_and_its_workers_live_and_recover_in_the_room_that_tune_reserved(
+@pytest.mark.slow("Tune, a trial's process and those of its workers take seconds to start")
+def test_a_trial_and_its_workers_live_and_recover_in_the_room_of_tune_and_die_together(
     ray_cluster, tmp_path
 ):
     trainable = TorchTrainer.as_trainable(
@@ -88,9 +121,14 @@ def test_a_trial_and_its_workers_live_and_recover_in_the_room_that_tune_reserved
         num_workers=4,  # the trial's config says otherwise
         override_tune_step=lose_a_worker,
     )
-    (result,) = fit(trainable, tmp_path, {"num_workers": 2, "num_cpus_per_worker": 1.5}, 1)
+    (result,) = fit(
+        trainable,
+        tmp_path,
+        {"num_workers": 2, "num_cpus_per_worker": 1.5},
+        2,
+        run={"callbacks": [killer := Killer(1)]},
+    )
     metrics = result.metrics
-    assert result.error is None
     assert metrics["strategies"] == ["PACK"]
     assert metrics["bundles"] == [[{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}]]
     assert metrics["own"] == 0
@@ -99,41 +137,53 @@ def test_a_trial_and_its_workers_live_and_recover_in_the_room_that_tune_reserved
     assert metrics["seen_by_operator"] == [2, 2]
     assert metrics["num_groups"] == 1
     assert metrics["num_samples"] == 320
+    assert metrics["told"] == 0
+
+    assert "died" in str(result.error)
+    assert metrics["pid"] == killer.killed
+    assert len(metrics["workers"]) == 2
+    wait_until(lambda: not any(map(is_alive, metrics["workers"])))
 
 
-def test_asha_stops_the_bad_trials_and_reuses_their_process(ray_cluster, tmp_path):
+@pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
+def test_asha_stops_the_bad_trial_and_a_killed_one_goes_on_from_its_checkpoint(
+    ray_cluster, tmp_path
+):
+    """In one process for all trials, and one more after the death."""
     results = fit(
         one_process(),
         tmp_path,
-        {"lr": tune.grid_search([0.5, 1e-7, 1e-6])},
-        4,
+        {"lr": tune.grid_search([0.5, 1e-7, -1])},
+        3,
+        run={
+            "callbacks": [killer := Killer(2)],
+            "failure_config": tune.FailureConfig(max_failures=1),
+            "checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1),
+        },
         metric="val_loss",
         mode="min",
-        scheduler=ASHAScheduler(max_t=4, grace_period=1, reduction_factor=2),
+        scheduler=ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2),
         max_concurrent_trials=1,
         reuse_actors=True,
     )
-    assert not results.errors
-    iterations = [result.metrics["training_iteration"] for result in results]
-    assert iterations == [4, 1, 1]
-    # each trial was trained from the beginning, with its own config
-    assert [result.metrics["epoch"] for result in results] == iterations
-    rates = [result.metrics["optimizer_lr"] for result in results]
-    assert rates == pytest.approx([0.5, 1e-7, 1e-6], rel=1e-6)
-    assert len({result.metrics["pid"] for result in results}) == 1
-    assert results.get_best_result().metrics["val_accuracy"] > 0.8
+    good, bad, mistaken = results
+    assert (good.error, bad.error) == (None, None)
+    assert good.metrics["training_iteration"] == 3
+    assert bad.metrics["training_iteration"] == 1
+    assert good.metrics["val_accuracy"] > 0.8
+    # it began anew with what was saved: no epoch is trained twice, none is missing
+    assert good.metrics["iterations_since_restore"] < 3
+    assert good.metrics["epoch"] == 3
+    # the other was trained from the beginning, with its own config
+    assert bad.metrics["epoch"] == 1
+    rates = [result.metrics["optimizer_lr"] for result in (good, bad)]
+    assert rates == pytest.approx([0.5, 1e-7], rel=1e-6)
+    assert good.metrics["pid"] == bad.metrics["pid"] != killer.killed
+    # what one trial does wrong is told as that trial's error
+    assert "Invalid learning rate: -1" in str(mistaken.error)
 
 
-class History(tune.Callback):
-    """Keeps the results of each trial."""
-
-    def __init__(self):
-        self.results = {}
-
-    def on_trial_result(self, iteration, trials, trial, result, **info):
-        self.results.setdefault(trial.trial_id, []).append(result)
-
-
+@pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
 def test_pbt_copies_the_better_trial_and_trains_with_the_changed_options(ray_cluster, tmp_path):
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
@@ -167,60 +217,6 @@ def test_pbt_copies_the_better_trial_and_trains_with_the_changed_options(ray_clu
     assert better.metrics["optimizer_lr"] == pytest.approx(0.5)
 
 
-class Killer(tune.Callback):
-    """Kills the process of a trial when it has reported its second result, once."""
-
-    def __init__(self):
-        self.processes = []
-        self.killed = None
-
-    def on_trial_result(self, iteration, trials, trial, result, **info):
-        if result["training_iteration"] == 2 and self.killed is None:
-            self.killed = result["pid"]
-            self.processes = [psutil.Process(pid) for pid in result["workers"]]
-            os.kill(result["pid"], signal.SIGKILL)
-
-
-def tell_processes(trainer, info):
-    return {
-        **trainer.train(),
-        "workers": trainer.apply_all_workers(os.getpid),
-        "global_step": trainer.global_step,
-        "told": info["iteration"],
-    }
-
-
-def test_a_killed_trial_leaves_no_worker_and_goes_on_from_its_checkpoint(ray_cluster, tmp_path):
-    killer = Killer()
-    (result,) = fit(
-        TorchTrainer.as_trainable(
-            training_operator_cls=Classifier,
-            config=SMALL,
-            num_workers=2,
-            use_local=True,  # worker 0 is in the trial's process, and dies with it
-            override_tune_step=tell_processes,
-        ),
-        tmp_path,
-        {},
-        3,
-        run={
-            "callbacks": [killer],
-            "failure_config": tune.FailureConfig(max_failures=1),
-            "checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1),
-        },
-    )
-    assert result.error is None
-    assert killer.processes[0].pid == killer.killed
-    assert len(killer.processes) == 2
-    wait_until(lambda: not any(map(psutil.Process.is_running, killer.processes)))
-    assert result.metrics["pid"] != killer.killed
-    # it began anew with what was saved: no epoch is trained twice, none is missing
-    assert result.metrics["iterations_since_restore"] < 3
-    assert result.metrics["epoch"] == result.metrics["training_iteration"] == 3
-    assert result.metrics["global_step"] == 3 * 5
-    assert result.metrics["told"] == 2
-
-
 def fail_once(trainer, info):
     metrics = trainer.train()
     if metrics["epoch"] == 2 and not os.path.exists(trainer.config["failed"]):
@@ -230,6 +226,7 @@ def fail_once(trainer, info):
     return {**metrics, **trainer.validate()}
 
 
+@pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
 def test_a_run_that_failed_is_restored_and_goes_on(ray_cluster, tmp_path):
     trainable = one_process(override_tune_step=fail_once)
     config = {"failed": str(tmp_path / "failed")}

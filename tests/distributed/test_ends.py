@@ -1,0 +1,92 @@
+"""How trainers end: shut down, dropped, with their driver, or with too few workers left."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from raysgd import ElasticConfig
+from raysgd.errors import WorkerLostError
+from tests.conftest import wait_until
+from tests.faulty import check_epoch, faulty_trainer, order, pids_of
+from tests.operators import NUM_SAMPLES
+
+
+def wait_for_end(pids, timeout_s=20.0):
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), timeout_s)
+
+
+@pytest.mark.slow("four workers start, and are lost one by one")
+def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_path):
+    elastic = ElasticConfig(grow=False, min_workers=2)
+    with faulty_trainer(tmp_path, 4, elastic=elastic) as trainer:
+        start = trainer.state_dict()
+        trainer.apply_all_operators(lambda op: setattr(op, "tokens_per_sample", 10))
+        order(tmp_path, "train", 1, 3, "die")
+        # what the lost worker counted in three steps is gone with it
+        assert trainer.train()["num_samples"] == (NUM_SAMPLES - 3 * 32) * 10
+        check_epoch(trainer)
+        assert trainer.num_workers == 3
+
+        trainer.load_state_dict(start)
+        trainer.train(num_steps=2)
+        trainer.validate(num_steps=2)
+        order(tmp_path, "validate", 1, 2, "die")
+        # the two take as many steps, of less samples, and from the same place on
+        assert trainer.validate(num_steps=3)["num_samples"] == 3 * 2 * 32
+        assert trainer.num_workers == 2
+        assert trainer.validate()["num_samples"] == NUM_SAMPLES - (2 * 3 + 3 * 2) * 32
+
+        pids = pids_of(trainer)
+        order(tmp_path, "train", 0, 3, "die")
+        with pytest.raises(WorkerLostError, match="1 left, and min_workers=2"):
+            trainer.train()
+        trainer.save(tmp_path / "rest.pt")
+        trainer.shutdown()
+        assert ray_cluster.available_resources()["CPU"] == 4
+        wait_for_end(pids)
+        with pytest.raises(RuntimeError, match="shut down"):
+            trainer.train()
+
+
+def test_a_trainer_that_is_dropped_leaves_no_worker(ray_cluster, tmp_path):
+    trainer = faulty_trainer(tmp_path, 1)
+    pids = pids_of(trainer)
+    del trainer
+    wait_for_end(pids)
+
+
+DRIVER = """
+import os, signal, sys
+from raysgd import TorchTrainer
+from tests.operators import Classifier
+
+trainer = TorchTrainer(training_operator_cls=Classifier)
+print(*trainer.apply_all_workers(os.getpid), flush=True)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise ValueError("the script fails")
+"""
+
+
+@pytest.mark.slow("two drivers start, each with a worker")
+def test_a_driver_that_ends_leaves_no_worker(ray_cluster):
+    """By an exception, which ends the interpreter as the end of a script does, or by a signal."""
+    address = ray_cluster.get_runtime_context().gcs_address
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER, end],
+            env={**os.environ, "RAY_ADDRESS": address},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for end in ("raise", "kill")
+    ]
+    printed = [run.communicate(timeout=60)[0] for run in runs]
+    assert [run.returncode for run in runs] == [1, -signal.SIGKILL]
+    pids = [int(line) for out in printed for line in out.splitlines() if line.isdigit()]
+    assert len(pids) == 2
+    wait_for_end(pids)

@@ -1,0 +1,161 @@
+"""Workers on several nodes, of which some go and others come."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+NODES = """
+import json, logging, sys, time
+from ray.cluster_utils import Cluster
+import ray
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=1, num_gpus=2) for _ in range(2)]
+ray.init(address=cluster.address, log_to_driver=False)
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.context import Progress
+from raysgd.errors import WorkerLostError
+from raysgd.execution.group import GroupOptions, WorkerGroup
+from raysgd.execution.placement import reserve
+from raysgd.execution.supervisor import Supervisor
+from tests.operators import Classifier, replica_hash
+
+logging.basicConfig(level=logging.WARNING)
+
+
+class Places:
+    # the execution layer needs no framework: this runner says where it is
+    imports = ()
+    def prepare(self, context): self.context = context
+    def setup(self, context): pass
+    def rejoin(self, context, leader): self.context = context
+    def progress(self): return Progress()
+    def request_stop(self, requested): pass
+    def pause_at(self, step): return 0
+    def teardown(self): pass
+    def where(self):
+        c = self.context
+        return [c.world_rank, c.local_rank, c.node_rank, list(c.visible_gpus), c.gpu_index]
+
+
+options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
+supervisor = Supervisor(WorkerGroup(options), Places(), None, None, 60)
+supervisor.start()
+print(json.dumps([o.value() for o in supervisor.call("where")]), flush=True)
+supervisor.shutdown()
+
+JOINED = ("started", "grown")
+elastic = ElasticConfig(initial_s=0.25, max_s=0.5, max_attempts=3, jitter=0.0)
+with TorchTrainer(
+    training_operator_cls=Classifier, num_workers=2, min_workers=2, use_gpu=False, elastic=elastic
+) as trainer:
+    trainer.train(num_steps=3)
+    held = reserve({"GPU": 2}, num_workers=2, min_workers=2, timeout_s=60)
+    node = trainer.events[0].nodes[1]
+    cluster.remove_node(next(n for n in nodes if n.node_id == node))
+    try:
+        trainer.train()
+    except WorkerLostError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+    waits = [event.seconds for event in trainer.events if event.kind == "waiting"]
+    state = trainer.state_dict()
+    print(json.dumps({"waits": waits, "step": state["global_step"]}), flush=True)
+    print(json.dumps([slot.is_ready for slot in held.slots]), flush=True)
+    held.release()
+    cluster.add_node(num_cpus=1)
+    metrics = trainer.train()
+    result = {
+        "samples": metrics["num_samples"],
+        "workers": trainer.num_workers,
+        "equal": len(set(trainer.apply_all_operators(replica_hash))),
+        "nodes": len({n for e in trainer.events for n in e.nodes if e.kind in JOINED}),
+    }
+    print(json.dumps(result), flush=True)
+
+from raysgd import train
+from raysgd.train import Trainer
+from raysgd.train.backend import BackendConfig
+
+def function():
+    step = begun = (train.load_checkpoint() or {"step": 0})["step"]
+    while True:
+        step += 1
+        train.report(step=step, size=train.world_size(), begun=begun)
+        train.save_checkpoint(step=step)
+
+elastic = ElasticConfig(initial_s=0.5, max_s=1.0, resize_cooldown_s=0.0)
+trainer = Trainer(BackendConfig(), (1, 2), logdir=sys.argv[1], max_retries=1, elastic=elastic)
+trainer.start()
+lives, saved = [], 0
+for reports in trainer.run_iterator(
+    function, checkpoint_strategy=train.CheckpointStrategy(num_to_keep=0)
+):
+    now = reports[0]
+    if not lives or lives[-1]["size"] != now["size"]:
+        lives.append({**now, "saved": saved})
+    saved = (trainer.latest_checkpoint or {"step": 0})["step"]
+    if len(lives) == 1 and now["step"] == 5:
+        node = trainer.events[0].nodes[1]
+        cluster.remove_node(next(n for n in cluster.list_all_nodes() if n.node_id == node))
+    elif len(lives) == 2 and now["step"] == lives[1]["step"] + 5:
+        cluster.add_node(num_cpus=1)
+    elif len(lives) == 3:
+        break
+kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
+print(json.dumps({"lives": lives, "kinds": kinds}), flush=True)
+trainer.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def on_nodes(tmp_path_factory):
+    """What workers have been through on two nodes, of which one goes and another comes."""
+    run = subprocess.run(
+        [sys.executable, "-c", NODES, str(tmp_path_factory.mktemp("runs"))],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
+    assert len(lines) == 6, run.stderr
+    return run.stderr, lines
+
+
+@pytest.mark.slow("a cluster of several nodes starts, and workers on it again and again")
+def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
+    _, (places, *_) = on_nodes
+    assert [place[:3] for place in places] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
+    # all workers of a node see its GPUs in the same order, and each has one of its own
+    assert all(place[3] == ["0", "1"] for place in places)
+    assert sorted(place[4] for place in places[:2]) == [0, 1]
+    assert sorted(place[4] for place in places[2:]) == [0, 1]
+
+
+def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
+    logged, (_, failed, left, ready, again, _) = on_nodes
+    assert "Training run failed: 1 left, and min_workers=2" in failed["error"]
+    assert "the cluster has 1 CPU, of which 0 CPU are free" in failed["error"]
+    # doubled, capped, and each one logged
+    assert left == {"waits": [0.25, 0.5, 0.5], "step": 3}
+    assert logged.count("Too few workers") >= 3
+    assert sorted(ready) == [False, True]  # what was reserved on the other node stays
+    assert again == {"samples": 1003 - 3 * 64, "workers": 2, "equal": 1, "nodes": 3}
+
+
+def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
+    _, (*_, found) = on_nodes
+    first, alone, again = found["lives"]
+    assert [life["size"] for life in found["lives"]] == [2, 1, 2]
+    assert first["begun"] == 0
+    # from the newest checkpoint; one may have been saved after the last report
+    assert alone["saved"] <= alone["begun"] <= alone["saved"] + 1
+    assert alone["begun"] >= 4
+    assert again["begun"] == again["step"] - 1 == again["saved"] + 1
+    assert found["kinds"] == ["started", "lost", "restarted", "grown"]

@@ -1,0 +1,153 @@
+"""An operator that does what tests order it to, and keeps a ledger beside its classifier."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from tests.conftest import wait_until
+from tests.ledger import Weights
+from tests.operators import NUM_SAMPLES, fingerprint, make_data, make_model
+
+
+class Faulty(TrainingOperator):
+    """Does what a file says, once, on one rank at one step: raise, die, or wait.
+
+    Its classifier has batch normalization and momentum; the second model says how often each
+    sample was trained on.
+    """
+
+    def setup(self, config):
+        self.folder = config["folder"]
+        if self.take("setup") == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        models = [make_model(batch_norm=True), Weights(NUM_SAMPLES)]
+        (self.model, self.ledger), (self.optimizer, self.counter), self.criterion = self.register(
+            models=models,
+            optimizers=[
+                torch.optim.SGD(models[0].parameters(), lr=config.get("lr", 0.1), momentum=0.9),
+                torch.optim.SGD(models[1].parameters(), lr=1.0),
+            ],
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        self.data = TensorDataset(*make_data().tensors, torch.arange(NUM_SAMPLES))
+        self.register_data(
+            train_loader=self.make_loader(config),
+            validation_loader=DataLoader(self.data, batch_size=config.get("batch_size", 32)),
+        )
+        self.num_validated = 0
+        self.tokens_per_sample = 1
+
+    def make_loader(self, config):
+        return DataLoader(self.data, batch_size=config.get("batch_size", 32), shuffle=True)
+
+    def train_batch(self, batch, batch_info):
+        self.maybe("train")
+        self.wait_if_short()
+        features, target, ids = batch
+        loss = self.criterion(self.model(features), target)
+        self.backward(loss)
+        self.optimizer_step(self.optimizer)
+        self.maybe("between")
+        self.backward(-self.ledger(ids).sum() * self.world_size)
+        self.optimizer_step(self.counter)
+        return {"train_loss": loss.detach(), "num_samples": len(ids) * self.tokens_per_sample}
+
+    def validate_batch(self, batch, batch_info):
+        self.num_validated += 1
+        self.maybe("validate")
+        features, target, ids = batch
+        loss = self.criterion(self.model(features), target)
+        return {"val_loss": loss.detach(), "num_samples": len(ids)}
+
+    def wait_if_short(self):
+        if self.world_size < self.asked("until_size"):
+            time.sleep(0.4)  # so slow that newcomers arrive long before the end
+
+    def maybe(self, when, step=None):
+        what = self.take(f"{when}-{self.world_rank}-{self.global_step if step is None else step}")
+        if what == "raise":
+            raise KeyError("a mistake of the user")
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "wait":
+            with open(os.path.join(self.folder, "waiting"), "w"):
+                pass
+            release = os.path.join(self.folder, "go")
+            while not os.path.exists(release):
+                time.sleep(0.01)
+
+    def take(self, name):
+        """Return what a file says, and remove it, so that it is done once."""
+        path = os.path.join(self.folder, name)
+        if not os.path.exists(path):
+            return None
+        with open(path) as file:
+            what = file.read()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return what
+
+    def asked(self, name):
+        """Return the number that stands in a file; without one 0."""
+        path = os.path.join(self.folder, name)
+        if not os.path.exists(path):
+            return 0
+        with open(path) as file:
+            return int(file.read() or 0)
+
+
+def faulty_trainer(folder, num_workers, operator_cls=Faulty, config=None, **arguments):
+    """A trainer of Faulty that takes its orders from a folder."""
+    return TorchTrainer(
+        training_operator_cls=operator_cls,
+        config={"folder": str(folder), **(config or {})},
+        num_workers=num_workers,
+        **arguments,
+    )
+
+
+def order(folder, when, rank, step, what):
+    """Order one rank to do something in a step: "raise", "die" or "wait" until "go" is there."""
+    (folder / f"{when}-{rank}-{step}").write_text(what)
+
+
+def pids_of(trainer):
+    """The processes of the workers."""
+    return trainer.apply_all_workers(os.getpid)
+
+
+def fingerprints(trainer):
+    """A number a worker, which is the same only where models and optimizers are."""
+    return trainer.apply_all_operators(
+        lambda op: fingerprint(op.model, op.ledger, op.optimizer, op.counter)
+    )
+
+
+def check_epoch(trainer, epoch=1):
+    """Each sample was trained on once an epoch, and all replicas are the same."""
+    ledger = trainer.get_model()[1].weights.detach()
+    assert trainer.epoch == epoch
+    assert int((ledger < epoch).sum()) == 0
+    # a step may repeat some, for every worker to have one
+    assert int((ledger - epoch).sum()) < epoch * trainer.max_workers
+    assert len(set(fingerprints(trainer))) == 1
+
+
+@contextlib.contextmanager
+def interrupted_when(condition):
+    """Send this process a Ctrl-C when a condition holds."""
+
+    def interrupt():
+        wait_until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
