@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import import_horovod
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 QUICKSTART = DOCS / "quickstart.md"
@@ -73,19 +75,42 @@ def run(path, block, namespace):
 WITH_SNIPPETS = [path for path in PAGES if snippets(path) and path != DOCS / "index.md"]
 
 
-@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
-def test_the_snippets_of_a_page_run(path, request, tmp_path, monkeypatch):
-    if any(NEEDS_RAY.search(block.code) for block in snippets(path)):
-        request.getfixturevalue("ray_cluster")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))  # where runs of functions are kept
-    # classes and functions of __main__ travel to the workers whole, as those of a script do
-    namespace = {"__name__": "__main__"}
-    if path not in (QUICKSTART, ROOT / "README.md"):
-        run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
-    for block in snippets(path):
-        run(path, block, namespace)
-    namespace.clear()  # functions and their globals refer to each other: let go of what they hold
+NEED_RAY = [
+    path for path in WITH_SNIPPETS if any(NEEDS_RAY.search(block.code) for block in snippets(path))
+]
+
+
+@pytest.fixture
+def run_page(tmp_path, monkeypatch):
+    """A function that runs the snippets of a page."""
+
+    def run_all(path):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))  # where runs of functions are kept
+        # classes and functions of __main__ travel to the workers whole, as those of a script do
+        namespace = {"__name__": "__main__"}
+        if path not in (QUICKSTART, ROOT / "README.md"):
+            run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
+        for block in snippets(path):
+            run(path, block, namespace)
+        namespace.clear()  # functions and their globals refer to each other
+
+    return run_all
+
+
+@pytest.mark.slow("a page makes up to three trainers")
+@pytest.mark.parametrize("path", NEED_RAY, ids=lambda path: path.stem)
+def test_the_snippets_of_a_page_run_on_workers(path, run_page, ray_cluster):
+    if path.stem == "horovod":
+        import_horovod()
+    run_page(path)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in WITH_SNIPPETS if path not in NEED_RAY], ids=lambda path: path.stem
+)
+def test_the_snippets_of_a_page_run(path, run_page):
+    run_page(path)
 
 
 def test_the_first_page_shows_what_the_readme_shows():
@@ -156,7 +181,8 @@ def templates():
     """
     found = set()
     for path in [*sorted((ROOT / "raysgd").rglob("*.py")), *sorted((ROOT / "operators").glob("*"))]:
-        if path.suffix != ".py" or "raysgd/operators" in path.as_posix():
+        inside = path.relative_to(ROOT).as_posix()
+        if path.suffix != ".py" or inside.startswith("raysgd/operators"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         callers = {

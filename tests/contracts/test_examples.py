@@ -6,28 +6,66 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import import_horovod
+
 FOLDER = Path(__file__).parents[2] / "examples"
 SAYS = {
     "elastic": ["lost", "each one exactly once an epoch", "bit-identical"],
     "functions": ["lost: workers [1]", "2 workers, started from epoch 1"],
 }
 """What examples that are about several workers have to print; they get two, and the others one."""
+NO_RAY = (
+    "callbacks",
+    "checkpoints",
+    "creators",
+    "custom_loop",
+    "digits",
+    "gan",
+    "language_model",
+    "precision",
+    "segmentation",
+    "text_classification",
+)
+"""Examples whose only worker is then in this process."""
+ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY})
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_an_example_runs(name, ray_cluster, monkeypatch, capsys, tmp_path):
-    path = FOLDER / f"{name}.py"
-    num_workers = 2 if name in SAYS else 1
-    monkeypatch.setattr(sys, "argv", [str(path), "--num-workers", str(num_workers), "--smoke-test"])
-    monkeypatch.setenv("HOME", str(tmp_path))  # where runs without a folder of their own are kept
-    runpy.run_path(str(path), run_name="__main__")
-    printed = capsys.readouterr().out
-    for expected in ["done in", *SAYS.get(name, [])]:
+@pytest.fixture
+def run_example(monkeypatch, capsys, tmp_path):
+    """A function that runs an example and returns what it printed."""
+
+    def run(name):
+        path = FOLDER / f"{name}.py"
+        num_workers = 2 if name in SAYS else 1
+        arguments = ["--num-workers", str(num_workers), "--smoke-test"]
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        monkeypatch.setenv("HOME", str(tmp_path))  # where runs without a folder are kept
+        runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr().out
+        assert "done in" in printed
+        return printed
+
+    return run
+
+
+@pytest.mark.slow("an example is a whole program, and one imports transformers")
+@pytest.mark.parametrize("name", NO_RAY)
+def test_an_example_runs_in_this_process(name, run_example):
+    run_example(name)
+
+
+@pytest.mark.slow("an example is a whole program, some of them with Tune or TensorFlow")
+@pytest.mark.parametrize("name", ON_RAY)
+def test_an_example_runs_on_workers(name, run_example, ray_cluster):
+    if "horovod" in name:
+        import_horovod()
+    printed = run_example(name)
+    for expected in SAYS.get(name, []):
         assert expected in printed
 
 
 def test_the_list_of_what_they_say_is_of_examples_that_are_there():
-    assert all((FOLDER / f"{name}.py").exists() for name in SAYS)
+    assert all((FOLDER / f"{name}.py").exists() for name in (*SAYS, *NO_RAY))
 
 
 @pytest.mark.parametrize(

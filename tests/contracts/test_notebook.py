@@ -11,6 +11,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow("a kernel, and two workers that train ten epochs")
 def test_the_notebook_runs(ray_cluster, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.get_runtime_context().gcs_address)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

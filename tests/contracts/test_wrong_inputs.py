@@ -1,0 +1,686 @@
+"""What users get wrong, with the error for it: its type, the argument's name, and what to do.
+
+A table for all that is known without workers in other processes: no Ray is started. After a
+wrong call the trainer works on. What only workers can tell is in tests/distributed.
+"""
+
+import copy
+import os
+import pickle
+import sys
+import threading
+
+import pytest
+import ray
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.data import Dataset
+from raysgd.errors import CheckpointError, RemoteError
+from raysgd.torch import CreatorOperator
+from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
+from tests.conftest import assert_names
+from tests.operators import Classifier, make_data, make_model, register_all, replica_hash
+
+
+def actors():
+    """Return the ids of all actors that there ever were; None where there is no Ray."""
+    if not ray.is_initialized():
+        return None
+    from ray._private.state import actors
+
+    return set(actors())
+
+
+@pytest.fixture(autouse=True)
+def no_worker_started():
+    """Neither Ray nor, where other tests have started that, an actor in it."""
+    known = actors()
+    yield
+    assert actors() == known
+
+
+def check(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert_names(caught.value, words)
+
+
+def with_setup(function):
+    """Make an operator class of a setup function."""
+    return type("Operator", (TrainingOperator,), {"setup": function})
+
+
+# ---- arguments of the constructor
+
+OPERATOR = {"training_operator_cls": Classifier}
+TWO = {**OPERATOR, "num_workers": 2, "use_gpu": False}
+LOCAL_TWO = {**TWO, "use_local": True}
+
+WRONG_ARGUMENTS = {
+    "operator_is_a_number": (
+        {"training_operator_cls": 5},
+        TypeError,
+        ["training_operator_cls", "TrainingOperator", "5"],
+    ),
+    "operator_is_an_instance": (
+        {"training_operator_cls": Classifier({})},
+        TypeError,
+        ["training_operator_cls", "not an instance", "Classifier"],
+    ),
+    "operator_is_another_class": (
+        {"training_operator_cls": nn.Linear},
+        TypeError,
+        ["training_operator_cls", "subclass", "Linear"],
+    ),
+    "operator_has_no_setup": (
+        {"training_operator_cls": type("Bare", (TrainingOperator,), {})},
+        NotImplementedError,
+        ["Bare", "setup(self, config)"],
+    ),
+    "operator_is_missing": ({"num_workers": 2}, TypeError, ["training_operator_cls"]),
+    "creator_operator_without_creators": (
+        {"training_operator_cls": CreatorOperator},
+        (TypeError, NotImplementedError),
+        ["CreatorOperator", "from_creators"],
+    ),
+    "unknown_keyword": (
+        {**OPERATOR, "num_worker": 2},
+        TypeError,
+        ["'num_worker'", "'num_workers'"],
+    ),
+    "num_workers_zero": ({**OPERATOR, "num_workers": 0}, ValueError, ["num_workers=0", "1"]),
+    "num_workers_negative": ({**OPERATOR, "num_workers": -2}, ValueError, ["num_workers=-2", "1"]),
+    "num_workers_float": ({**OPERATOR, "num_workers": 2.0}, TypeError, ["num_workers=2.0", "int"]),
+    "num_workers_bool": ({**OPERATOR, "num_workers": True}, TypeError, ["num_workers=True", "int"]),
+    "num_workers_text": ({**OPERATOR, "num_workers": "2"}, TypeError, ["num_workers='2'", "int"]),
+    "min_workers_zero": (
+        {**TWO, "min_workers": 0},
+        ValueError,
+        ["min_workers=0", "num_workers=2", "between 1 and num_workers"],
+    ),
+    "min_workers_above_num_workers": (
+        {**TWO, "min_workers": 3},
+        ValueError,
+        ["min_workers=3", "num_workers=2", "between 1 and num_workers"],
+    ),
+    "min_workers_float": ({**TWO, "min_workers": 1.0}, TypeError, ["min_workers=1.0", "int"]),
+    "min_workers_none": ({**TWO, "min_workers": None}, TypeError, ["min_workers=None", "int"]),
+    "backend_unknown": ({**TWO, "backend": "mpi"}, ValueError, ["'mpi'", "'gloo'", "'nccl'"]),
+    "backend_none": ({**TWO, "backend": None}, ValueError, ["backend=None", "'gloo'", "'nccl'"]),
+    "nccl_with_gpus_refused": (
+        {**TWO, "backend": "nccl"},
+        ValueError,
+        ["nccl", "use_gpu=True", "gloo"],
+    ),
+    "use_gpu_text": ({**TWO, "use_gpu": "yes"}, ValueError, ["use_gpu='yes'", "True", "'auto'"]),
+    "use_gpu_number": ({**TWO, "use_gpu": 1}, ValueError, ["use_gpu=1", "True", "'auto'"]),
+    "use_gpu_none": ({**TWO, "use_gpu": None}, ValueError, ["use_gpu=None", "True", "'auto'"]),
+    "gpu_for_a_local_worker_of_several": (
+        {**LOCAL_TWO, "use_gpu": True},
+        ValueError,
+        ["use_local=True, use_gpu=True", "needs num_workers=1", "use_gpu=False"],
+    ),
+    "timeout_zero": ({**TWO, "timeout_s": 0}, ValueError, ["timeout_s=0", "positive"]),
+    "timeout_negative": ({**TWO, "timeout_s": -1.5}, ValueError, ["timeout_s=-1.5", "positive"]),
+    "timeout_text": ({**TWO, "timeout_s": "60"}, ValueError, ["timeout_s='60'", "number"]),
+    "timeout_nan": ({**TWO, "timeout_s": float("nan")}, ValueError, ["timeout_s=nan"]),
+    "timeout_infinite": ({**TWO, "timeout_s": float("inf")}, ValueError, ["timeout_s=inf"]),
+    "config_is_a_list": (
+        {**TWO, "config": [("lr", 1)]},
+        TypeError,
+        ["config", "dict", "('lr', 1)"],
+    ),
+    "config_is_a_text": ({**TWO, "config": "lr=1"}, TypeError, ["config", "dict", "'lr=1'"]),
+    "batch_smaller_than_workers": (
+        {**TWO, "config": {BATCH_SIZE: 1}},
+        ValueError,
+        ["BATCH_SIZE", "1", "num_workers=2"],
+    ),
+    "batch_negative": ({**TWO, "config": {BATCH_SIZE: -8}}, ValueError, ["BATCH_SIZE", "-8"]),
+    "batch_float": ({**TWO, "config": {BATCH_SIZE: 32.0}}, TypeError, ["BATCH_SIZE", "32.0"]),
+    "batch_text": ({**TWO, "config": {BATCH_SIZE: "32"}}, TypeError, ["BATCH_SIZE", "'32'"]),
+    "cpus_zero": (
+        {**TWO, "num_cpus_per_worker": 0},
+        ValueError,
+        ["num_cpus_per_worker=0", "above 0"],
+    ),
+    "cpus_text": ({**TWO, "num_cpus_per_worker": "1"}, ValueError, ["num_cpus_per_worker='1'"]),
+    "resources_is_a_list": (
+        {**TWO, "resources_per_worker": ["GPU"]},
+        TypeError,
+        ["resources_per_worker", "dict", "['GPU']"],
+    ),
+    "resources_zero": (
+        {**TWO, "resources_per_worker": {"disk": 0}},
+        ValueError,
+        ["resources_per_worker", "'disk'", "above 0"],
+    ),
+    "resources_negative": (
+        {**TWO, "resources_per_worker": {"disk": -1}},
+        ValueError,
+        ["resources_per_worker", "'disk'", "-1"],
+    ),
+    "resources_with_cpus": (
+        {**TWO, "resources_per_worker": {"CPU": 2}},
+        ValueError,
+        ["resources_per_worker", "num_cpus_per_worker"],
+    ),
+    "resources_with_gpus_that_are_refused": (
+        {**TWO, "resources_per_worker": {"GPU": 1}},
+        ValueError,
+        ["resources_per_worker", "GPU", "use_gpu=False"],
+    ),
+    "scheduler_step_freq_unknown": (
+        {**TWO, "scheduler_step_freq": "step"},
+        ValueError,
+        ["scheduler_step_freq='step'", "'batch'", "'epoch'", "'manual'"],
+    ),
+    "precision_unknown": (
+        {**TWO, "use_fp16": "half"},
+        ValueError,
+        ["use_fp16='half'", "True", "'apex'"],
+    ),
+    "precision_number": ({**TWO, "use_fp16": 1}, ValueError, ["use_fp16=1"]),
+    "precision_of_64_bits": (
+        {**TWO, "use_fp16": True, "amp_dtype": torch.float64},
+        ValueError,
+        ["amp_dtype", "torch.bfloat16"],
+    ),
+    "precision_text": (
+        {**TWO, "use_fp16": True, "amp_dtype": "float16"},
+        ValueError,
+        ["amp_dtype='float16'"],
+    ),
+    "precision_without_its_flag": (
+        {**TWO, "amp_dtype": torch.float16},
+        ValueError,
+        ["amp_dtype", "pass use_fp16=True"],
+    ),
+    "precision_with_apex": (
+        {**TWO, "use_fp16": "apex", "amp_dtype": torch.float16},
+        ValueError,
+        ["amp_dtype", "pass use_fp16=True"],
+    ),
+    "hook_not_callable": (
+        {**TWO, "initialization_hook": "print"},
+        TypeError,
+        ["initialization_hook", "function", "'print'"],
+    ),
+    "config_cannot_be_pickled": (
+        {**TWO, "config": {"lr": 0.1, "lock": threading.Lock()}},
+        TypeError,
+        ["config['lock']", "setup()"],
+    ),
+    "hook_cannot_be_pickled": (
+        {**TWO, "initialization_hook": threading.Lock().acquire},
+        TypeError,
+        ["initialization_hook", "lock"],
+    ),
+    "operator_cannot_be_pickled": (
+        {**TWO, "training_operator_cls": type("Op", (Classifier,), {"lock": threading.Lock()})},
+        TypeError,
+        ["training_operator_cls", "lock"],
+    ),
+    **{
+        f"oldest_library_{name}": (
+            {**OPERATOR, name: make_model},
+            DeprecationWarning,
+            [f"{name}=", "Use ", instead],
+        )
+        for name, instead in {
+            "model_creator": "from_creators",
+            "data_creator": "from_creators",
+            "optimizer_creator": "from_creators",
+            "scheduler_creator": "from_creators",
+            "loss_creator": "from_creators",
+            "num_replicas": "num_workers",
+            "batch_size": "BATCH_SIZE",
+            "apex_args": "register",
+            "data_loader_args": "DataLoader",
+        }.items()
+    },
+    # it has no operator class at all, which must not be what it hears about
+    "oldest_library_script": (
+        {"model_creator": make_model, "data_creator": make_data, "num_workers": 2},
+        DeprecationWarning,
+        ["model_creator", "from_creators"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_argument_is_refused_before_a_worker_starts(case):
+    arguments, error, words = WRONG_ARGUMENTS[case]
+    check(lambda: TorchTrainer(**arguments), error, words)
+
+
+def test_positional_arguments_are_refused():
+    check(lambda: TorchTrainer(Classifier, None, {}, 2), TypeError, ["positional"])
+
+
+@pytest.mark.parametrize("text", ["0", "soon"])
+def test_start_timeout_that_is_no_number_is_refused(monkeypatch, text):
+    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
+    words = ["SGD_PLACEMENT_GROUP_TIMEOUT_S", repr(text), "positive number"]
+    check(lambda: TorchTrainer(**TWO), ValueError, words)
+
+
+# ---- what setup registers
+
+
+def scheduler_of(operator):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    operator.register(models=model, optimizers=optimizer, schedulers=scheduler)
+
+
+WRONG_SETUPS = {
+    # raised as itself it would end the driver's program without a word, and with status 0
+    "exit": (lambda op, config: sys.exit(), RemoteError, ["SystemExit", "sys.exit("]),
+    "nothing_registered": (lambda op, config: None, RuntimeError, ["setup", "self.register("]),
+    "only_data_registered": (
+        lambda op, config: op.register_data(train_loader=[]),
+        RuntimeError,
+        ["setup", "self.register("],
+    ),
+    "registered_twice": (
+        lambda op, config: (register_all(op), register_all(op)),
+        RuntimeError,
+        ["register()", "twice", "lists"],
+    ),
+    "model_not_a_module": (
+        lambda op, config: register_all(op, models=make_model),
+        TypeError,
+        ["models", "Module", "make_model"],
+    ),
+    "model_in_list_not_a_module": (
+        lambda op, config: register_all(op, models=[make_model(), "model"]),
+        TypeError,
+        ["models", "Module", "'model'"],
+    ),
+    "no_models": (
+        lambda op, config: register_all(op, models=[]),
+        ValueError,
+        ["models", "empty"],
+    ),
+    "optimizer_not_an_optimizer": (
+        lambda op, config: register_all(op, optimizers="sgd"),
+        TypeError,
+        ["optimizers", "Optimizer", "'sgd'"],
+    ),
+    "scheduler_not_a_scheduler": (
+        lambda op, config: register_all(op, schedulers=0.5),
+        TypeError,
+        ["schedulers", "scheduler", "0.5"],
+    ),
+    "ddp_args_not_a_dict": (
+        lambda op, config: register_all(op, ddp_args=["find_unused_parameters"]),
+        TypeError,
+        ["ddp_args", "dict", "['find_unused_parameters']"],
+    ),
+    "scheduler_without_frequency": (
+        lambda op, config: scheduler_of(op),
+        ValueError,
+        ["schedulers", "scheduler_step_freq", '"batch"', '"epoch"', '"manual"'],
+    ),
+    "loader_not_iterable": (
+        lambda op, config: (register_all(op), op.register_data(validation_loader=3)),
+        TypeError,
+        ["validation_loader", "iterable", "3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SETUPS)
+def test_wrong_registration_is_refused(case):
+    setup, error, words = WRONG_SETUPS[case]
+    operator_cls = with_setup(setup)
+    check(lambda: TorchTrainer(training_operator_cls=operator_cls, use_local=True), error, words)
+
+
+# ---- what the first step finds
+
+
+def without(name):
+    def setup(operator, config):
+        register_all(operator)
+        delattr(operator, name)
+
+    return setup
+
+
+def with_two_models(operator, config):
+    models = [make_model(), make_model()]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    register_all(operator, models=models, optimizers=optimizer)
+
+
+def with_loader(loader):
+    def setup(operator, config):
+        register_all(operator)
+        operator.register_data(train_loader=loader)
+
+    return setup
+
+
+def without_a_loader(operator, config):
+    model = make_model()
+    operator.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+UNTRAINABLE = {
+    **{
+        f"no_{name}": (without(name), [f"self.{name}", "train_batch", "self.register("])
+        for name in ("model", "optimizer", "criterion")
+    },
+    "two_models": (with_two_models, ["model", "2", "train_batch", "Override"]),
+    "all_batches_dropped": (
+        with_loader(DataLoader(make_data(8), batch_size=9, drop_last=True)),
+        ["train loader", "no", "9"],
+    ),
+    "empty_list": (with_loader([]), ["train loader", "no", "[]"]),
+    "empty_iterator": (with_loader(iter(())), ["train loader", "no"]),
+    "no_loader": (without_a_loader, ["train loader", "register_data(train_loader=", "setup"]),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINABLE)
+def test_operator_that_cannot_train_says_what_it_lacks(case):
+    setup, words = UNTRAINABLE[case]
+    trainer = TorchTrainer(training_operator_cls=with_setup(setup), use_local=True)
+    check(trainer.train, RuntimeError, words)
+
+
+# ---- calls on a trainer, which works on after each of them
+
+
+class Moody(Classifier):
+    """Does in a batch what the caller's information says; has no validation loader."""
+
+    own_state = {}  # noqa: RUF012  replaced as a whole, never changed
+
+    def setup(self, config):
+        register_all(self)
+
+    def state_dict(self):
+        return self.own_state
+
+    def train_batch(self, batch, batch_info):
+        mood = (batch_info["info"] or {}).get("mood")
+        metrics = super().train_batch(batch, batch_info)
+        if mood == "nothing":
+            return None
+        if mood == "text":
+            return "fine"
+        if mood == "samples":
+            metrics[NUM_SAMPLES] = "many"
+        return metrics
+
+    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        return None if (info or {}).get("mood") == "no result" else result
+
+
+@pytest.fixture(scope="module")
+def shared_trainer():
+    with TorchTrainer(training_operator_cls=Moody, use_local=True) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def trainer(shared_trainer):
+    """A trainer that must be usable after the test."""
+    yield shared_trainer
+    done = shared_trainer.global_step
+    assert shared_trainer.train(num_steps=1)["num_samples"] == 16
+    assert shared_trainer.global_step == done + 1
+
+
+WRONG_CALLS = {
+    "no_steps": (lambda t: t.train(num_steps=0), ValueError, ["num_steps=0", "1"]),
+    "negative_steps": (lambda t: t.train(num_steps=-1), ValueError, ["num_steps=-1", "1"]),
+    "half_a_step": (lambda t: t.train(num_steps=0.5), TypeError, ["num_steps", "int", "0.5"]),
+    "steps_true": (lambda t: t.train(num_steps=True), TypeError, ["num_steps", "int", "True"]),
+    "no_validation_steps": (lambda t: t.validate(num_steps=0), ValueError, ["num_steps=0", "1"]),
+    "validation_steps_text": (lambda t: t.validate(num_steps="1"), TypeError, ["num_steps", "'1'"]),
+    "validation_steps_true": (
+        lambda t: t.validate(num_steps=True),
+        TypeError,
+        ["num_steps", "int", "True"],
+    ),
+    "negative_retries": (lambda t: t.train(max_retries=-1), ValueError, ["max_retries=-1", "0"]),
+    "retries_float": (lambda t: t.train(max_retries=1.5), TypeError, ["max_retries", "1.5"]),
+    "info_is_a_list": (lambda t: t.train(info=[1]), TypeError, ["info", "dict", "[1]"]),
+    "validation_info_is_a_text": (
+        lambda t: t.validate(info="exam"),
+        TypeError,
+        ["info", "dict", "'exam'"],
+    ),
+    "dataset_is_a_list": (
+        lambda t: t.train(dataset=[1, 2]),
+        TypeError,
+        ["dataset", "raysgd.data.Dataset", "[1, 2]"],
+    ),
+    "dataset_is_a_loader": (
+        lambda t: t.train(dataset=DataLoader(make_data(8))),
+        TypeError,
+        ["dataset", "raysgd.data.Dataset", "DataLoader"],
+    ),
+    "dataset_is_empty": (
+        lambda t: t.train(dataset=Dataset([])),
+        RuntimeError,
+        ["no batch", "0 samples"],
+    ),
+    "no_validation_loader": (
+        lambda t: t.validate(),
+        RuntimeError,
+        ["validation loader", "register_data(validation_loader="],
+    ),
+    "no_function_for_workers": (
+        lambda t: t.apply_all_workers(3),
+        TypeError,
+        ["apply_all_workers", "function", "3"],
+    ),
+    "no_function_for_operators": (
+        lambda t: t.apply_all_operators(None),
+        TypeError,
+        ["apply_all_operators", "function", "None"],
+    ),
+    "save_without_a_path": (lambda t: t.save(None), TypeError, ["None"]),
+    "load_without_a_path": (lambda t: t.load(None), TypeError, ["None"]),
+    "state_is_none": (lambda t: t.load_state_dict(None), CheckpointError, ["state", "models"]),
+    "state_is_a_text": (lambda t: t.load_state_dict("x"), CheckpointError, ["state", "models"]),
+    "state_is_a_list": (lambda t: t.load_state_dict([1]), CheckpointError, ["state", "models"]),
+    "state_is_empty": (lambda t: t.load_state_dict({}), CheckpointError, ["state", "models"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_wrong_call_is_refused_and_trains_nothing(trainer, case):
+    call, error, words = WRONG_CALLS[case]
+    done = trainer.global_step
+    check(lambda: call(trainer), error, words)
+    assert trainer.global_step == done
+
+
+WRONG_RESULTS = {
+    "batch_returns_nothing": (
+        "nothing",
+        ["Moody.train_batch", "NoneType", "dict"],
+    ),
+    "batch_returns_a_text": (
+        "text",
+        ["Moody.train_batch", "str", "dict"],
+    ),
+    "epoch_returns_nothing": (
+        "no result",
+        ["Moody.train_epoch", "NoneType", "dict"],
+    ),
+    "num_samples_is_a_text": (
+        "samples",
+        ["train_batch", "num_samples", "many"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_wrong_result_of_an_own_method_is_named(trainer, case):
+    mood, words = WRONG_RESULTS[case]
+    check(lambda: trainer.train(info={"mood": mood}), TypeError, words)
+
+
+# ---- files that cannot be written
+
+
+class Custom:
+    """An object of a type that a file may not hold."""
+
+
+def test_save_into_a_missing_folder_is_refused(trainer, tmp_path):
+    path = tmp_path / "missing" / "model.pt"
+    words = [str(path), "missing", "does not exist"]
+    check(lambda: trainer.save(path), CheckpointError, words)
+
+
+def test_save_to_a_folder_is_refused(trainer, tmp_path):
+    check(lambda: trainer.save(tmp_path), CheckpointError, [str(tmp_path), "is a folder"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="a folder where nobody can write")
+def test_save_where_the_system_does_not_allow_it_is_refused(trainer):
+    check(lambda: trainer.save("/proc/model.pt"), CheckpointError, ["/proc/model.pt"])
+
+
+def test_own_state_that_could_not_be_loaded_again_is_not_saved(trainer, tmp_path):
+    path = tmp_path / "model.pt"
+    operator = trainer.get_local_operator()
+    operator.own_state = {"own": Custom()}
+    words = [str(path), "state_dict()", "add_safe_globals"]
+    check(lambda: trainer.save(path), CheckpointError, words)
+    operator.own_state = {}
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- files that cannot be read
+
+
+class Evil:
+    """Runs a command when it is unpickled without care."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_missing_file_is_refused(trainer, tmp_path):
+    path = tmp_path / "model.pt"
+    check(lambda: trainer.load(path), CheckpointError, [str(path), "no such file"])
+
+
+def test_folder_is_not_loaded(trainer, tmp_path):
+    check(lambda: trainer.load(tmp_path), CheckpointError, [str(tmp_path), "folder"])
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text"])
+def test_damaged_file_is_refused_and_changes_nothing(trainer, tmp_path, damage):
+    path = tmp_path / "model.pt"
+    trainer.save(path)
+    held = replica_hash(trainer.get_local_operator())
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(
+        {
+            "empty": b"",
+            "cut": whole[:middle],
+            "flipped": whole[:-60] + bytes(255 - byte for byte in whole[-60:]),
+            "text": b"epoch,loss\n1,0.5\n",
+        }[damage]
+    )
+    check(lambda: trainer.load(path), CheckpointError, [str(path), "damaged"])
+    assert replica_hash(trainer.get_local_operator()) == held
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param({"weight": torch.ones(2)}, id="a_model_only"),
+        pytest.param(torch.ones(3), id="a_tensor"),
+        pytest.param([1, 2], id="a_list"),
+        pytest.param({"models": [], "epoch": 3}, id="without_optimizers"),
+    ],
+)
+def test_file_of_something_else_is_refused(trainer, tmp_path, content):
+    path = tmp_path / "model.pt"
+    torch.save(content, path)
+    words = [str(path), "no state of a trainer", "optimizers"]
+    check(lambda: trainer.load(path), CheckpointError, words)
+
+
+@pytest.mark.parametrize("writer", ["torch", "pickle"])
+def test_no_code_in_a_file_is_run(trainer, tmp_path, writer):
+    path, marker = tmp_path / "model.pt", tmp_path / "was_here"
+    state = {"models": Evil(marker), "optimizers": [], "epoch": 1}
+    if writer == "torch":
+        torch.save(state, path)
+    else:
+        path.write_bytes(pickle.dumps(state, protocol=2))
+    check(lambda: trainer.load(path), CheckpointError, [str(path), "not allowed"])
+    assert not marker.exists()
+
+
+# ---- states that do not belong to this trainer
+
+
+@pytest.fixture
+def state(trainer):
+    """The trainer's state, to be spoilt; the trainer gets it back unspoilt afterwards."""
+    state = trainer.state_dict()
+    yield copy.deepcopy(state)
+    trainer.load_state_dict(state)
+
+
+def state_of_another_model():
+    other = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    return [other.state_dict()]
+
+
+WRONG_STATES = {
+    "models_is_a_text": (lambda state: {"models": "abc"}, ["models"]),
+    "models_is_a_number": (lambda state: {"models": 3}, ["models"]),
+    "no_models": (lambda state: {"models": []}, ["models"]),
+    "two_models": (lambda state: {"models": state["models"] * 2}, ["models", "2", "1"]),
+    "another_model": (lambda state: {"models": state_of_another_model()}, ["model", "2.weight"]),
+    "no_optimizers": (lambda state: {"optimizers": []}, ["optimizers"]),
+    "optimizer_is_empty": (lambda state: {"optimizers": [{}]}, ["optimizer"]),
+    "epoch_is_a_text": (lambda state: {"epoch": "three", "data": None}, ["epoch"]),
+    "data_is_nonsense": (lambda state: {"data": {"offset": "x"}}, ["data"]),
+    "global_step_is_none": (lambda state: {"global_step": None}, ["global_step"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_state_of_something_else_is_refused_and_nothing_of_it_taken(trainer, state, case):
+    changed, words = WRONG_STATES[case]
+    operator = trainer.get_local_operator()
+    held = replica_hash(operator), trainer.epoch, trainer.global_step
+    spoilt = {**state, **changed(state)}
+    check(lambda: trainer.load_state_dict(spoilt), CheckpointError, words)
+    assert (replica_hash(operator), trainer.epoch, trainer.global_step) == held
+
+
+def test_file_of_another_trainer_is_refused(trainer, state, tmp_path):
+    def setup(operator, config):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        register_all(operator, models=model, optimizers=optimizer)
+
+    path = tmp_path / "other.pt"
+    TorchTrainer(training_operator_cls=with_setup(setup), use_local=True).save(path)
+    check(lambda: trainer.load(path), CheckpointError, ["model"])
