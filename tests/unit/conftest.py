@@ -1,19 +1,9 @@
 """Settings and fixtures of the unit tests, none of which starts Ray."""
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from raysgd import TorchTrainer
 from tests.operators import Classifier
-
-settings.register_profile(
-    "unit",
-    max_examples=40,
-    deadline=None,
-    # the fixtures that properties use here are factories: one example leaves nothing to the next
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.load_profile("unit")
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 """Config of an epoch of five batches."""

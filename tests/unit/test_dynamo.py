@@ -173,6 +173,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow("the first of them waits for all, of which two compile")
 @pytest.mark.parametrize("way", WAYS)
 def test_training_does_not_load_it_and_it_is_there_as_soon_as_it_is_asked_for(found, way):
     assert found[way] == [True, True, True]

@@ -25,6 +25,10 @@ def test_everyone_gets_what_all_said_by_rank(exchange):
     assert found == [["worker 0", "worker 1", "worker 2"]] * 3
 
 
+def test_one_that_nobody_closes_keeps_no_process_alive(exchange):
+    assert [t.daemon for t in threading.enumerate() if t.name == "raysgd-exchange"] == [True]
+
+
 def test_who_waits_is_told_that_the_exchange_is_closed(exchange):
     errors = []
 

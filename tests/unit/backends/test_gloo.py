@@ -268,6 +268,20 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     assert number.item() == expected
 assert mesh._num_started == before + 4
 
+if rank == 0:
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+    try:
+        late.wait(datetime.timedelta(seconds=0.1))
+    except RuntimeError as error:
+        assert "timed out" in str(error), error
+    else:
+        raise SystemExit("has not waited for the other rank")
+    store.set("waited", "")
+else:
+    store.wait(["waited"])
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+assert late.wait(patience) and late.result()[0].tolist() == [2.0] * 3
+
 # what nobody waits for, and is too long to be sent at once, reaches the other rank nevertheless
 gloo.SMALL_BYTES = 2**40
 for _ in range(5):

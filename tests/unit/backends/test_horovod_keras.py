@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("horovod")
+from tests.conftest import import_horovod
+
+import_horovod()
 pytest.importorskip("tensorflow")
 
 CODE = """
@@ -54,6 +56,7 @@ def processes():
         process.communicate()
 
 
+@pytest.mark.slow("six processes that import TensorFlow")
 @pytest.mark.parametrize("early", EARLY)
 @pytest.mark.parametrize(("legacy", "said"), SAID.items())
 def test_it_is_refused_with_keras_3_alone(processes, legacy, early, said):

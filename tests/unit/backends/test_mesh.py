@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.backends import mesh as mesh_module
 from raysgd.backends.mesh import Mesh
 from tests.conftest import wait_until
 
@@ -251,6 +252,21 @@ def test_strangers_who_connect_are_sent_away():
         assert reduced(made, [torch.ones(1), torch.ones(1)])[0].item() == 2
     for mesh in made:
         mesh.close()
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(mesh_module, "_HELLO_S", 0.1)
+    made = [Mesh(rank, "127.0.0.1", PATIENCE_S) for rank in range(2)]
+    try:
+        with contextlib.ExitStack() as silent:
+            for mesh in made:
+                place = mesh.address.host, mesh.address.port
+                silent.enter_context(socket.create_connection(place))
+            on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
+            assert reduced(made, [torch.ones(1), torch.ones(1)])[0].item() == 2
+    finally:
+        for mesh in made:
+            mesh.close()
 
 
 def test_connecting_is_given_up_after_a_while():

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.backends import store as store_module
 from raysgd.backends.gloo import GlooGroup
 from raysgd.backends.store import StoreAddress, StoreClient, StoreServer
+from tests.conftest import examples
 
 SHORT = datetime.timedelta(seconds=0.1)
 LONG = datetime.timedelta(seconds=30)
@@ -48,12 +49,16 @@ def waiting_for(client, keys):
     return future
 
 
+def test_one_that_nobody_closes_keeps_no_process_alive(server):
+    assert [t.daemon for t in threading.enumerate() if t.name == "raysgd-store"] == [True]
+
+
 keys = st.sampled_from(["a", "b", "ключ\n"])
 values = st.binary(max_size=20)
 numbers = st.integers(-(2**40), 2**40)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.one_of(
@@ -81,7 +86,7 @@ def test_a_store_does_what_torchs_own_does(operations):
         ours.close()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(numbers, min_size=1, max_size=5))
 def test_numbers_are_added_up(amounts):
     server = StoreServer("127.0.0.1")

@@ -69,9 +69,10 @@ def test_the_drivers_choice_of_keras_holds_on_the_workers(environment):
     assert create_backend("tensorflow", 20)._environment == {"TF_USE_LEGACY_KERAS": "1"}
 
 
-def test_keras_on_another_framework_is_refused(environment):
-    environment.setenv("KERAS_BACKEND", "jax")
-    with pytest.raises(ValueError, match=r"KERAS_BACKEND='jax'.*with TensorFlow"):
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_keras_on_another_framework_is_refused(environment, framework):
+    environment.setenv("KERAS_BACKEND", framework)
+    with pytest.raises(ValueError, match=rf"KERAS_BACKEND='{framework}'.*with TensorFlow"):
         keras_environment()
 
 

@@ -219,6 +219,7 @@ def peer_of(rendezvous, conduct):
     return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow("gloo itself waits 10 s for the peer before its thread ends")
 def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
     fetched = []

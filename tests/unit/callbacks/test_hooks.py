@@ -454,7 +454,6 @@ class Wrong(Callback):
         ("spy", "takes a list"),
         ([Wrong()], r"Wrong.on_epoch_end must take \(trainer, metrics\)"),
     ],
-    ids=str,
 )
 def test_what_is_no_callback_is_refused(make_trainer, callbacks, message):
     with pytest.raises(TypeError, match=message):

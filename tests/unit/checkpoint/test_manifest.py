@@ -1,6 +1,7 @@
 """What a checkpoint says about itself, as text and back."""
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 
@@ -34,6 +35,12 @@ MANIFESTS = st.builds(
 @given(manifest=MANIFESTS)
 def test_a_manifest_comes_back(manifest):
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_it_names_the_versions_that_wrote_it():
+    versions = json.loads(Manifest().to_json())["versions"]
+    assert versions["torch"] == importlib.metadata.version("torch")
+    assert set(versions) >= {"python", "raysgd", "ray"}
 
 
 def test_what_is_no_number_comes_back_in_strict_json():

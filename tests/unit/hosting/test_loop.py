@@ -709,6 +709,19 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
         assert result[name] == pytest.approx(value, rel=1e-9), name
 
 
+def test_who_joins_a_call_knows_of_it_what_the_others_know(loop_of):
+    """Also that its first epoch was the end of the one before, which does not count."""
+    loop, operator = loop_of(Streaming)
+    train(loop, until_step=5)
+    operator.fail = pausing(loop, 7, at=6)
+    with pytest.raises(PausedError):
+        train(loop, call=1, until_epoch=1)
+    joining, _ = loop_of(Streaming)
+    joining.join_call(loop.call_state())
+    assert joining.call_state() == loop.call_state()
+    assert joining.call_state()["more_epochs"] == 1
+
+
 @pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
 def test_a_pause_beyond_the_goal_changes_nothing(loop_of, goal):
     loop, operator = loop_of()

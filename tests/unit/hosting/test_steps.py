@@ -103,9 +103,11 @@ def test_a_step_that_failed_after_the_update_is_counted():
     parts = components()
     steps = make_steps(parts, "abc")
     next(steps)
+    parts.models[0].weight.sum().backward()
     parts.optimizers[0].step()
     assert steps.fail() == []
     assert (parts.global_step, parts.offset) == (1, 1)
+    assert parts.models[0].weight.grad is None  # what follows does not add to it
 
 
 def test_a_step_is_done_only_when_every_optimizer_has_stepped():

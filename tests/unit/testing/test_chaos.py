@@ -1,8 +1,12 @@
 """Faults that are drawn by a seed, and what is refused."""
 
+import threading
+
 import pytest
 
+from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault, schedule
+from tests.conftest import wait_until
 
 
 def test_a_schedule_follows_from_its_arguments():
@@ -55,3 +59,26 @@ def test_faults_that_can_never_come_are_refused():
         Chaos(OfTwo(), [Fault(rank=2, step=1)])
     with pytest.raises(ValueError, match="spare=2"):
         Chaos(OfTwo(), [Fault(rank=1, step=1)], spare=2)
+
+
+def test_wrong_ranks_are_refused_and_what_goes_wrong_reaches_the_caller(make_trainer):
+    trainer = make_trainer()
+    for inject in (chaos.kill, chaos.hang, chaos.resume):
+        for rank in (1, -1):
+            with pytest.raises(ValueError, match=f"no worker {rank}: .* has ranks 0 to 0"):
+                inject(trainer, rank)
+        with pytest.raises(TypeError, match="must be an int"):
+            inject(trainer, True)
+        with pytest.raises(ValueError, match="Worker 0 lives in the driver's process"):
+            inject(trainer, 0)
+    injected = Chaos(trainer, [Fault(rank=0, after_s=0.0)], spare=0)
+    with pytest.raises(ValueError, match="lives in the driver's process"), injected:
+        wait_until(lambda: not is_injecting())
+    trainer.shutdown()
+    for inject in (chaos.kill, chaos.hang, chaos.resume):
+        with pytest.raises(ValueError, match="has no workers now"):
+            inject(trainer, 0)
+
+
+def is_injecting():
+    return any(thread.name == "raysgd-chaos" for thread in threading.enumerate())

@@ -5,12 +5,13 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.tf.losses import accuracy, batch_metric, loss_function, own_metrics  # noqa: E402
+from tests.conftest import examples  # noqa: E402
 from tests.tf_operators import keras_of  # noqa: E402
 
 both = pytest.mark.parametrize("keras", ["keras", "tf_keras"])
@@ -134,7 +135,7 @@ def test_accuracy_is_given_only_where_the_shapes_allow(target, output):
 
 
 @both
-@settings(max_examples=5)
+@examples(5)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
 @pytest.mark.parametrize(
     "name", ["MeanAbsoluteError", "RootMeanSquaredError", "AUC", "Precision", "BinaryAccuracy"]

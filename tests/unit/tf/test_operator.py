@@ -9,6 +9,7 @@ from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.metrics import merge_workers  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.flavors import named_arrays  # noqa: E402
+from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
 
 KERASES = ["keras", "tf_keras"]
@@ -242,7 +243,7 @@ def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
 
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_horovods_optimizer_is_refused_with_the_reason(build, keras):
-    horovod = pytest.importorskip("horovod.tensorflow.keras")
+    horovod = import_horovod("horovod.tensorflow.keras")
     chosen = {"keras": keras}
     horovod.init()
     wrapped = horovod.DistributedOptimizer(keras_of(chosen).optimizers.SGD())

@@ -37,6 +37,27 @@ def test_a_trial_reserves_what_its_config_asks_for():
         TFTrainer.as_trainable(batch=3)
 
 
+def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
+    trainable = TFTrainer.as_trainable(
+        training_operator_cls=Digits, config={"optimizer": "SGD"}, use_local=True, use_gpu=False
+    )
+    slow, fast = trainable(config={"lr": 1e-6}), trainable(config={"lr": 0.2})
+    try:
+        assert slow.train()["val_accuracy"] < 0.4
+        result = fast.train()
+        assert (result["epoch"], result["num_samples"]) == (1, 357)
+        assert result["val_accuracy"] > 0.6
+        assert slow.trainer.config["lr"] == 1e-6
+        fast.save_checkpoint(str(tmp_path))
+        slow.load_checkpoint(str(tmp_path))
+        result = slow.train()
+        assert (result["epoch"], result["val_accuracy"] > 0.6) == (2, True)
+    finally:
+        slow.stop()
+        fast.stop()
+
+
 def test_the_trainable_is_at_home_where_older_scripts_import_it():
     import raysgd.tf
     from raysgd.tune import TFTrainable

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.torch import collectives
-from tests.conftest import free_ports, run_ranks
+from tests.conftest import free_ports, import_horovod, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def group(request):
         request.getfixturevalue("process_group")
         yield request.param
         return
-    horovod = pytest.importorskip("horovod.torch")
+    horovod = import_horovod("horovod.torch")
     horovod.init()
     yield request.param
     horovod.shutdown()

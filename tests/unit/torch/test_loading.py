@@ -2,6 +2,7 @@
 
 import copy
 import math
+import multiprocessing
 import pickle
 import random
 from collections import Counter
@@ -28,6 +29,7 @@ from torch.utils.data import (
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.torch.loading import PlainLoader, ShardedLoader, dataset_loader, wrap_loader
+from tests.conftest import wait_until
 
 SEED = 5
 
@@ -786,6 +788,15 @@ def test_a_loader_that_iterates_in_its_own_way_may_have_worker_processes(kind, p
     assert loader._iterator is None
     assert isinstance(loader.batch_sampler, BatchSampler)
     source.renew()
+
+
+def test_worker_processes_that_stay_end_when_they_are_let_go():
+    before = set(multiprocessing.active_children())
+    source = wrap(DataLoader(Numbers(4), batch_size=2, num_workers=1, persistent_workers=True))
+    assert len(list(source.batches(0, 0))) == 2
+    assert set(multiprocessing.active_children()) > before
+    source.renew()
+    wait_until(lambda: set(multiprocessing.active_children()) <= before)
 
 
 def test_a_loader_of_ones_own_that_does_not_collate_draws_from_its_sampler():

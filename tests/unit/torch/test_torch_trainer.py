@@ -1,13 +1,15 @@
-"""The arguments of TorchTrainer, and the trainer with one worker in this process."""
+"""TorchTrainer with one worker in this process.
+
+The arguments that it refuses are in tests/contracts/test_wrong_inputs.py.
+"""
 
 import sys
-import threading
 import warnings
 
 import pytest
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer
 from raysgd.config import BATCH_SIZE
 from raysgd.torch.torch_trainer import _local_gpu
 from tests.operators import Classifier
@@ -17,94 +19,6 @@ from tests.unit.recorder import Recorder
 def make(**arguments):
     given = {"training_operator_cls": Classifier, "use_local": True, "use_gpu": False}
     return TorchTrainer(**{**given, **arguments})
-
-
-# ---- arguments that are refused
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"training_operator_cls": Classifier({})}, TypeError, "training_operator_cls"),
-        ({"training_operator_cls": torch.nn.Linear}, TypeError, "training_operator_cls"),
-        ({"training_operator_cls": None}, TypeError, "training_operator_cls"),
-        ({"training_operator_cls": TrainingOperator}, NotImplementedError, "setup"),
-        ({"initialization_hook": 7}, TypeError, "initialization_hook"),
-        ({"config": [1]}, TypeError, "config"),
-        ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "num_workers=2"),
-        ({"config": {BATCH_SIZE: "8"}}, TypeError, "BATCH_SIZE"),
-        ({"num_workers": 0}, ValueError, "num_workers=0"),
-        ({"num_workers": 2, "use_gpu": True}, ValueError, "needs num_workers=1"),
-        ({"num_workers": -1}, ValueError, "num_workers=-1"),
-        ({"num_workers": 2.0}, TypeError, "num_workers=2.0"),
-        ({"num_workers": True}, TypeError, "num_workers=True"),
-        ({"min_workers": 0}, ValueError, "min_workers=0, num_workers=1"),
-        ({"min_workers": 2}, ValueError, "between 1 and num_workers"),
-        ({"min_workers": None}, TypeError, "min_workers"),
-        ({"num_cpus_per_worker": 0}, ValueError, "num_cpus_per_worker=0"),
-        ({"num_cpus_per_worker": "1"}, ValueError, "num_cpus_per_worker"),
-        ({"resources_per_worker": 3}, TypeError, "resources_per_worker"),
-        ({"resources_per_worker": {"x": 0}}, ValueError, "'x': 0"),
-        ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),
-        ({"resources_per_worker": {"GPU": 2}}, ValueError, "use_gpu"),
-        ({"use_gpu": "yes"}, ValueError, "use_gpu='yes'"),
-        ({"use_gpu": 1}, ValueError, "use_gpu=1"),
-        ({"backend": "mpi"}, ValueError, "'gloo'.*'nccl'"),
-        ({"backend": "nccl"}, ValueError, "needs GPUs"),
-        ({"scheduler_step_freq": "daily"}, ValueError, "'batch', 'epoch', 'manual'"),
-        ({"use_fp16": "half"}, ValueError, "use_fp16='half'.*True.*'apex'"),
-        ({"use_fp16": 1}, ValueError, "use_fp16=1"),
-        ({"use_fp16": True, "amp_dtype": torch.float64}, ValueError, "torch.bfloat16"),
-        ({"use_fp16": True, "amp_dtype": "float16"}, ValueError, "amp_dtype='float16'"),
-        ({"amp_dtype": torch.float16}, ValueError, "pass use_fp16=True"),
-        ({"use_fp16": "apex", "amp_dtype": torch.float16}, ValueError, "pass use_fp16=True"),
-        ({"timeout_s": 0}, ValueError, "timeout_s=0"),
-        ({"timeout_s": "1"}, ValueError, "timeout_s='1'"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan"),
-        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused_before_anything_starts(arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(**arguments)
-
-
-def test_arguments_have_names_alone():
-    with pytest.raises(TypeError, match="positional"):
-        TorchTrainer(Classifier)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model_creator",
-        "data_creator",
-        "optimizer_creator",
-        "scheduler_creator",
-        "loss_creator",
-        "num_replicas",
-        "batch_size",
-        "apex_args",
-        "data_loader_args",
-    ],
-)
-def test_arguments_of_the_oldest_api_name_their_replacement(name):
-    with pytest.raises(DeprecationWarning, match=rf"{name}=.*Use "):
-        make(**{name: 1})
-
-
-def test_a_script_of_the_oldest_api_is_told_so():
-    """It has no operator class at all, which must not be what it hears about."""
-    with pytest.raises(DeprecationWarning, match=r"model_creator=.*from_creators"):
-        TorchTrainer(model_creator=torch.nn.Linear, num_workers=1)
-
-
-@pytest.mark.parametrize("text", ["0", "soon"])
-def test_a_senseless_start_timeout_is_refused_by_name(monkeypatch, text):
-    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
-    with pytest.raises(ValueError, match="SGD_PLACEMENT_GROUP_TIMEOUT_S"):
-        make()
 
 
 # ---- one worker in this process
@@ -153,18 +67,6 @@ def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
 def test_what_cannot_be_pickled_is_fine_in_this_process(make_trainer):
     trainer = make_trainer(config={"lock": sys.stdout})
     assert trainer.get_local_operator().config["lock"] is sys.stdout
-
-
-def test_what_cannot_be_pickled_is_named_where_workers_are_processes():
-    class Guarded(Recorder):
-        guard = threading.Lock()
-
-    for operator_cls, config, named in (
-        (Recorder, {"lr": 0.1, "guard": threading.Lock()}, r"config\['guard'\]"),
-        (Guarded, {"lr": 0.1}, "training_operator_cls"),
-    ):
-        with pytest.raises(TypeError, match=f"Cannot send {named} to the workers.*lock"):
-            make(training_operator_cls=operator_cls, config=config, num_workers=2)
 
 
 def test_the_config_is_never_changed(make_trainer):

@@ -4,13 +4,14 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.trees import map_leaves
+from tests.conftest import examples
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder, Unsized, batches_of
 
@@ -61,7 +62,7 @@ def trained(config, calls=(None,), operator_cls=Accumulating, **arguments):
 # ---- accumulation
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     steps=st.integers(1, 5),
     batch_size=st.integers(1, 7),
@@ -87,7 +88,7 @@ def test_a_group_of_batches_is_one_large_batch_in_float32(steps, batch_size, num
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     steps=st.integers(2, 4),
     num_samples=st.integers(1, 40),

@@ -3,7 +3,13 @@
 import pytest
 
 from raysgd.train import horovod, tensorflow
-from raysgd.train.backend import Backend, BackendConfig, backend_class, checked_config
+from raysgd.train.backend import (
+    Backend,
+    BackendConfig,
+    InactiveWorkerGroupError,
+    backend_class,
+    checked_config,
+)
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
@@ -77,3 +83,20 @@ def test_wrong_numbers_of_workers_are_errors(size):
 def test_wrong_numbers_of_retries_are_errors(max_retries):
     with pytest.raises(ValueError, match="max_retries"):
         BackendExecutor(BackendConfig(), 1, max_retries=max_retries)
+
+
+def test_before_the_start_there_are_no_workers():
+    executor = BackendExecutor(BackendConfig(), 2)
+    assert not executor.is_started
+    assert executor.events == []
+    for call in (
+        lambda: executor.start_training(lambda: 1),
+        executor.fetch_next_result,
+        executor.finish_training,
+        executor.pause_reporting,
+        lambda: executor.run(lambda: 1),
+        lambda: executor.worker_group,
+    ):
+        with pytest.raises(InactiveWorkerGroupError, match=r"Call start\(\) first"):
+            call()
+    executor.shutdown()  # does nothing

@@ -8,7 +8,16 @@ import pytest
 import ray.train
 
 from raysgd import ElasticConfig
-from raysgd.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, Trainer
+from raysgd.train import (
+    DataParallelTrainer,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    Trainer,
+    horovod,
+    tensorflow,
+    torch,
+)
 from raysgd.train import trainer as trainer_module
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import PrintCallback
@@ -73,6 +82,21 @@ def test_what_has_no_meaning_for_a_function_is_refused_or_left_out(tmp_path):
     elastic = ElasticConfig(snapshot_every=None)
     trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=elastic)
     assert trainer._executor._elastic.snapshot_every is not None
+
+
+def test_a_trainer_of_a_framework_has_its_backend_with_the_settings_that_are_given(monkeypatch):
+    monkeypatch.setattr(tensorflow, "check_tensorflow", lambda asked_by: None)
+    monkeypatch.setattr(horovod, "check_horovod", lambda: None)
+    for trainer_cls, config_cls, name in (
+        (torch.TorchTrainer, torch.TorchConfig, "torch_config"),
+        (tensorflow.TensorflowTrainer, tensorflow.TensorflowConfig, "tensorflow_config"),
+        (horovod.HorovodTrainer, horovod.HorovodConfig, "horovod_config"),
+    ):
+        assert isinstance(trainer_cls(lambda: 1).backend_config, config_cls)
+        given = config_cls(timeout_s=7)
+        trainer = trainer_cls(lambda config: 1, train_loop_config={"a": 1}, **{name: given})
+        assert trainer.backend_config is given
+        assert trainer.train_loop_config == {"a": 1}
 
 
 def test_wrong_backends_are_errors(tmp_path):
@@ -179,6 +203,13 @@ def test_how_to_wait_for_room_goes_on_to_trials(tmp_path):
     trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=ElasticConfig(max_attempts=7))
     trial = trainer.to_tune_trainable(lambda: 1)
     assert trial.trainer.executor()._elastic.max_attempts == 7
+
+
+def test_the_config_of_a_trial_is_all_of_the_functions_config_in_the_older_api(trainer):
+    trial = trainer.to_tune_trainable(lambda config: 1)
+    assert trial.trial_trainer({"x": 10}).train_loop_config == {"x": 10}
+    bundles = trial.default_resource_request({"x": 10}).bundles
+    assert bundles == [{"CPU": 1}] * 3  # its own process, and two workers
 
 
 def test_how_to_wait_for_room_is_said_with_how_often_workers_may_be_lost():
