@@ -7,6 +7,8 @@ BIN = $(VENV)/bin
 .PHONY: help demo test soak check docs bench clean
 # Two pips in one environment would break it.
 .NOTPARALLEL:
+# Each worker would compile anew all that it imports, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -45,7 +47,7 @@ $(VENV)/.test-stamp: EXTRAS = all,test
 $(VENV)/.docs-stamp: EXTRAS = all,docs
 $(VENV)/.bench-stamp: EXTRAS = all,bench
 
-# Python compiles what it imports, which is a small part of what is installed.
+# Python compiles what is imported, once, and that is a small part of what is installed.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 # Without its dependencies, among which is TensorFlow for GPUs, tf-keras takes the one that is there.
