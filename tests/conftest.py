@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+# Some virtual machines announce AMX and end processes that use it, as those do that multiply
+# matrices of bfloat16 in torch and TensorFlow.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
