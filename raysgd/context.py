@@ -69,11 +69,6 @@ class Progress:
     """Newest loss, as last read; None before the first batch or where there is none."""
     held: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
-    ended: bool = False
-    """Whether the worker's code has ended, and takes part in no collective any more."""
-    awaited_by: tuple[int, ...] = ()
-    """Ranks that wait for this worker to enter the group, and answer nobody; known where it is
-    `held`."""
     collective: int | None = None
     """Number of the collective in which it waits for all the others; None where it is in none, or
     where the backend cannot tell."""

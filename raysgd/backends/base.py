@@ -64,30 +64,5 @@ class Backend(ABC):
         """
         return None
 
-    def awaited_by(self) -> Sequence[int]:
-        """Return the ranks that wait for this worker to enter the group, and answer nobody.
-
-        Runs on a worker whose code waits for the driver, or has ended. Empty where nobody does, or
-        where the backend cannot tell: the default.
-        """
-        return ()
-
-    def dissolve(self, ended: bool) -> bool:
-        """Let collectives fail because some workers have ended, and every collective needs them.
-
-        Runs on all workers of the generation, in another thread than the one that may wait. Unlike
-        after `interrupt`, work beside collectives has to go on; and a collective that those who
-        have ended took part in has to come to its end. After it the generation is good for nothing
-        else: the driver makes another one before the next call.
-
-        Args:
-            ended: whether it is this worker that has ended.
-
-        Returns:
-            Whether collectives fail from now on. False, the default, where nothing was done; it is
-            called again soon then.
-        """
-        return False
-
     def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
         """Let go of what `prepare` made. Runs on the driver."""

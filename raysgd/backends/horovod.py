@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.backends.base import Backend
-from raysgd.backends.horovod_keras import refuse_with_keras_3
 from raysgd.backends.network import LOOPBACK, driver_address, interface_of, is_single_node
 from raysgd.backends.sockets import endpoints
 from raysgd.context import WorkerContext
@@ -101,7 +100,6 @@ class HorovodBackend(Backend):
         if rendezvous is None:
             for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
                 os.environ.pop(name, None)
-        refuse_with_keras_3()
         if self._framework is None:
             return
         hvd = self._horovod()

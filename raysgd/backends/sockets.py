@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["Endpoint", "endpoints", "listeners", "shut_down"]
-
-_LAST_DATA_RECEIVED = 52
-"""Where in Linux's ``struct tcp_info`` the milliseconds since the last data stand."""
 
 
 def shut_down(connection: socket.socket) -> None:
@@ -33,15 +29,6 @@ class Endpoint:
         """Shut the connection down; the descriptor stays open for its owner."""
         with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
             shut_down(sock)
-
-    def quiet_s(self) -> float:
-        """Return how long ago the last data arrived, in seconds; without end where it is closed."""
-        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
-            size = _LAST_DATA_RECEIVED + 4
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-            milliseconds: int = struct.unpack_from("I", info, _LAST_DATA_RECEIVED)[0]
-            return milliseconds / 1000
-        return float("inf")
 
 
 @contextlib.contextmanager

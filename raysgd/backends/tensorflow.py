@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.backends.base import Backend
-from raysgd.backends.calls import Calls
 from raysgd.backends.exchange import Exchange, exchanged
 from raysgd.backends.network import LOOPBACK, driver_address, is_single_node
-from raysgd.backends.sockets import endpoints, listeners
 from raysgd.context import WorkerContext
 
 __all__ = [
@@ -27,9 +25,6 @@ __all__ = [
 
 _CHOICES = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 _LOST = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
-_QUIET_S = 0.7
-"""How long no data may have come from other workers before none are on their way."""
-_CONNECT_S = 0.1
 _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to remote")
 
 
@@ -57,9 +52,6 @@ class TensorflowBackend(Backend):
         self._environment = keras_environment()
         self._exchange: Exchange | None = None
         self._held: socket.socket | None = None
-        self._rank = 0
-        self._workers: list[tuple[str, int]] = []
-        self._calls = Calls("tensorflow.python")
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""
@@ -91,10 +83,6 @@ class TensorflowBackend(Backend):
         address = f"{host}:{self._held.getsockname()[1]}"
         place = (rendezvous.host, rendezvous.port)
         workers = exchanged(place, context.world_rank, address, self._timeout_s)
-        self._rank = context.world_rank
-        self._workers = [
-            (host, int(port)) for host, _, port in (w.rpartition(":") for w in workers)
-        ]
         os.environ["TF_CONFIG"] = json.dumps(
             {
                 "cluster": {"worker": workers},
@@ -112,46 +100,9 @@ class TensorflowBackend(Backend):
                 errors_impl.UNAVAILABLE, "Collective interrupted by the driver."
             )
 
-    def collective(self) -> int | None:
-        """Return 1 where a thread has been in one call of TensorFlow's for `timeout_s`; else None.
-
-        What goes on in such a call cannot be told.
-        """
-        return 1 if self._calls.longest_s() >= self._timeout_s else None
-
-    def awaited_by(self) -> list[int]:
-        """Return who listens for the others, where this worker does not: it made no strategy.
-
-        A strategy is made in one call that waits for all workers, and lets no other thread of its
-        process run meanwhile.
-        """
-        # by port: TensorFlow may listen on all addresses, and say them as IPv6
-        if not self._workers or self._workers[self._rank][1] in {port for _, port in listeners()}:
-            return []
-        return [rank for rank, place in enumerate(self._workers) if _accepts(place)]
-
-    def dissolve(self, ended: bool) -> bool:
-        """Abort the collectives of a worker that goes on, once no data reach it any more.
-
-        What is still on its way then is nothing that the others have sent before they ended. GPUs
-        send by ways that are not seen here.
-        """
-        context = _context()
-        if ended or not _is_in_group(context) or not context._initialized or context.num_gpus():
-            return False
-        ports = {port for _, port in self._workers}
-        for each in endpoints():
-            if each.remote is None or not {each.local[1], each.remote[1]} & ports:
-                continue
-            if each.quiet_s() < _QUIET_S:
-                return False
-        self.interrupt()
-        return True
-
     def teardown(self) -> None:
         """Remove ``TF_CONFIG``; the process cannot join another group."""
         os.environ.pop("TF_CONFIG", None)
-        self._workers = []
         held, self._held = self._held, None
         if held is not None:
             held.close()
@@ -200,15 +151,6 @@ def _context() -> Any:
 def _is_in_group(context: Any) -> bool:
     """Whether a strategy of several workers was made here, or is being made."""
     return context is not None and context._collective_ops_server_def is not None
-
-
-def _accepts(place: tuple[str, int]) -> bool:
-    """Whether a server listens there."""
-    try:
-        with socket.create_connection(place, _CONNECT_S):
-            return True
-    except OSError:
-        return False
 
 
 def check_tensorflow(asked_by: str) -> None:

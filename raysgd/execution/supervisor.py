@@ -149,8 +149,6 @@ class Supervisor:
         self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
-        self._dissolved: list[Member] = []
-        self._dissolving: dict[Member, Future[bool]] = {}
         self._entering: list[Member] = []
         self._paused_at: int | None = None
         self._failed_rejoins = 0
@@ -186,7 +184,6 @@ class Supervisor:
             raise
 
     def _start(self, timeout_s: float, queue: Any = None) -> None:
-        self._dissolved, self._dissolving = [], {}
         self._group.start(timeout_s, queue)
         self._number_members()
         self._first_step("create", [self._created] * len(self.members), "start")
@@ -326,10 +323,7 @@ class Supervisor:
                 if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
                     self._look(attempt, watch, on_wait, pausable=method == "train")
             if attempt.failed:
-                attempt.interrupted_by_us |= bool(self._dissolved)
                 self._end(attempt)
-                if self._dissolved and not attempt.has_reason:
-                    raise CollectiveError(watch.dissolved()) from attempt.error()
         except BaseException:
             # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
             self.state = State.BROKEN
@@ -363,15 +357,6 @@ class Supervisor:
             attempt.interrupted_by_us = True
             self._end(attempt)
             raise CollectiveError(why)
-        elif entering := watch.entering(progress):
-            why = watch.entered_in_vain(entering)
-            for member in entering:  # they hear of nothing that they are told
-                member.kill_process()
-            attempt.interrupted_by_us = True
-            self._end(attempt)
-            raise CollectiveError(why)
-        elif ended := watch.ended(progress):
-            self._dissolve(ended)
         self._recruiting.tend(self._generation)
         if pausable and self._paused_at is None and self._recruiting.ready():
             self._pause(attempt, progress)
@@ -410,25 +395,6 @@ class Supervisor:
                     f"No batch finished for {self._elastic.hang_timeout_s:g} s, and no worker "
                     "is stuck by itself: all wait for each other. The log has their stacks."
                 )
-
-    def _dissolve(self, ended: Sequence[Member]) -> None:
-        """Let the collectives fail that need workers which have ended; they end by no other way."""
-        for member in self.members:
-            # once at a time: it may take as long as what is under way in the group
-            if member not in self._dissolved and member not in self._dissolving:
-                tell = "dissolve", self._generation, member in ended
-                self._dissolving[member] = member.control(*tell)
-        self._clock.wait(self._dissolving.values(), _ANSWER_S)
-        for member, answer in list(self._dissolving.items()):
-            if answer.done():
-                del self._dissolving[member]
-                if not _error_of(answer) and answer.result():
-                    self._dissolved.append(member)
-
-    @property
-    def _is_dissolved(self) -> bool:
-        """Whether the group is of no use any more, or may be so at any moment."""
-        return bool(self._dissolved or self._dissolving)
 
     def _end(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
@@ -496,7 +462,7 @@ class Supervisor:
                 self._restart()
             elif len(self.members) + len(self._recruiting.ready()) < min_workers:
                 self._await_newcomers(min_workers)
-            elif self.state is State.BROKEN or self._is_dissolved or self._recruiting.ready():
+            elif self.state is State.BROKEN or self._recruiting.ready():
                 if self._rejoins:
                     self._renew(max_losses)
                 else:
@@ -589,7 +555,6 @@ class Supervisor:
             self.measured_from |= dict.fromkeys(newcomers, self.progress.global_step)
             self._paused_at = None
             self._failed_rejoins = 0
-            self._dissolved, self._dissolving = [], {}
             self.state = State.READY
             return {}
         # a newcomer that was lost is given up; the others join the next time, unless one of them

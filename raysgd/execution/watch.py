@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -76,8 +76,6 @@ class Watch:
         self._seen: dict[Member, tuple[int, int]] = {}
         self._waiting: dict[Member, int] = {}
         self._waiting_since = 0.0
-        self._ended: list[Member] = []
-        self._ended_since = 0.0
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""
@@ -115,50 +113,13 @@ class Watch:
         elif waiting != self._waiting:
             self._waiting, self._waiting_since = waiting, now
         elif now - self._waiting_since >= _IN_VAIN_S:
-            return self._in_vain(waiting, held)
+            return (
+                f"Workers {self._listed(waiting)} wait in a collective operation for workers "
+                f"{self._listed(held)}, which will not come: they have returned, or "
+                "reported or saved more often, and wait for the others to do so too. Every worker "
+                "must communicate, report and save equally often and in the same order."
+            )
         return None
-
-    def entering(self, progress: Mapping[Member, Progress]) -> list[Member]:
-        """Return the workers that wait in vain for others to enter the group with them.
-
-        Those have ended, or wait for the driver until these have handed something over too.
-        """
-        attempt = self._attempt
-        held = [progress[m] for m in attempt.outcomes if m in progress and progress[m].held]
-        awaiting = {rank for each in held for rank in each.awaited_by}
-        return [m for m in attempt.pending if m not in progress and self._ranks[m] in awaiting]
-
-    def _in_vain(self, waiting: Iterable[Member], held: Iterable[Member]) -> str:
-        return (
-            f"Workers {self._listed(waiting)} wait in a collective operation for workers "
-            f"{self._listed(held)}, which will not come: they have returned, or "
-            "reported or saved more often, and wait for the others to do so too. Every worker "
-            "must communicate, report and save equally often and in the same order."
-        )
-
-    def ended(self, progress: Mapping[Member, Progress]) -> list[Member]:
-        """Return the workers whose code has ended, once others have gone on a while without them.
-
-        Collectives that need all workers will not come to an end any more.
-        """
-        now, attempt = self._clock.monotonic(), self._attempt
-        ended = [m for m in attempt.outcomes if m in progress and progress[m].ended]
-        if not attempt.pending or not ended:
-            self._ended = []
-        elif ended != self._ended:
-            self._ended, self._ended_since = ended, now
-        elif now - self._ended_since >= _IN_VAIN_S:
-            return ended
-        return []
-
-    def dissolved(self) -> str:
-        """Say why a collective has failed after those that had ended were found."""
-        failed = [m for m, outcome in self._attempt.outcomes.items() if outcome.kind != "ok"]
-        return self._in_vain(failed, self._ended)
-
-    def entered_in_vain(self, entering: Sequence[Member]) -> str:
-        """Say who waited in vain for others to enter the group."""
-        return self._in_vain(entering, self._attempt.outcomes)
 
     def stuck(self, progress: Mapping[Member, Progress]) -> list[Member] | None:
         """Return None as long as the call moves; else log every stack, and return who is stuck.

@@ -205,12 +205,6 @@ class Worker:
             if self._backend is not None:
                 self._backend.interrupt()
 
-    def dissolve(self, generation: int, ended: bool) -> bool:
-        """Let collectives of a generation fail, and nothing else, since some workers have ended."""
-        if generation < self._generation or self._backend is None:
-            return False
-        return self._backend.dissolve(ended)  # which may take long
-
     def progress(self) -> Progress:
         """Say how far the work is."""
         if self._runner is None:
@@ -218,8 +212,6 @@ class Worker:
         progress = self._runner.progress()
         if self._backend is None:
             return progress
-        if progress.held and (awaited_by := tuple(self._backend.awaited_by())):
-            progress = replace(progress, awaited_by=awaited_by)
         collective = self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 

@@ -134,9 +134,3 @@ class Handover:
         """Whether the function waits for the driver, or has ended."""
         with self._changed:
             return self._ended or self._waiting
-
-    @property
-    def ended(self) -> bool:
-        """Whether the function has ended."""
-        with self._changed:
-            return self._ended

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
-from raysgd.backends.calls import Calls
 from raysgd.backends.horovod import HorovodBackend as HorovodGroup
 from raysgd.backends.horovod import HorovodRendezvous, check_horovod
 from raysgd.context import WorkerContext
@@ -21,11 +18,6 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 __all__ = ["HorovodConfig", "HorovodTrainer"]
 
 _LOG_LEVELS = ("error", "warning", "info", "debug")
-_STALL_S = 1800
-"""How long a thread may be in one call, in seconds, until it counts as waiting for the others."""
-_TORCH = "horovod.torch.mpi_ops"
-_OPERATIONS = os.path.join("horovod", "torch", "mpi_ops.py")
-_BASICS = os.path.join("horovod", "common", "basics.py")
 
 
 @dataclass
@@ -93,54 +85,11 @@ class FunctionHorovod(HorovodGroup):
     def __init__(self, timeout_s: float, variables: Mapping[str, str]) -> None:
         super().__init__("horovod", timeout_s, framework=None)
         self._variables = dict(variables)
-        self._num_unseen = 0
-        self._calls = [Calls("horovod"), Calls("tensorflow")]
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         """Set the environment."""
         super().setup(context, rendezvous)
         os.environ.update(self._variables)
-
-    def collective(self) -> int | None:
-        """Return 0 in ``hvd.init()``, and a number for each operation that torch waits for.
-
-        Nothing is asked of Horovod itself, which may be shut down meanwhile. What goes on in a
-        graph of TensorFlow's cannot be told: 0 where a thread has been in one call of either
-        library for half an hour.
-        """
-        frames = sys._current_frames().values()
-        if any(_is_at(frame, "init", _BASICS) for frame in frames):
-            return 0
-        if max([calls.longest_s() for calls in self._calls]) >= _STALL_S:
-            return 0
-        if not getattr(sys.modules.get(_TORCH), "_handle_map", None):
-            return None
-        for frame in frames:
-            if _is_at(frame, "synchronize", _OPERATIONS):
-                return 1 + int(frame.f_locals["handle"])
-        # started, and nobody waits for it now: it goes on, as far as can be told
-        self._num_unseen += 1
-        return -self._num_unseen
-
-    def dissolve(self, ended: bool) -> bool:
-        """Shut Horovod down on a worker that has ended, as the end of its process would.
-
-        The others come to the end of what it took part in first. On a worker that goes on,
-        ``hvd.rank()`` and the like have to work. Process sets may go on without this worker.
-        """
-        shut_down = False
-        for name in (_TORCH, "horovod.tensorflow.mpi_ops") if ended else ():
-            basics = getattr(sys.modules.get(name), "_basics", None)
-            if basics is None or not basics.is_initialized():
-                continue
-            if len(basics._get_process_set_ids_and_ranks()) == 1:
-                basics.shutdown()
-                shut_down = True
-        return shut_down
-
-
-def _is_at(frame: FrameType, function: str, file: str) -> bool:
-    return frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file)
 
 
 class HorovodTrainer(DataParallelTrainer):

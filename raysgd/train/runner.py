@@ -85,7 +85,7 @@ class FunctionRunner:
         handover, plan, running = self._handover, self._plan, self._session
         if handover is None or plan is None or running is None:
             return Progress()
-        return Progress(global_step=running.iteration, held=handover.held, ended=handover.ended)
+        return Progress(global_step=running.iteration, held=handover.held)
 
     def request_stop(self, requested: bool) -> None:
         """Let the function raise at its next report."""

@@ -30,8 +30,7 @@ class TensorflowConfig(BackendConfig):
     """
 
     timeout_s: float = 1800
-    """Bound of the workers' setup, in seconds; and of one call of TensorFlow's, where all others
-    wait in a report or have returned meanwhile."""
+    """Bound of the workers' setup, in seconds."""
 
     def __post_init__(self) -> None:
         check_tensorflow('backend="tensorflow"')

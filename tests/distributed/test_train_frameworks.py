@@ -1,20 +1,16 @@
-"""Training functions over TensorFlow and over Horovod: identical replicas, losses, errors."""
+"""Training functions over TensorFlow and over Horovod: identical replicas, losses."""
 
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
-from tests.conftest import import_horovod, wait_until
+from tests.conftest import import_horovod
 
 QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
-NO_TIMEOUT_S = 20.0
-"""Within what an error has come that waited for no timeout, also where the machine is busy."""
 
 
 def die_once(folder, epoch):
@@ -75,52 +71,7 @@ def learn_with_tensorflow(config):
     }
 
 
-def out_of_step(config):
-    """Do something together, and then let one rank do something else; note when that was."""
-    rank = train.world_rank()
-    if config["framework"] == "tensorflow":
-        import tensorflow as tf
-
-        if config["act"] == "stay" and rank == config["rank"]:
-            Path(config["folder"], "stay").write_text(str(time.time()))
-            return rank
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-        def together():
-            strategy.reduce("SUM", strategy.run(lambda: tf.ones(1)), axis=None)
-            return strategy.cluster_resolver.task_id
-    else:
-        import horovod.torch as hvd
-        import torch
-
-        hvd.init()
-
-        def together():
-            hvd.allreduce(torch.ones(1), name="together")
-            return hvd.rank()
-
-    assert together() == rank
-    act, folder = config["act"], Path(config["folder"])
-    if rank == config["rank"]:
-        (folder / act).write_text(str(time.time()))
-        if act == "report":
-            for n in range(3):
-                train.report(n=n)
-        return rank
-    if act == "work":  # without any collective
-        wait_until((folder / "go").exists, 60)
-        return hvd.rank()
-    return together()
-
-
-def check_that_it_is_an_error_soon(trainer, framework, folder, act, rank, said):
-    config = {"framework": framework, "folder": str(folder), "act": act, "rank": rank}
-    with pytest.raises(RuntimeError, match=said):
-        trainer.run(out_of_step, config)
-    assert time.time() - float((folder / act).read_text()) < NO_TIMEOUT_S
-
-
-@pytest.mark.slow("two workers import TensorFlow, and again after each failure")
+@pytest.mark.slow("two workers import TensorFlow, and again after a loss")
 def test_tensorflow_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
     trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
     trainer.start()
@@ -136,12 +87,6 @@ def test_tensorflow_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_pat
         kernel = [value for (value,) in results[0]["weights"][0]]
         assert kernel == pytest.approx([1.0] * 4, abs=0.1)
         assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
-
-        said = "Workers 1 wait in a collective operation for workers 0"
-        check_that_it_is_an_error_soon(trainer, "tensorflow", tmp_path, "return", 0, said)
-        # the other one answers nobody while it makes its strategy
-        said = "Workers 1 wait in a collective operation"
-        check_that_it_is_an_error_soon(trainer, "tensorflow", tmp_path, "stay", 0, said)
     finally:
         trainer.shutdown()
 
@@ -179,7 +124,7 @@ def learn_with_horovod(config):
     }
 
 
-@pytest.mark.slow("two workers start, and again after each failure")
+@pytest.mark.slow("two workers start, and again after a loss")
 def test_horovod_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
     import_horovod()
     trainer = Trainer("horovod", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
@@ -193,21 +138,5 @@ def test_horovod_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
             assert places == [["0", "2", "warning"], ["1", "2", "warning"]]
             assert results[0]["weights"] == results[1]["weights"]
             assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
-        said = "Workers 1 wait in a collective operation for workers 0"
-        check_that_it_is_an_error_soon(trainer, "horovod", tmp_path, "return", 0, said)
-
-        def let_go():
-            wait_until(lambda: trainer._executor._supervisor._dissolved, 60)
-            (tmp_path / "go").touch()
-
-        # one that is slow, and needs nobody, is left alone
-        thread = threading.Thread(target=let_go)
-        thread.start()
-        config = {"framework": "horovod", "folder": str(tmp_path), "act": "work", "rank": 1}
-        assert trainer.run(out_of_step, config) == [0, 1]
-        thread.join()
-        # last, since the worker that waits is given five seconds until it is killed
-        said = "Workers 0 wait in a collective operation"
-        check_that_it_is_an_error_soon(trainer, "horovod", tmp_path, "report", 1, said)
     finally:
         trainer.shutdown()

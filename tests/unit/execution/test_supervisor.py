@@ -11,7 +11,6 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Place
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
 from raysgd.execution import attempt
-from raysgd.execution import supervisor as supervisor_module
 from raysgd.execution.group import GroupOptions, WorkerGroup
 from raysgd.execution.members import Member
 from raysgd.execution.supervisor import State, Supervisor
@@ -681,29 +680,3 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(start):
         broken.call("work")
     broken.shutdown()
     assert broken._group.shutdowns == [True]
-
-
-def test_a_group_that_takes_long_to_dissolve_is_asked_once(start, monkeypatch):
-    """Horovod crashes where it is shut down a second time meanwhile."""
-    supervisor = start(2)
-    first, second = supervisor.members
-    answers, asked = {first: Future(), second: Future()}, []
-    with monkeypatch.context() as patched:
-        patched.setattr(supervisor_module, "_ANSWER_S", 0.0)
-        for member in supervisor.members:
-
-            def control(method, generation, ended, member=member):
-                asked.append(member)
-                return answers[member]
-
-            patched.setattr(member, "control", control)
-        for _ in range(3):
-            supervisor._dissolve([first])
-        assert asked == [first, second]
-        assert supervisor._is_dissolved  # it may be so at any moment
-        answers[first].set_result(True)
-        answers[second].set_result(False)
-        supervisor._dissolve([first])
-        assert supervisor._dissolved == [first]
-        supervisor._dissolve([first])
-        assert asked == [first, second, second]

@@ -225,15 +225,14 @@ def test_nothing_is_said_when_all_have_returned(clock, caplog):
 def waits(members, *states):
     """Progress by what each does: "held", a collective's number, or None for computing.
 
-    "held 3" is held beside a collective that goes on; "ended" is over.
+    "held 3" is held beside a collective that goes on.
     """
     found = {}
     for member, state in zip(members, states, strict=True):
         said = str(state)
         number = said.removeprefix("held ")
         found[member] = Progress(
-            held=said.startswith(("held", "ended")),
-            ended=said == "ended",
+            held=said.startswith("held"),
             collective=int(number) if number.isdecimal() else None,
         )
     return found
@@ -284,25 +283,3 @@ def test_a_worker_that_does_not_answer_may_be_on_its_way(clock, uneven):
         del progress[members[2]]
         assert watch.in_vain(progress) is None
         clock.now += 1.0
-
-
-def test_collectives_are_given_up_where_others_go_on_long_after_one_has_ended(clock, uneven):
-    watch, members = uneven
-    assert watch.ended(waits(members, "held", None, None)) == []  # it may go on
-    assert watch.ended(waits(members, "ended", None, 3)) == []
-    clock.now += 0.6
-    assert watch.ended(waits(members, "ended", None, 3)) == []
-    clock.now += 0.2
-    assert watch.ended(waits(members, "ended", None, 3)) == [members[0]]
-    assert watch.ended(waits(members, "ended", None, None)) == [members[0]]
-
-
-def test_those_that_wait_for_one_to_enter_the_group_and_answer_nobody_are_found(uneven):
-    watch, (first, *others) = uneven
-    held = {first: Progress(held=True, awaited_by=(1,))}
-    computing = dict.fromkeys(others, Progress())
-    assert watch.entering(held | computing) == []
-    assert watch.entering({first: Progress(held=True)}) == []
-    assert watch.entering({first: Progress(awaited_by=(1,))}) == []  # it may enter yet
-    assert watch.entering(held) == others[:1]
-    assert "Workers 1 wait in a collective" in watch.entered_in_vain(others[:1])

@@ -322,14 +322,11 @@ def test_what_a_generation_was_told_too_late_does_not_concern_the_next(worker):
     worker.runner.step = 4
     worker.enter(WorkerContext(generation=3), None, 0)
     del worker.runner.calls[:], worker._backend.calls[:]
-    worker._backend.dissolve = lambda ended: True
     worker.interrupt(2)
     assert worker.pause_at(2, 9) == 4
-    assert not worker.dissolve(2, False)
     assert (worker.runner.calls, worker._backend.calls) == ([], [])
     assert call(worker, fail_with(PlainError())).kind == "user"
     assert worker.pause_at(3, 9) == 4
-    assert worker.dissolve(3, False)
     worker.interrupt(4)  # of a generation that it is about to enter
     assert worker.runner.calls == [("pause", 9), ("stop", True)]
     assert worker._backend.calls == ["interrupt"]
