@@ -57,6 +57,7 @@ def main():
         training_operator_cls=DigitClassifier,
         config={"lr": 3e-3, BATCH_SIZE: 64},
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         backend="horovod",
     ) as trainer:
         for _ in range(2 if args.smoke_test else args.num_epochs):

@@ -71,6 +71,7 @@ def main():
         training_operator_cls=DigitClassifier,
         config={"lr": 2e-3, "keras": args.keras, BATCH_SIZE: 64},
         num_workers=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
         backend=args.backend,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

@@ -98,6 +98,7 @@ def main():
                 scheduler=ASHAScheduler(max_t=num_epochs, grace_period=1, reduction_factor=3),
                 search_alg=tune.search.BasicVariantGenerator(random_state=0),
                 reuse_actors=True,  # the next trial need not wait for a process to start
+                max_concurrent_trials=1 if args.smoke_test else None,
             ),
             run_config=tune.RunConfig(storage_path=folder, callbacks=[Log()], verbose=0),
         )

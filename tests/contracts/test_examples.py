@@ -21,9 +21,11 @@ NO_RAY = (
     "custom_loop",
     "digits",
     "gan",
+    "horovod_digits",
     "language_model",
     "precision",
     "segmentation",
+    "tensorflow_digits",
     "text_classification",
 )
 """Examples whose only worker is then in this process."""
@@ -48,9 +50,11 @@ def run_example(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.mark.slow("an example is a whole program, and one imports transformers")
+@pytest.mark.slow("an example is a whole program, and some import transformers or TensorFlow")
 @pytest.mark.parametrize("name", NO_RAY)
 def test_an_example_runs_in_this_process(name, run_example):
+    if "horovod" in name:
+        import_horovod()
     run_example(name)
 
 
