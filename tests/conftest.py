@@ -1,10 +1,10 @@
 """One Ray cluster a process for all tests that need one, and a check that none leaves a thing."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -90,23 +90,64 @@ def free_ports(count):
         return [each.getsockname()[1] for each in held]
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Forks processes of one that has imported torch, which takes two seconds of a processor."""
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "raysgd.backends.torch"])
+
+
+class Script:
+    """A script in a process of its own, which talks to this one by its standard streams."""
+
+    def __init__(self, code, *arguments):
+        from_it, out = FORKS.Pipe(duplex=False)
+        into, to_it = FORKS.Pipe(duplex=False)
+        arguments = ["-c", *map(str, arguments)]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        self._process = FORKS.Process(
+            target=_run_script, args=(code, arguments, environment, into, out), daemon=True
+        )
+        self._process.start()
+        into.close()
+        out.close()
+        self._streams = from_it, to_it
+        self.stdout = os.fdopen(os.dup(from_it.fileno()))
+        self.stdin = os.fdopen(os.dup(to_it.fileno()), "w")
+
+    def wait(self, timeout_s):
+        """Wait for its end."""
+        self._process.join(timeout_s)
+        assert not self._process.is_alive(), f"not within {timeout_s} s: the end of the script"
+
+    def end(self):
+        """End it, if it has not ended."""
+        self._process.kill()
+        self._process.join()
+        for stream in (self.stdout, self.stdin, *self._streams):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _run_script(code, arguments, environment, into, out):
+    os.dup2(into.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    into.close()
+    out.close()
+    sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), os.fdopen(1, "w"), arguments
+    os.environ.clear()
+    os.environ.update(environment)
+    exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+
+
 def run_ranks(script, size, *ports):
     """Run a script as each rank of a group, given its rank and `ports`; each must print "good"."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), *map(str, ports)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(size)
-    ]
+    ranks = [Script(script, rank, *ports) for rank in range(size)]
     try:
-        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["good\n"] * size
+        for rank in ranks:
+            rank.wait(90)
+        assert [rank.stdout.read() for rank in ranks] == ["good\n"] * size
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            rank.end()
 
 
 def restart_when_created(monkeypatch, supervisor, group):
@@ -140,6 +181,8 @@ def cluster():
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    # what passes on the lines that workers print looks for them all the time, and nobody reads them
+    ray._private.worker._global_node.kill_log_monitor(check_alive=False)
     yield ray
     ray.shutdown()
 

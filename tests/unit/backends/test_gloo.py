@@ -1,8 +1,6 @@
 """The gloo group whose waits can be ended."""
 
 import datetime
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd.backends.gloo import Entry, GlooGroup
-from tests.conftest import run_ranks, wait_until
+from tests.conftest import Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
 
@@ -152,19 +150,10 @@ print("left" if time.monotonic() - started < 20 else "late", flush=True)
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "coalesced", "point_to_point", "future"])
-def test_who_waits_for_half_a_message_is_woken(operation, monkeypatch):
+def test_who_waits_for_half_a_message_is_woken(operation):
     """Where a peer stops in the middle of a message, even shutting the sockets wakes nobody."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    peers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEER, str(rank), str(store.port), operation],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    peers = [Script(PEER, rank, store.port, operation) for rank in range(2)]
     try:
         assert [peer.stdout.readline() for peer in peers] == ["ready\n"] * 2
         peers[0].wait(30)
@@ -179,8 +168,7 @@ def test_who_waits_for_half_a_message_is_woken(operation, monkeypatch):
         assert peers[1].stdout.readline() == "left\n"
     finally:
         for peer in peers:
-            peer.kill()
-            peer.communicate()
+            peer.end()
 
 
 def test_collectives_under_way_are_numbered_and_messages_are_not(group):
