@@ -1,7 +1,7 @@
 """TFTrainer on real workers: both Kerases, exact steps, restarts after losses.
 
 Importing TensorFlow costs each new worker seconds, so few are started: two of Keras 3 that tests
-share, two of the older Keras, and two of Horovod.
+share, and two of the older Keras that exchange gradients by Horovod.
 """
 
 import contextlib
@@ -132,29 +132,25 @@ def test_a_lost_worker_costs_no_finished_step_and_comes_back_when_there_is_room(
     assert len(hashes(trainer)) == 1
 
 
-@pytest.mark.slow("two workers import TensorFlow")
-def test_two_workers_of_tf_keras_learn_the_digits_in_step(module_cluster, tmp_path):
-    with make_trainer(TF_KERAS, callbacks=[LearningRateLogger()]) as trainer:
+@pytest.mark.slow("two workers import TensorFlow, and one after a loss")
+def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tmp_path):
+    """With the older Keras, which is as good for two workers as Keras 3 is, so that both are."""
+    import_horovod()
+    with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
         check_that_two_work_as_one(trainer, TF_KERAS)
         check_that_two_learn_the_digits(trainer, tmp_path / "state")
-        # last, since all workers start anew after an exception
-        with pytest.raises(CheckpointError, match="models"):
-            trainer.load_state_dict({**trainer.state_dict(), "models": []})
-
-
-@pytest.mark.slow("two workers import TensorFlow, and one after a loss")
-def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch):
-    import_horovod()
-    with make_trainer(STEPS, backend="horovod") as trainer:
-        check_that_two_work_as_one(trainer, STEPS)
+        step = trainer.global_step
         num_cpus = int(module_cluster.available_resources().get("CPU", 0)) + 1
         with (
             room_for_one(trainer, num_cpus, monkeypatch),
-            chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=25)]),
+            chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]),
         ):
-            result = trainer.train()  # the rest of the epoch
-        assert (result["epoch"], result["num_samples"]) == (1, 1440 - 20 * 32)
+            result = trainer.train()
+        assert result["num_samples"] == 1440
         assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
             "lost",
             "restarted",
         ]
+        # last, since all workers start anew after an exception
+        with pytest.raises(CheckpointError, match="models"):
+            trainer.load_state_dict({**trainer.state_dict(), "models": []})

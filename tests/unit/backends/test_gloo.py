@@ -168,7 +168,7 @@ def test_who_waits_for_half_a_message_is_woken(operation):
         assert peers[1].stdout.readline() == "left\n"
     finally:
         for peer in peers:
-            peer.end()
+            peer.close()
 
 
 def test_collectives_under_way_are_numbered_and_messages_are_not(group):

@@ -1,13 +1,11 @@
 """The process group of torch.distributed, in this process alone."""
 
+import contextlib
 import datetime
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +16,7 @@ from raysgd.backends import create_backend, network
 from raysgd.backends import torch as torch_backend
 from raysgd.backends.store import StoreClient
 from raysgd.context import WorkerContext
-from tests.conftest import wait_until
+from tests.conftest import Script, wait_until
 
 
 @pytest.fixture
@@ -214,12 +212,9 @@ os._exit(0)  # or the end of Python breaks in on gloo's threads
 
 
 def peer_of(rendezvous, conduct):
-    arguments = [sys.executable, "-c", PEER, conduct, pickle.dumps(rendezvous).hex()]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True)
+    return contextlib.closing(Script(PEER, conduct, pickle.dumps(rendezvous).hex()))
 
 
-@pytest.mark.slow("gloo itself waits 10 s for the peer before its thread ends")
 def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
     fetched = []
@@ -238,7 +233,6 @@ def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatc
         backend.interrupt()
         error = entered.exception(7)  # gloo alone takes 10 s
         assert backend.is_communication_error(error)
-    wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
 
     # another one is met, though torch has counted the group that failed
     backend.teardown()
