@@ -1,4 +1,6 @@
-"""Trials of Ray Tune: the room they take, schedulers that stop and copy them, and their deaths.
+"""Trials of Ray Tune: the room they take, a scheduler that stops them, and their deaths.
+
+That one is copied (PBT) is shown by an example.
 
 A trial costs the start of its process: what can be shown in one of them is.
 """
@@ -10,7 +12,7 @@ import signal
 import psutil
 import pytest
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.schedulers import ASHAScheduler
 from ray.util.placement_group import placement_group_table
 
 from raysgd import TorchTrainer
@@ -63,16 +65,6 @@ def bundle_of_process():
 
 def is_alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-class History(tune.Callback):
-    """Keeps the results of each trial."""
-
-    def __init__(self):
-        self.results = {}
-
-    def on_trial_result(self, iteration, trials, trial, result, **info):
-        self.results.setdefault(trial.trial_id, []).append(result)
 
 
 class Killer(tune.Callback):
@@ -181,40 +173,6 @@ def test_asha_stops_the_bad_trial_and_a_killed_one_goes_on_from_its_checkpoint(
     assert good.metrics["pid"] == bad.metrics["pid"] != killer.killed
     # what one trial does wrong is told as that trial's error
     assert "Invalid learning rate: -1" in str(mistaken.error)
-
-
-@pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
-def test_pbt_copies_the_better_trial_and_trains_with_the_changed_options(ray_cluster, tmp_path):
-    scheduler = PopulationBasedTraining(
-        time_attr="training_iteration",
-        metric="val_loss",
-        mode="min",
-        perturbation_interval=2,
-        hyperparam_mutations={"lr": tune.uniform(0, 1)},
-        resample_probability=0,
-        quantile_fraction=0.5,
-        synch=True,
-    )
-    results = fit(
-        one_process(),
-        tmp_path,
-        # there is room for one at a time: they take turns in one process
-        {"lr": tune.grid_search([1e-7, 0.5]), "num_cpus_per_worker": 3},
-        3,
-        run={"callbacks": [history := History()]},
-        scheduler=scheduler,
-        reuse_actors=True,
-    )
-    assert not results.errors
-    worse, better = results
-    # its first two epochs were those of the other, its third was trained at a rate near the other's
-    assert worse.config["lr"] == pytest.approx(0.4) or worse.config["lr"] == pytest.approx(0.6)
-    assert worse.metrics["optimizer_lr"] == pytest.approx(worse.config["lr"])
-    assert worse.metrics["epoch"] == better.metrics["epoch"] == 3
-    losses = [result["val_loss"] for result in history.results[worse.metrics["trial_id"]]]
-    assert losses[1] > 0.99 * losses[0]  # it would not have learned a thing
-    assert losses[2] < 0.8 * losses[0]
-    assert better.metrics["optimizer_lr"] == pytest.approx(0.5)
 
 
 def fail_once(trainer, info):
