@@ -124,6 +124,18 @@ def learn_with_horovod(config):
     }
 
 
+def raise_alone(config):
+    """Raise on worker 0 where worker 1 waits for it in an operation of both."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="together")
+    if hvd.rank() == 0:
+        raise KeyError("on purpose")
+    hvd.allreduce(torch.ones(1), name="alone")
+
+
 @pytest.mark.slow("two workers start, and again after a loss")
 def test_horovod_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
     import_horovod()
@@ -138,5 +150,7 @@ def test_horovod_trains_in_step_and_goes_on_after_a_loss(ray_cluster, tmp_path):
             assert places == [["0", "2", "warning"], ["1", "2", "warning"]]
             assert results[0]["weights"] == results[1]["weights"]
             assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
+        with pytest.raises(KeyError, match="on purpose"):
+            trainer.run(raise_alone, {})
     finally:
         trainer.shutdown()
