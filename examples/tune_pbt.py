@@ -74,13 +74,14 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="two trials of four epochs")
     args = parser.parse_args()
     num_trials, num_epochs = (2, 4) if args.smoke_test else (args.num_trials, args.num_epochs)
-    num_cpus = max(args.num_workers, os.cpu_count())
-    # each takes all there are: the trials take turns in one process, and none waits for another
-    num_cpus_per_worker = num_cpus // args.num_workers if args.smoke_test else 1
 
     started = time.perf_counter()
     if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
+        num_cpus = max(args.num_workers, os.cpu_count())
         ray.init("local", num_cpus=num_cpus, log_to_driver=False)
+    num_cpus_per_worker = 1
+    if args.smoke_test:  # each trial takes all CPUs, so that all take turns in one process
+        num_cpus_per_worker = int(ray.cluster_resources()["CPU"]) // args.num_workers
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
         config={BATCH_SIZE: 64},  # a trial's own config is merged over this
