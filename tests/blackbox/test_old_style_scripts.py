@@ -443,7 +443,7 @@ def weights_of(models):
 
 @pytest.fixture(scope="class")
 def gan_trainer(module_cluster):
-    with TorchTrainer(num_workers=2, **GAN) as trainer:
+    with TorchTrainer(num_workers=2, use_local=True, **GAN) as trainer:
         yield trainer
 
 
@@ -550,6 +550,7 @@ def own_ddp_trainer(module_cluster):
     with TorchTrainer(
         training_operator_cls=OwnDdpOperator,
         num_workers=2,
+        use_local=True,
         wrap_ddp=False,
         timeout_s=30,  # what hangs shall not hang for long
     ) as trainer:

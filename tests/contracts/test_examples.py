@@ -30,6 +30,7 @@ NO_RAY = (
     "language_model",
     "precision",
     "segmentation",
+    "tensorflow_creators",
     "tensorflow_digits",
     "text_classification",
 )
