@@ -63,7 +63,11 @@ def main():
         "fit_config": {"epochs": 1 if args.smoke_test else 5, "steps_per_epoch": 1440 // 64},
     }
     with TFTrainer(
-        model_creator, data_creator, config=config, num_replicas=args.num_workers
+        model_creator,
+        data_creator,
+        config=config,
+        num_replicas=args.num_workers,
+        use_local=args.num_workers == 1,  # then it needs no Ray
     ) as trainer:
         for _ in range(2):
             print(trainer.train())

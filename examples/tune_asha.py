@@ -80,10 +80,14 @@ def main():
     started = time.perf_counter()
     if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
         ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
+    num_cpus_per_worker = 1
+    if args.smoke_test:  # each trial takes all CPUs, so that all take turns in one process
+        num_cpus_per_worker = int(ray.cluster_resources()["CPU"]) // args.num_workers
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
         config={BATCH_SIZE: 64},  # a trial's own config is merged over this
         num_workers=args.num_workers,
+        num_cpus_per_worker=num_cpus_per_worker,
         use_gpu=args.use_gpu,
         use_local=True,  # worker 0 lives in the trial's own process
     )
@@ -98,7 +102,6 @@ def main():
                 scheduler=ASHAScheduler(max_t=num_epochs, grace_period=1, reduction_factor=3),
                 search_alg=tune.search.BasicVariantGenerator(random_state=0),
                 reuse_actors=True,  # the next trial need not wait for a process to start
-                max_concurrent_trials=1 if args.smoke_test else None,
             ),
             run_config=tune.RunConfig(storage_path=folder, callbacks=[Log()], verbose=0),
         )
