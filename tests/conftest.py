@@ -38,6 +38,8 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
+IN_SOAK = "RAYSGD_SOAK" in os.environ
+"""Whether what another test shows as well, with another framework, is to be shown here too."""
 NUM_CPUS = 4
 RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
 """Actors that Ray Data keeps as long as the cluster lives; they take no CPU."""
