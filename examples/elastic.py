@@ -6,7 +6,7 @@
 The model is a ledger. It has one parameter for each sample, which starts at 0 and to which
 training on that sample adds 1; so after three epochs every parameter has to be 3, whatever
 happened on the way. What happens is that workers are killed (SIGKILL), at random steps: the
-others go on, and a newcomer takes the place of the one that was lost.
+others go on, and a replacement worker takes the place of the one that was lost.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TELLS = {
     "resumed": "{workers} go on, {seconds:.2f} s after the loss was seen",
     "grown": "{workers} joined; training stood still for {seconds:.2f} s",
     "restarted": "{workers} started anew from the snapshot, in {seconds:.1f} s",
-    "newcomer_failed": "a newcomer failed before it joined: {cause}",
+    "newcomer_failed": "a replacement worker failed before it joined: {cause}",
     "waiting": "too few workers ({cause}); waiting for {seconds:.1f} s",
     "user_error": "the code of {workers} raised {cause}",
 }

@@ -14,7 +14,7 @@ from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.frechet import moments
 from raysgd.operators.options import Option, any_of, integer, number
 from raysgd.operators.supervised import in_full_precision
-from raysgd.torch.replica import unwrap
+from raysgd.torch.ddp import unwrap
 
 __all__ = ["GAN"]
 

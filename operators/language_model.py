@@ -14,7 +14,7 @@ from raysgd.operators.causal_transformer import CausalTransformer
 from raysgd.operators.options import Option, any_of, flag, integer, number
 from raysgd.operators.supervised import SupervisedOperator, in_full_precision
 from raysgd.operators.token_windows import TokenWindows
-from raysgd.torch.replica import unwrap
+from raysgd.torch.ddp import unwrap
 
 __all__ = ["LanguageModel"]
 

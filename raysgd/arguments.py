@@ -168,7 +168,7 @@ def decide_gpu(
 
 
 def _gpus_in_cluster() -> float:
-    from raysgd.execution import placement
+    from raysgd.cluster import placement
 
     placement.connect()
     return placement.gpus_in_cluster()

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.hooks import Hooks
+from raysgd.callbacks.callback_list import CallbackList
+from raysgd.cluster.controller import Controller
 from raysgd.context import Progress
 from raysgd.data import Dataset
-from raysgd.execution.supervisor import Supervisor
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
 
 __all__ = ["CallResult", "Calls"]
@@ -33,17 +33,17 @@ class CallResult(NamedTuple):
 
 
 class Calls:
-    """Makes calls on the workers of a supervisor.
+    """Makes calls on the workers of a controller.
 
     The trainer is handed in with each call, since what refers to it here would keep it from being
     collected.
     """
 
-    def __init__(self, supervisor: Supervisor, hooks: Hooks) -> None:
-        self._supervisor = supervisor
-        self._hooks = hooks
+    def __init__(self, controller: Controller, callback_list: CallbackList) -> None:
+        self._controller = controller
+        self._callback_list = callback_list
         self._numbers = itertools.count()
-        self._measured_from: dict[Any, int] | None = None
+        self._metrics_start_step: dict[Any, int] | None = None
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
 
@@ -53,9 +53,11 @@ class Calls:
         Args:
             method: name of the method.
             own: whether the caller may write to tensors and arrays in it.
-            arguments: those of `Supervisor.call`.
+            arguments: those of `Controller.call`.
         """
-        outcomes = self._supervisor.call(method, measured_from=self._measured_from, **arguments)
+        outcomes = self._controller.call(
+            method, metrics_start_step=self._metrics_start_step, **arguments
+        )
         return [outcome.value(own) for outcome in outcomes]
 
     def train(
@@ -82,9 +84,9 @@ class Calls:
                 if num_steps is None
                 else {"until_step": begun[0].global_step + num_steps}
             )
-            return {**target, "stop_at": self._hooks.next_pause(reached.global_step)}
+            return {**target, "stop_at": self._callback_list.next_pause(reached.global_step)}
 
-        supervisor, number = self._supervisor, next(self._numbers)
+        controller, number = self._controller, next(self._numbers)
         losses: tuple[int, list[str]] = (0, [])
         num_lost_paused = 0
         total_s = ended = 0.0
@@ -102,17 +104,17 @@ class Calls:
                     dataset=dataset,
                     arguments_from=goal,
                 )
-                losses = supervisor.losses_in_call, supervisor.causes_in_call
+                losses = controller.losses_in_call, controller.causes_in_call
                 total_s, ended = total_s + seconds, time.time()
                 if results[0] is None:
                     # what a worker has measured so far would be lost with it in the pause, too
-                    self._measured_from = dict(supervisor.measured_from)
-                num_events = len(supervisor.events)
-                self._hooks.pause(trainer)
-                num_lost_paused += sum(e.kind == "lost" for e in supervisor.events[num_events:])
+                    self._metrics_start_step = dict(controller.metrics_start_step)
+                num_events = len(controller.events)
+                self._callback_list.pause(trainer)
+                num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         finally:
-            self._measured_from = None
-        completed = supervisor.progress.epoch > begun[0].epoch
+            self._metrics_start_step = None
+        completed = controller.progress.epoch > begun[0].epoch
         merged = self._merged("train", results, losses[0] + num_lost_paused > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
@@ -141,11 +143,11 @@ class Calls:
             num_steps=num_steps,
         )
         self._failed_validation = None
-        merged = self._merged("validate", results, self._supervisor.losses_in_call > 0)
+        merged = self._merged("validate", results, self._controller.losses_in_call > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
     def _timed(self, trainer: Trainer, method: str, **arguments: Any) -> tuple[list[Any], float]:
-        watcher = self._hooks.watcher(trainer, method)
+        watcher = self._callback_list.watcher(trainer, method)
         started = time.perf_counter()
         results = self.make(method, on_wait=watcher, **arguments)
         return results, time.perf_counter() - started
@@ -154,7 +156,7 @@ class Calls:
         self, method: str, results: Sequence[Mapping[str, Any]], lost: bool
     ) -> dict[str, Any]:
         merged = merge_workers(results)
-        progress = self._supervisor.progress
+        progress = self._controller.progress
         if method not in self._looked_at and len(results) > 1:
             self._looked_at.add(method)  # the first time alone: what differs once is not the same
             if doubt := _doubt(method, results, progress.unshared):

@@ -172,7 +172,7 @@ def _torch_rows() -> Iterator[tuple[str, str, str]]:
 def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
     if address is None or importlib.util.find_spec("ray") is None:
         return
-    from raysgd.execution import placement
+    from raysgd.cluster import placement
 
     for name, (total, free) in placement.overview(address).items():
         shown = _gib if "memory" in name else "{:g}".format

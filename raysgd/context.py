@@ -62,12 +62,12 @@ class Progress:
     unshared: bool = False
     """Whether the loader of the newest call was to be shared out, and is of a kind that cannot."""
     step_s: float = 0.0
-    """Mean seconds of a step in the stretch under way; 0 where that is unknown."""
+    """Mean seconds of a step in the segment under way; 0 where that is unknown."""
     snapshot: int | None = None
     """Committed steps of the newest snapshot that this worker holds for the driver."""
     loss: float | None = None
     """Newest loss, as last read; None before the first batch or where there is none."""
-    held: bool = False
+    blocked_on_driver: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
     collective: int | None = None
     """Number of the collective in which it waits for all the others; None where it is in none, or

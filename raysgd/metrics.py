@@ -213,7 +213,7 @@ def _keys(parts: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
-    """Merge what one worker returned for consecutive stretches of one call.
+    """Merge what one worker returned for consecutive segments of one call.
 
     Samples and batches are summed, means weighted, mergeable metrics merged, and of ``last_k``
     and of values that are not numbers the newest one counts.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd.runlog import BREAKS, Record, RunLog, goodput
+from raysgd.run_log import BREAKS, Record, RunLog, goodput
 
 __all__ = ["make_report"]
 

@@ -95,7 +95,7 @@ def free_ports(count):
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks processes of one that has imported torch, which takes two seconds of a processor."""
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "raysgd.backends.torch"])
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "raysgd.comm.torch"])
 
 
 class Script:
@@ -154,20 +154,20 @@ def run_ranks(script, size, *ports):
             rank.close()
 
 
-def restart_when_created(monkeypatch, supervisor, group):
+def restart_when_created(monkeypatch, controller, group):
     """Let workers start anew when a placement group has its room, and not ask at the same time.
 
     Which of the two Ray would serve is open, and Ray may lose the room of a request that is taken
     back while it is being served.
     """
-    start = supervisor._start
+    start = controller._start
 
     def start_later(*arguments):
-        monkeypatch.setattr(supervisor, "_start", start)  # once: the test gives the room back
+        monkeypatch.setattr(controller, "_start", start)  # once: the test gives the room back
         assert group.wait(timeout_seconds=60)
         start(*arguments)
 
-    monkeypatch.setattr(supervisor, "_start", start_later)
+    monkeypatch.setattr(controller, "_start", start_later)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ class Faulty(TrainingOperator):
 
     def wait_if_short(self):
         if self.world_size < self.asked("until_size"):
-            time.sleep(0.4)  # so slow that newcomers arrive long before the end
+            time.sleep(0.4)  # so slow that replacement workers arrive long before the end
 
     def maybe(self, when, step=None):
         what = self.take(f"{when}-{self.world_rank}-{self.global_step if step is None else step}")

@@ -72,7 +72,7 @@ class SlowLedger(Ledger):
 
     def train_batch(self, batch, batch_info):
         if self.world_size < self.config["until_size"]:
-            time.sleep(0.4)  # so slow that newcomers arrive long before the end
+            time.sleep(0.4)  # so slow that replacement workers arrive long before the end
         return super().train_batch(batch, batch_info)
 
 

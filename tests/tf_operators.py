@@ -93,7 +93,7 @@ class Digits(TrainingOperator):
 
 def weights(operator):
     """The trained weights of an operator's model in one vector."""
-    from raysgd.tf.flavors import named_arrays
+    from raysgd.tf.keras import named_arrays
 
     arrays = named_arrays(operator.model.trainable_variables)
     return np.concatenate([array.ravel() for array in arrays.values()])
@@ -102,7 +102,7 @@ def weights(operator):
 def replica_hash(operator):
     """A number that is the same on two workers only if models and optimizers are."""
     digest = hashlib.sha256()
-    state = operator._parts.training_state()
+    state = operator._registration.training_state()
     for arrays in (*state["models"], *state["optimizers"]):
         for array in arrays.values():
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -73,7 +73,10 @@ def scale_rows(result):
         if "join" in row:
             sizes = f"{result['floats']['small']:,} / {result['floats']['large']:,} floats"
             small, large = (1e3 * part["join"]["median"] for part in (row, row["large"]))
-            yield f"a newcomer joins, {workers} workers, {sizes}, ms", f"{small:.0f} / {large:.0f}"
+            yield (
+                f"a replacement worker joins, {workers} workers, {sizes}, ms",
+                f"{small:.0f} / {large:.0f}",
+            )
 
 
 def recovery_rows(result):

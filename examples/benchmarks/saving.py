@@ -1,11 +1,11 @@
-"""Time what saving costs a run: stretches of training with and without a save, side by side.
+"""Time what saving costs a run: segments of training with and without a save, side by side.
 
     python examples/benchmarks/saving.py
     python examples/benchmarks/saving.py --num-steps 100 --pairs 8 --json saving.json
 
-One trainer trains a model of 25 million floats in stretches of equal length. Before every second
+One trainer trains a model of 25 million floats in segments of equal length. Before every second
 one it is told to ``save(blocking=False)``: the state is copied to the driver, and written while
-training goes on. The time of such a stretch includes the call of ``save``, and the write competes
+training goes on. The time of such a segment includes the call of ``save``, and the write competes
 with it for the processor. Which of a pair comes first changes from pair to pair.
 """
 
@@ -45,7 +45,7 @@ class Wide(TrainingOperator):
         )
 
 
-def stretch(trainer, num_steps, path):
+def segment(trainer, num_steps, path):
     """Train so many steps, with a save before them where there is a path; return the seconds."""
     started = time.perf_counter()
     saved = 0.0
@@ -59,7 +59,7 @@ def stretch(trainer, num_steps, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--num-steps", type=int, default=60, help="steps of a stretch")
+    parser.add_argument("--num-steps", type=int, default=60, help="steps of a segment")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--smoke-test", action="store_true", help="one pair of two steps")
     parser.add_argument("--json", type=Path, help="write the result there")
@@ -73,11 +73,11 @@ def main():
         TorchTrainer(training_operator_cls=Wide, num_workers=args.num_workers) as trainer,
     ):
         path = Path(folder) / "state.pt"
-        stretch(trainer, num_steps, path)  # a first one warms up
+        segment(trainer, num_steps, path)  # a first one warms up
         for pair in range(pairs):
             times = {}
             for saving in (pair % 2 == 0, pair % 2 == 1):
-                times[saving] = stretch(trainer, num_steps, path if saving else None)
+                times[saving] = segment(trainer, num_steps, path if saving else None)
             rows.append(
                 {
                     "without_s": times[False][0],

@@ -12,7 +12,7 @@ CPUs, which they share. For each number of workers, in a group of its own:
   Ray and the processors ask of any call.
 - *resume*: after a SIGKILL, from when the driver begins to make a new generation of the survivors
   until all are in it with the state of the furthest. Twice, with a small and a large model.
-- *join*: the same for a generation with a newcomer, to which the state is sent.
+- *join*: the same for a generation with a replacement worker, to which the state is sent.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def time_losses(trainer, runs):
         while not any(event.kind == "grown" for event in trainer.events[seen:]):
             trainer.train(num_steps=1)
             if time.monotonic() > deadline:
-                raise SystemExit(f"no newcomer joined within {GIVE_UP_S:g} s")
+                raise SystemExit(f"no replacement worker joined within {GIVE_UP_S:g} s")
         for event in trainer.events[seen:]:
             if event.kind in seconds:
                 seconds[event.kind].append(event.seconds)

@@ -9,11 +9,11 @@ when it is made; ``pip install "raysgd[callbacks]"`` brings it all.
 """
 
 from raysgd.callbacks.base import Callback as Callback
+from raysgd.callbacks.base import History as History
 from raysgd.callbacks.base import LastCall as LastCall
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.csv_logger import CsvLogger as CsvLogger
 from raysgd.callbacks.early_stopping import EarlyStopping as EarlyStopping
-from raysgd.callbacks.fit import History as History
 from raysgd.callbacks.jsonl_logger import JsonlLogger as JsonlLogger
 from raysgd.callbacks.learning_rate import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.logger import LoggerCallback as LoggerCallback

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from raysgd.context import Progress
 from raysgd.elastic.events import Event
 
-__all__ = ["Callback", "LastCall", "Trainer"]
+__all__ = ["Callback", "History", "LastCall", "Trainer"]
 
 
 class LastCall(NamedTuple):
@@ -183,3 +183,13 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned. May come before `on_train_start`."""
+
+
+class History(list[dict[str, Any]]):
+    """What ``fit()`` measured: one dict an epoch, with the metrics of training and validation.
+
+    Where both have a metric of the same name (``num_samples``), it is that of training.
+    """
+
+    stop_reason: str | None = None
+    """Why ``fit()`` ended before its last epoch; None if it did not."""

@@ -37,12 +37,12 @@ class LearningRateLogger(Callback):
 
 def _learning_rates(operator: Any) -> dict[str, float]:
     """Return the rates of an operator. Runs on the worker."""
-    optimizers, rates = operator._parts.optimizers, {}
+    optimizers, rates = operator._registration.optimizers, {}
     for number, optimizer in enumerate(optimizers):
         name = "lr" if len(optimizers) == 1 else f"lr-{number}"
         found = _rates_of(optimizer)
-        for place, rate in enumerate(found):
-            rates[name if len(found) == 1 else f"{name}/group{place}"] = rate
+        for index, rate in enumerate(found):
+            rates[name if len(found) == 1 else f"{name}/group{index}"] = rate
     return rates
 
 

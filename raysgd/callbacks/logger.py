@@ -93,7 +93,7 @@ def check_folder(callback: Callback, logdir: Path | None) -> None:
 
 def _no_folder(callback: Callback) -> ValueError:
     name, taken = type(callback).__name__, inspect.signature(type(callback)).parameters
-    own = [f"{place}={example!r}" for place, example in _PLACES.items() if place in taken]
+    own = [f"{argument}={example!r}" for argument, example in _PLACES.items() if argument in taken]
     advice = f"pass it one, {name}({own[0]}), or give" if own else "give"
     return ValueError(
         f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "

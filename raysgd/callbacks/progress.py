@@ -46,7 +46,7 @@ class ProgressBar(Callback):
         if not progress or not progress[0].num_batches:
             return
         first, loss = progress[0], _mean([p.loss for p in progress if p.loss is not None])
-        # a call has several stretches where it pauses or loses a worker: count over all of them
+        # a call has several segments where it pauses or loses a worker: count over all of them
         done = first.num_batches
         if kind == "train":
             done = max(done, first.global_step - self._first_step)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.hooks import checked_callbacks
+from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.run_report import RunReport

@@ -100,8 +100,8 @@ def _name_arrays(tree: Any, path: str, names: list[str]) -> None:
         for key, value in tree.items():
             _name_arrays(value, f"{path}/{key}" if path else str(key), names)
     elif isinstance(tree, list | tuple):
-        for place, value in enumerate(tree):
-            _name_arrays(value, f"{path}/{place}", names)
+        for index, value in enumerate(tree):
+            _name_arrays(value, f"{path}/{index}", names)
 
 
 def _described(tree: Any, held: list[Any]) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import IO
 
+from raysgd.checkpoint.checksum import DamageError, find_manifest, verify
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest, NewerFormatError
-from raysgd.checkpoint.seal import DamageError, find_manifest, verify
 from raysgd.errors import CheckpointError
 
 __all__ = ["checked_manifest"]

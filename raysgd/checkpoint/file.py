@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 
 from raysgd.checkpoint.checked import checked_manifest
+from raysgd.checkpoint.checksum import add_checksums
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.seal import seal
 from raysgd.errors import CheckpointError
 from raysgd.trees import map_leaves
 
@@ -87,7 +87,7 @@ def prepare_write(
 
     def fill(file: IO[bytes]) -> None:
         archive.write(state, file)
-        seal(file, manifest, archive.record_names(state))
+        add_checksums(file, manifest, archive.record_names(state))
 
     return functools.partial(target.write, fill)
 

@@ -37,7 +37,7 @@ class NewerFormatError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stretch of the file that has a hash of its own."""
+    """A segment of the file that has a hash of its own."""
 
     name: str
     """What it holds, such as ``models/0/weight``; the name of the record where that is unknown."""

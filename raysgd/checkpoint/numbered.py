@@ -70,8 +70,8 @@ class NumberedCheckpoints:
         """
         if self._keep == 0:
             return None
-        place = locate(self.folder)
-        place.make_folder()
+        location = locate(self.folder)
+        location.make_folder()
         path = self.folder / f"checkpoint_{number:06d}"
         manifest = Manifest(world_size=world_size, global_step=iteration, metrics=numbers)
         write_pickle(blob, path, manifest)

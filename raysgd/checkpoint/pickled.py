@@ -1,7 +1,7 @@
 """Any Python object in one file, pickled: what the functions of `raysgd.train` save.
 
 The file begins with the pickle, so that ``pickle.load`` reads it as well; the manifest and the
-hashes follow (see `seal`). Unpickling runs code: load only files that you trust.
+hashes follow (see `add_checksums`). Unpickling runs code: load only files that you trust.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 from typing import IO
 
 from raysgd.checkpoint.checked import checked_manifest
+from raysgd.checkpoint.checksum import add_checksum
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.seal import seal_whole
 from raysgd.errors import CheckpointError
 
 __all__ = ["read_pickle", "read_pickle_manifest", "write_pickle"]
@@ -34,7 +34,7 @@ def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) 
 
     def fill(file: IO[bytes]) -> None:
         file.write(blob)
-        seal_whole(file, manifest, _NAME)
+        add_checksum(file, manifest, _NAME)
 
     return locate(path).write(fill)
 

@@ -108,5 +108,5 @@ def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in tree.items():
             yield from _tensors(value, f"{path}/{key}" if path else str(key))
     elif isinstance(tree, list | tuple):
-        for place, value in enumerate(tree):
-            yield from _tensors(value, f"{path}/{place}")
+        for index, value in enumerate(tree):
+            yield from _tensors(value, f"{path}/{index}")

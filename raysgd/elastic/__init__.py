@@ -1,1 +1,1 @@
-"""Decisions about the group: pure functions of their arguments, for the supervisor to act on."""
+"""Decisions about the group: pure functions of their arguments, for the controller to act on."""

@@ -21,7 +21,7 @@ class ElasticConfig:
     min_workers: int | None = None
     """The fewest workers to train with; None: what the trainer's ``min_workers`` says."""
     max_attempts: int = 10
-    """How often to try for enough workers before giving up, and how many newcomers may fail in a
+    """How often to try for enough workers before giving up, and how many replacements may fail in a
     row before no more are tried."""
     initial_s: float = 1.0
     """Seconds before the second try; each further wait is `factor` times longer."""

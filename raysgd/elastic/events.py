@@ -29,13 +29,14 @@ class Event:
     kind: EventKind
     """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
     and is killed. ``resumed``: a new generation of the same or fewer workers, after a loss, an
-    error or an interruption. ``grown``: a new generation with newcomers. ``restarted``: all workers
-    anew, from the snapshot. ``newcomer_failed``: a worker died or raised before it joined.
-    ``waiting``: too few workers, and no room for more. ``user_error``: user code raised."""
+    error or an interruption. ``grown``: a new generation with replacement workers. ``restarted``:
+    all workers anew, from the snapshot. ``newcomer_failed``: a replacement worker died or raised
+    before it joined. ``waiting``: too few workers, and no room for more. ``user_error``: user code
+    raised."""
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]
-    """World ranks concerned, as they were in that generation; -1: a newcomer that never joined."""
+    """World ranks concerned, as they were in that generation; -1: one that never joined."""
     nodes: tuple[str, ...] = ()
     """Ray's ids of the nodes of those ranks."""
     step: int = 0

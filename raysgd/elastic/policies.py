@@ -10,7 +10,7 @@ from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 
 __all__ = [
-    "Place",
+    "WorkerInfo",
     "assign_contexts",
     "backoff_s",
     "choose_leader",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WorkerInfo:
     """Where a worker runs."""
 
     node_id: str
@@ -66,41 +66,41 @@ def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) ->
 
 
 def assign_contexts(
-    places: Sequence[Place], *, generation: int, distributed: bool, num_cpus: float
+    infos: Sequence[WorkerInfo], *, generation: int, distributed: bool, num_cpus: float
 ) -> list[WorkerContext]:
     """Give every worker its ranks: world ranks in the order given, local ranks node by node.
 
     GPUs of a node are visible to all of its workers, in one order, so that NCCL can use the
     direct paths between them; each worker gets the index of its own.
     """
-    nodes = list(dict.fromkeys(place.node_id for place in places))
+    nodes = list(dict.fromkeys(info.node_id for info in infos))
     gpus = {
         node: tuple(
-            sorted({gpu for p in places if p.node_id == node for gpu in p.gpu_ids}, key=_gpu_key)
+            sorted({gpu for p in infos if p.node_id == node for gpu in p.gpu_ids}, key=_gpu_key)
         )
         for node in nodes
     }
     seen = dict.fromkeys(nodes, 0)
     contexts = []
-    for rank, place in enumerate(places):
-        visible = gpus[place.node_id]
+    for rank, info in enumerate(infos):
+        visible = gpus[info.node_id]
         contexts.append(
             WorkerContext(
                 world_rank=rank,
-                world_size=len(places),
-                local_rank=seen[place.node_id],
-                local_world_size=sum(p.node_id == place.node_id for p in places),
-                node_rank=nodes.index(place.node_id),
+                world_size=len(infos),
+                local_rank=seen[info.node_id],
+                local_world_size=sum(p.node_id == info.node_id for p in infos),
+                node_rank=nodes.index(info.node_id),
                 generation=generation,
                 distributed=distributed,
                 num_cpus=num_cpus,
-                in_driver=place.in_driver,
-                node_ip=place.node_ip,
+                in_driver=info.in_driver,
+                node_ip=info.node_ip,
                 visible_gpus=visible,
-                gpu_index=visible.index(place.gpu_ids[0]) if place.gpu_ids else None,
+                gpu_index=visible.index(info.gpu_ids[0]) if info.gpu_ids else None,
             )
         )
-        seen[place.node_id] += 1
+        seen[info.node_id] += 1
     return contexts
 
 
@@ -118,7 +118,7 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 def furthest(progress: Sequence[Progress]) -> Progress:
     """Return how far the group is: the leader's progress, with the samples that most know of.
 
-    Newcomers do not know what was trained on in a call before they joined.
+    Replacement workers do not know what was trained on in a call before they joined.
     """
     leader = progress[choose_leader(progress)]
     covered = [p.num_covered for p in progress if p.num_covered is not None]

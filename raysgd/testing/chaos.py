@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:
-    from raysgd.execution.members import Member
-    from raysgd.operator_trainer import OperatorTrainer
+    from raysgd.cluster.members import Member
+    from raysgd.trainer import OperatorTrainer
 
 __all__ = ["Chaos", "Fault", "Injection", "hang", "kill", "resume", "schedule"]
 
@@ -236,7 +236,7 @@ class Chaos:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        for member in self._trainer._supervisor.members:
+        for member in self._trainer._controller.members:
             if member in self._hit and member.remote:
                 member.signal(signal.SIGCONT)  # does nothing to one that was killed
         if self._error is not None and error is None:
@@ -251,13 +251,13 @@ class Chaos:
             self._error = error
 
     def _inject_due(self, elapsed_s: float) -> None:
-        supervisor = self._trainer._supervisor
-        step = max((p.global_step for p in supervisor.ask_progress().values()), default=-1)
+        controller = self._trainer._controller
+        step = max((p.global_step for p in controller.ask_progress().values()), default=-1)
         for fault in self.pending:
             if not _is_due(fault, step, elapsed_s):
                 continue
-            members = list(supervisor.members)
-            unharmed = [m for m in members if m not in self._hit and hasattr(m, "place")]
+            members = list(controller.members)
+            unharmed = [m for m in members if m not in self._hit and hasattr(m, "info")]
             if len(unharmed) <= self._spare or fault.rank >= len(members):
                 continue
             member = members[fault.rank]
@@ -271,7 +271,7 @@ class Chaos:
             self._hit.add(member)
             self._pending.remove(fault)
             self._injected.append(
-                Injection(fault=fault, pid=member.place.pid, step=max(0, step), time=now)
+                Injection(fault=fault, pid=member.info.pid, step=max(0, step), time=now)
             )
 
 
@@ -284,7 +284,7 @@ def _is_due(fault: Fault, step: int, elapsed_s: float) -> bool:
 def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an int, but it is {rank!r}.")
-    members = list(trainer._supervisor.members)
+    members = list(trainer._controller.members)
     if not 0 <= rank < len(members):
         there = f"ranks 0 to {len(members) - 1}" if members else "no workers"
         raise ValueError(f"There is no worker {rank}: the trainer has {there} now.")
@@ -292,9 +292,9 @@ def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
     _check_signalled(member, rank)
     if not member.signal(number):
         raise ProcessLookupError(
-            f"The process of worker {rank} (pid {member.place.pid}) has ended already."
+            f"The process of worker {rank} (pid {member.info.pid}) has ended already."
         )
-    return member.place.pid
+    return member.info.pid
 
 
 def _check_signalled(member: Member, rank: int) -> None:

@@ -38,11 +38,11 @@ def run_operator(
 
     Outside of ``trainer.train()`` each batch is an accumulation group of its own.
     """
-    from raysgd.tf.training_operator import TrainingOperator as KerasOperator
+    from raysgd.tf.operator import TrainingOperator as KerasOperator
 
     if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
         return _keras_operator(operator_cls, dict(config or {}), use_fp16)
-    from raysgd.torch.components import OperatorSettings
+    from raysgd.torch.registration import OperatorSettings
     from raysgd.torch.runner import build_operator
 
     settings = OperatorSettings(
@@ -52,13 +52,13 @@ def run_operator(
 
 
 def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
-    from raysgd.backends.tensorflow import check_tensorflow
+    from raysgd.comm.tensorflow import check_tensorflow
 
     check_tensorflow("run_operator")
     from raysgd.context import WorkerContext
     from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Alone
-    from raysgd.tf.components import TFSettings
+    from raysgd.tf.registration import TFSettings
 
     settings = TFSettings(context=WorkerContext(in_driver=True), use_fp16=use_fp16)
     return build_operator(operator_cls, config, settings, Alone(), seed=0)

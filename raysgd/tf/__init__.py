@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from raysgd.tf.tf_trainer import TFTrainer
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.trainer import TFTrainer
 
 __all__ = ["TFTrainer", "TrainingOperator"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.hosting.sharding import Shard
-from raysgd.hosting.source import Source
+from raysgd.data.shard import Shard
+from raysgd.data.source import Source
 
 __all__ = ["ArraySource", "ItemSource", "is_arrays"]
 
@@ -60,12 +60,12 @@ class ArraySource(Source):
         (self._total,) = lengths
         self._training, self._batch_size = training, batch_size
         self._shuffle, self._seed = shuffle and training, seed
-        self._place = (world_size, rank)
+        self._size_and_rank = (world_size, rank)
         self._follows_share = follows_share
 
     @property
     def _shard(self) -> Shard:
-        world_size, rank = self._place
+        world_size, rank = self._size_and_rank
         return Shard(
             total=self._total,
             batch_size=self._batch_size,
@@ -84,7 +84,7 @@ class ArraySource(Source):
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew."""
-        self._place = (world_size, rank)
+        self._size_and_rank = (world_size, rank)
         if self._follows_share and batch_share is not None:
             self._batch_size = batch_share
 
@@ -97,7 +97,7 @@ class ArraySource(Source):
         return self._shard.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the place `num_steps` steps after `offset`."""
+        """Return the offset `num_steps` steps after `offset`."""
         return self._shard.offset_after(offset, num_steps)
 
     def num_taken(self, offset: int, num_steps: int) -> int:
@@ -133,7 +133,7 @@ class ArraySource(Source):
         """Say how many samples are shared out among how many workers."""
         return (
             f"{self._total} samples, batch size {self._batch_size} on each of "
-            f"{self._place[0]} workers"
+            f"{self._size_and_rank[0]} workers"
         )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.context import WorkerContext
-from raysgd.hosting.operator_base import create_operator
+from raysgd.loop.operator_base import create_operator
 from raysgd.tf.communication import Alone, Communication, HorovodGroup, StrategyGroup
-from raysgd.tf.components import Components, TFSettings
+from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.precision import policy_name, set_policy
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.registration import KerasRegistration, TFSettings
 
 __all__ = ["build_operator", "communication_of"]
 
@@ -56,15 +56,15 @@ def build_operator(
         set_policy(policy)
     # data sets that shuffle without a seed of their own do it alike on all workers
     tf.random.set_seed(seed % 2**31)
-    parts = Components(settings, communication, seed)
-    operator: TrainingOperator = create_operator(operator_cls, config, parts)
+    registration = KerasRegistration(settings, communication, seed)
+    operator: TrainingOperator = create_operator(operator_cls, config, registration)
     with communication.strategy.scope():
         operator.setup(operator.config)
-        if not parts.registered:
+        if not registration.registered:
             raise RuntimeError(
                 f"{operator_cls.__name__}.setup did not register anything. Call "
                 "self.register(models=..., optimizers=...) in it."
             )
-        parts.complete()
-    parts.begin_alike()
+        registration.complete()
+    registration.broadcast_initial_state()
     return operator

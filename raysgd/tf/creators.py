@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "renamed"]
 
@@ -88,7 +88,7 @@ class CreatorOperator(TrainingOperator):
         if not self._given:
             return super().train_epoch(iterator, info, num_steps, epoch_idx)
         if self._callbacks is None:
-            kind = self._parts.keras.callbacks.CallbackList
+            kind = self._registration.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
         # that of fit(): endless data are in their first epoch for ever

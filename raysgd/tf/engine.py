@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.tf.communication import Communication
-from raysgd.tf.flavors import tf_variable
+from raysgd.tf.keras import tf_variable
 
 __all__ = ["Engine"]
 
@@ -83,13 +83,13 @@ class Engine:
                 loss = result[0] if isinstance(result, tuple | list) else result
                 scaled = _scaled_loss(optimizer, loss)
             found = tape.gradient(scaled, watched)
-            indices[:] = [place for place, each in enumerate(found) if each is not None]
+            indices[:] = [index for index, each in enumerate(found) if each is not None]
             if not indices:
                 raise ValueError(
                     "The loss depends on no variable of the model: compute it in TensorFlow, "
                     "from the model's output."
                 )
-            return result, [found[place] for place in indices]
+            return result, [found[index] for index in indices]
 
         @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
         def compiled(*given: Any) -> Any:

@@ -186,7 +186,7 @@ class KerasMetric(MergeableMetric):
         result = np.asarray(metric.result(), np.float64)
         if result.ndim == 0:
             return float(result)
-        return {f"_{place}": float(value) for place, value in enumerate(result.ravel())}
+        return {f"_{index}": float(value) for index, value in enumerate(result.ravel())}
 
 
 def _zeros(spec: tf.TensorSpec) -> Any:

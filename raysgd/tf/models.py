@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.tf.flavors import flavor_of, named_arrays, set_arrays
+from raysgd.tf.keras import flavor_of, named_arrays, set_arrays
 
 __all__ = ["assembled", "portable"]
 
@@ -31,11 +31,11 @@ def portable(model: Any) -> dict[str, Any]:
     }
 
 
-def assembled(parts: Mapping[str, Any]) -> Any:
+def assembled(registration: Mapping[str, Any]) -> Any:
     """Return the model that `portable` took apart."""
     import importlib
 
-    keras = importlib.import_module(parts["keras"])
-    model = keras.saving.deserialize_keras_object(parts["architecture"], safe_mode=False)
-    set_arrays(model.weights, parts["weights"])
+    keras = importlib.import_module(registration["keras"])
+    model = keras.saving.deserialize_keras_object(registration["architecture"], safe_mode=False)
+    set_arrays(model.weights, registration["weights"])
     return model

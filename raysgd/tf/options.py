@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["facts", "with_options"]
+__all__ = ["inspect", "with_options"]
 
 
-def facts(operator: Any) -> tuple[bool, list[float | None]]:
+def inspect(operator: Any) -> tuple[bool, list[float | None]]:
     """Return whether an operator has validation data, and the rates its optimizers begin with.
 
     Runs on a worker, after ``setup``. A rate that follows a schedule is None.
     """
-    parts = operator._parts
+    registration = operator._registration
     try:
-        has_validation = parts.source("validation") is not None
+        has_validation = registration.source("validation") is not None
     except RuntimeError:  # there is none
         has_validation = False
-    return has_validation, [_rate(optimizer) for optimizer in parts.optimizers]
+    return has_validation, [_rate(optimizer) for optimizer in registration.optimizers]
 
 
 def with_options(

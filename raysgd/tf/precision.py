@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.tf.flavors import kerases
+from raysgd.tf.keras import kerases
 
 __all__ = ["policy_name", "scaled_optimizer", "set_policy"]
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from raysgd.backends.tensorflow import check_tensorflow
+from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
-from raysgd.hosting.runner import OperatorRunner
-from raysgd.hosting.snapshots import full_state
 from raysgd.loading import loading
+from raysgd.loop.runner import OperatorRunner
+from raysgd.loop.snapshots import full_state
 
 __all__ = ["TFRunner", "TFRunnerOptions"]
 
@@ -92,7 +92,7 @@ class TFRunner(OperatorRunner):
             import tensorflow as tf
 
             from raysgd.tf.building import build_operator, communication_of
-            from raysgd.tf.components import TFSettings
+            from raysgd.tf.registration import TFSettings
 
         options = self._options
         if not (context.in_driver or options.use_horovod):
@@ -120,15 +120,16 @@ class TFRunner(OperatorRunner):
     def _check_same_data(self, communication: Any) -> None:
         import zlib
 
-        own = self._parts.fingerprint()
+        own = self._registration.fingerprint()
         sums = communication.gather(zlib.crc32(repr(sorted(own.items())).encode()))
         if len(set(sums)) > 1:
+            rank = self._registration.context.world_rank
             raise ValueError(
-                f"The workers registered different data: {own} on worker "
-                f"{self._parts.context.world_rank}, and something else on another. Data that is "
-                "shared out must be the same on every worker: seed what is random in setup. Where "
-                "each worker reads a part of its own, make a tf.data.Dataset of it and pass "
-                "add_dist_sampler=False to the trainer: arrays are shared out even then."
+                f"The workers registered different data: {own} on worker {rank}, and something "
+                "else on another. Data that is shared out must be the same on every worker: seed "
+                "what is random in setup. Where each worker reads a part of its own, make a "
+                "tf.data.Dataset of it and pass add_dist_sampler=False to the trainer: arrays are "
+                "shared out even then."
             )
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
@@ -137,16 +138,16 @@ class TFRunner(OperatorRunner):
         config = worker_config(given, context.world_size)
         if BATCH_SIZE in config:
             self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
-        parts, place = self._parts, self._parts.place()
-        parts.enter(context, config.get(BATCH_SIZE))
-        self._running.keep_iteration(moved=parts.place() != place)
+        registration, position = self._registration, self._registration.position()
+        registration.enter(context, config.get(BATCH_SIZE))
+        self._running.keep_iteration(moved=registration.position() != position)
 
     def restart_state(self) -> dict[str, Any] | None:
         """Return the state for workers that start anew; None where there is none to go on from."""
         if self._loop is None:
             return None
-        state = {**full_state(self._parts, self.operator), "call": self._loop.call_state()}
-        copied: dict[str, Any] = self._parts.to_cpu(state)
+        state = {**full_state(self._registration, self.operator), "call": self._loop.call_state()}
+        copied: dict[str, Any] = self._registration.to_cpu(state)
         return copied
 
     # ---- other calls
@@ -162,11 +163,11 @@ class TFRunner(OperatorRunner):
         """Return what makes the models anew in another process."""
         from raysgd.tf.models import portable
 
-        return [portable(model) for model in self._parts.models]
+        return [portable(model) for model in self._registration.models]
 
     def weights(self) -> list[dict[str, Any]]:
         """Return the models' weights as arrays."""
-        weights: list[dict[str, Any]] = self._parts.training_state()["models"]
+        weights: list[dict[str, Any]] = self._registration.training_state()["models"]
         return weights
 
     def rng_state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.hosting.source import PlainLoader, Source
+from raysgd.data.source import PlainLoader, Source
 
 __all__ = ["DatasetSource", "num_rows", "plain_spec"]
 
@@ -80,7 +80,7 @@ class DatasetSource(Source):
 
     def num_samples(self, start: int, stop: int) -> int | None:
         """Return how many samples lie between two places of the epoch that was read last."""
-        return sum(self._sizes.get(place, 0) for place in range(start, stop))
+        return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
@@ -106,14 +106,14 @@ class DatasetSource(Source):
         return itertools.islice(shared, count)
 
     def _shared(self, stream: Iterator[Any], offset: int) -> Iterator[Any]:
-        place = 0
+        index = 0
         for batch in itertools.islice(stream, offset):
-            self._sizes[place] = num_rows(batch)
-            place += 1
+            self._sizes[index] = num_rows(batch)
+            index += 1
         while group := list(itertools.islice(stream, self._group)):
             for batch in group:
-                self._sizes[place] = num_rows(batch)
-                place += 1
+                self._sizes[index] = num_rows(batch)
+                index += 1
             own = self._own_part(group)
             if own is not None:
                 yield own
@@ -152,8 +152,8 @@ def _tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value)
 
 
-def _joined(*parts: Any) -> Any:
-    return tf.concat(parts, 0)
+def _joined(*registration: Any) -> Any:
+    return tf.concat(registration, 0)
 
 
 def _part(rows: Any, rank: int, world_size: int, training: bool) -> Any:

@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
-from raysgd.torch.creator_operator import CreatorOperator
-from raysgd.torch.torch_trainer import TorchTrainer
-from raysgd.torch.training_operator import TrainingOperator
+from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.trainer import TorchTrainer
 
 __all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]
 

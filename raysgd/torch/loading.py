@@ -25,9 +25,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
-from raysgd.hosting.sharding import Shard
-from raysgd.hosting.source import PlainLoader as UnsharedLoader
-from raysgd.hosting.source import Source
+from raysgd.data.shard import Shard
+from raysgd.data.source import PlainLoader as UnsharedLoader
+from raysgd.data.source import Source
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
@@ -76,7 +76,7 @@ class ShardedLoader(Source):
         self._follows_share = batch_share is not None and loader.batch_size == batch_share
         self._iterates_itself = _iterates_itself(loader)
         self._rows = None if self._iterates_itself else rows_of(loader)
-        self._place = (world_size, rank)
+        self._size_and_rank = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
 
@@ -88,7 +88,7 @@ class ShardedLoader(Source):
     @property
     def shard(self) -> Shard:
         """This worker's part."""
-        world_size, rank = self._place
+        world_size, rank = self._size_and_rank
         return Shard(
             total=len(self.loader.sampler),
             batch_size=self._batch_size,
@@ -111,7 +111,7 @@ class ShardedLoader(Source):
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew among `world_size` workers."""
-        self._place = (world_size, rank)
+        self._size_and_rank = (world_size, rank)
         if self._follows_share and batch_share is not None:
             self._batch_size = batch_share
 
@@ -119,7 +119,7 @@ class ShardedLoader(Source):
         """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``."""
         return self._batch_size, self._follows_share
 
-    def take_batching(self, size: int, follows_share: bool) -> None:
+    def set_batch_size(self, size: int, follows_share: bool) -> None:
         """Make batches as another worker does, whose `batching` this is."""
         self._batch_size, self._follows_share = size, follows_share
 
@@ -143,7 +143,7 @@ class ShardedLoader(Source):
         return self.shard.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the place `num_steps` steps after `offset`."""
+        """Return the offset `num_steps` steps after `offset`."""
         return self.shard.offset_after(offset, num_steps)
 
     def num_taken(self, offset: int, num_steps: int) -> int:
@@ -164,7 +164,7 @@ class ShardedLoader(Source):
         loader = self._loader_for(indices, begins=offset == 0)
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
-        world_size, rank = self._place
+        world_size, rank = self._size_and_rank
         seed = self._seed + (epoch + 1) * world_size + rank
         if self._iterates_itself and self.loader.generator is None:
             # where its __iter__ is a generator, it draws when the first batch is asked for
@@ -189,7 +189,7 @@ class ShardedLoader(Source):
                 )
             num_given += 1
             yield batch
-        if num_given < num_batches and self._training and self._place[0] > 1:
+        if num_given < num_batches and self._training and self._size_and_rank[0] > 1:
             raise RuntimeError(
                 f"{kind} gave {num_given} batches where its sampler has {num_batches}, so that "
                 "the other workers would wait for this one. Let its __iter__ give one batch for "

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from raysgd.hosting.operator_base import OperatorBase
-from raysgd.torch.components import Components, OperatorSettings
-from raysgd.torch.moving import moved
+from raysgd.loop.operator_base import OperatorBase
+from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.to_device import moved
 
 __all__ = ["OperatorTools"]
 
@@ -20,13 +20,13 @@ class OperatorTools(OperatorBase):
 
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
-        self._parts: Components = Components(settings or OperatorSettings())
+        self._registration: TorchRegistration = TorchRegistration(settings or OperatorSettings())
 
     # ---- what loops of your own use
 
     def train_mode(self, training: bool) -> None:
         """Put every registered model into train or eval mode."""
-        for model in self._parts.models:
+        for model in self._registration.models:
             model.train(training)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -34,7 +34,7 @@ class OperatorTools(OperatorBase):
 
         It does nothing where the trainer has ``use_fp16=False``. Leave it before `backward`.
         """
-        return self._parts.updates.precision.autocast()
+        return self._registration.optimization.precision.autocast()
 
     def backward(self, loss: torch.Tensor, num_samples: float | None = None) -> None:
         """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
@@ -51,7 +51,7 @@ class OperatorTools(OperatorBase):
             ValueError: if it is not above 0, or does not fit what was given for another loss.
             RuntimeError: if gradients of earlier batches of the group were zeroed.
         """
-        self._parts.updates.backward(loss, num_samples)
+        self._registration.optimization.backward(loss, num_samples)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update with the gradients that `backward` computed, and zero them.
@@ -68,12 +68,12 @@ class OperatorTools(OperatorBase):
             RuntimeError: if, with gradient accumulation, it is stepped twice in a batch, or the
                 last batch of a group had no `backward`.
         """
-        self._parts.updates.step(optimizer)
+        self._registration.optimization.step(optimizer)
 
     def step_schedulers(self) -> None:
         """Step every registered scheduler."""
-        with self._parts.updates.tolerating_a_skipped_step():
-            for scheduler in self._parts.schedulers:
+        with self._registration.optimization.tolerating_a_skipped_step():
+            for scheduler in self._registration.schedulers:
                 scheduler.step()
 
     def to_device(self, batch: Any) -> Any:
@@ -88,7 +88,7 @@ class OperatorTools(OperatorBase):
     @property
     def device(self) -> torch.device:
         """This worker's device."""
-        return self._parts.settings.device
+        return self._registration.settings.device
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -103,19 +103,19 @@ class OperatorTools(OperatorBase):
     @property
     def use_fp16(self) -> bool:
         """Whether training runs in mixed precision."""
-        return self._parts.settings.use_fp16 is not False
+        return self._registration.settings.use_fp16 is not False
 
     @property
     def use_fp16_native(self) -> bool:
         """Whether mixed precision is that of ``torch.amp``."""
-        return self._parts.settings.use_fp16 is True
+        return self._registration.settings.use_fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
         """Whether mixed precision is that of NVIDIA Apex."""
-        return self._parts.settings.use_fp16 == "apex"
+        return self._registration.settings.use_fp16 == "apex"
 
     @property
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._parts.settings.scheduler_step_freq
+        return self._registration.settings.scheduler_step_freq

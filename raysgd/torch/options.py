@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from raysgd.torch.training_operator import TrainingOperator
+from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["Options", "Owners", "facts", "with_options"]
+__all__ = ["Options", "Owners", "inspect", "with_options"]
 
 Options = list[list[dict[str, Any]]]
 """By optimizer and parameter group: the options that are numbers, or lists of them."""
@@ -24,14 +24,14 @@ Owners = Sequence[int | None]
 _Rates = list[tuple[list[Any], list[Any]]]
 
 
-def facts(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
+def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
     """Return whether there is a validation loader, the optimizers' options, and whose schedulers.
 
     Runs on a worker, after ``setup``.
     """
-    optimizers = operator._parts.optimizers
+    optimizers = operator._registration.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    owners = [_owner(scheduler, optimizers) for scheduler in operator._parts.schedulers]
+    owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
     return _has_validation(operator), options, owners
 
 

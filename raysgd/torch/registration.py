@@ -1,129 +1,459 @@
-"""What may be registered, and in which shape it is handed back."""
+"""What an operator registered, and where its training stands."""
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
-__all__ = [
-    "check_plateau",
-    "check_static_graphs",
-    "check_still_frozen",
-    "checked",
-    "is_trained",
-    "shaped_like",
-    "warn_of_strangers",
-]
+from raysgd.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.data.source import Source
+from raysgd.errors import CheckpointError
+from raysgd.loop.registration import Registration, Settings
+from raysgd.torch import collectives, ddp
+from raysgd.torch.checks import (
+    check_plateau,
+    check_static_graphs,
+    check_still_frozen,
+    checked,
+    is_trained,
+    shaped_like,
+    warn_of_strangers,
+)
+from raysgd.torch.fitting import check_fits
+from raysgd.torch.horovod import HorovodExchange, check_horovod_args
+from raysgd.torch.loading import dataset_loader, wrap_loader
+from raysgd.torch.optimization import Optimization
+from raysgd.torch.precision import create_precision
+from raysgd.torch.state import copied, on_cpu, to_cpu
+
+__all__ = ["OperatorSettings", "TorchRegistration"]
 
 
-def check_static_graphs(models: list[torch.nn.Module]) -> None:
-    """Refuse models whose wrappers cannot leave out an exchange of gradients.
+@dataclass
+class OperatorSettings(Settings):
+    """What the trainer's arguments and the worker's rank mean for an operator."""
 
-    Raises:
-        ValueError: if there is one.
-    """
-    if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models):
-        raise ValueError(
-            "DistributedDataParallel with static_graph=True exchanges gradients in its first "
-            "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "
-            "last one of a group. Leave static_graph out, or do not accumulate."
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    wrap_ddp: bool = True
+    scheduler_step_freq: str | None = None
+    use_fp16: bool | str = False
+    amp_dtype: torch.dtype | None = None
+    use_horovod: bool = False
+
+
+class TorchRegistration(Registration):
+    """What an operator registered, its state, and the position in the data."""
+
+    settings: OperatorSettings
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        self.schedulers: list[Any] = []
+        self._trains_criterion = False
+        self._required: dict[int, dict[str, bool]] = {}
+        self._wrapping: list[ddp.Wrapping | None] = []
+        self._frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]] = []
+        self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
+        self._committed_buffers: list[torch.Tensor] = []
+        self.optimization = Optimization(
+            create_precision(settings.use_fp16, settings.device, settings.amp_dtype)
         )
 
+    # ---- registering
 
-def check_still_frozen(
-    frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]],
-    optimizers: list[torch.optim.Optimizer],
-) -> None:
-    """Refuse to train parameters whose gradients no wrapper averages.
-
-    Args:
-        frozen: those of a model that required no gradients when it was registered, with the model
-            and its index.
-        optimizers: all that are registered.
-
-    Raises:
-        RuntimeError: if one requires gradients by now, and an optimizer has it.
-    """
-    for index, model, parameters in frozen:
-        ids = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if ids and any(
-            id(p) in ids for o in optimizers for group in o.param_groups for p in group["params"]
-        ):
+    def register(
+        self,
+        models: Any,
+        optimizers: Any,
+        criterion: Any,
+        schedulers: Any,
+        ddp_args: Any,
+        apex_args: Any = None,
+        accumulation_steps: Any = 1,
+        max_grad_norm: Any = None,
+        horovod_args: Any = None,
+    ) -> Any:
+        """See :meth:`TrainingOperator.register`."""
+        if self.registered:
             raise RuntimeError(
-                f"Model {index} of those registered, a {type(model).__name__}, has parameters that "
-                "required no gradients at register() and do now. Their gradients would not be "
-                "averaged over the workers. Register the model while they require gradients, and "
-                'freeze them afterwards, with ddp_args={"find_unused_parameters": True} where a '
-                "loss does not reach all of those that its forward pass has."
+                "register() was called twice; pass lists to register several models."
             )
-
-
-def check_plateau(schedulers: list[Any], frequency: str) -> None:
-    """Refuse schedulers that need a metric where they would step without one.
-
-    Raises:
-        ValueError: if there is one.
-    """
-    for scheduler in schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau) and frequency != "manual":
-            raise ValueError(
-                f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
-                'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
-            )
-
-
-def checked(name: str, given: Any, kind: type | None) -> list[Any]:
-    """Return what was given as a list, each of its members checked.
-
-    Raises:
-        TypeError: if a member is not of `kind`, or, without a kind, has no ``step``.
-        ValueError: if there is none.
-    """
-    members = list(given) if isinstance(given, list | tuple) else [given]
-    for member in members:
-        fits = isinstance(member, kind) if kind else hasattr(member, "step")
-        if not fits:
-            expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
+        if isinstance(criterion, type):
             raise TypeError(
-                f"register({name}=...) must be one or a list of {expected}, but got {member!r}."
+                f"register(criterion=...) must be an object, not a class: {criterion.__name__}()."
             )
-    if not members:
-        raise ValueError(f"register({name}=...) is empty; at least one is needed.")
-    return members
+        if criterion is not None and not callable(criterion):
+            raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+        for name, given in (("ddp_args", ddp_args), ("apex_args", apex_args)):
+            if given is not None and not isinstance(given, dict):
+                raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
+        modules = checked("models", models, torch.nn.Module)
+        self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
+        warn_of_strangers(self.optimizers, [*modules, criterion])
+        self._trains_criterion = is_trained(criterion, self.optimizers, modules)
+        if self._trains_criterion:
+            modules.append(criterion)
+        self.models = [self._placed(model) for model in modules]
+        if schedulers is not None:
+            self.schedulers = checked("schedulers", schedulers, None)
+            if self.settings.scheduler_step_freq is None:
+                raise ValueError(
+                    "register(schedulers=...) needs to know when to step them: pass "
+                    'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
+                )
+            check_plateau(self.schedulers, self.settings.scheduler_step_freq)
+        self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
+        self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
+        arguments = check_horovod_args(horovod_args)
+        if self.settings.use_horovod and self.settings.context.distributed:
+            self.optimization.exchanges = {
+                id(optimizer): HorovodExchange(
+                    optimizer, self.models, arguments, self.optimization.accumulation_steps
+                )
+                for optimizer in self.optimizers
+            }
+        elif self.settings.wrap_ddp and self.settings.context.distributed:
+            self.models = [
+                *(self._wrapped(model, ddp_args or {}) for model in self.given_models),
+                *(
+                    self._wrapped(criterion, ddp_args or {}, ddp.ReplicatedCriterion)
+                    for criterion in self._criterions
+                ),
+            ]
+        # now, since setup may go on to freeze some
+        self._required = {
+            id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
+        }
+        if self._trains_criterion:
+            criterion = self.models[-1]
+        elif isinstance(criterion, torch.nn.Module):
+            criterion = criterion.to(self.settings.device)
+        self._buffer_slots = [
+            (module, name)
+            for model in self.models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.registered = True
+        self.commit_buffers()
+        given = [shaped_like(models, self.given_models), optimizers]
+        return tuple(
+            given
+            + ([criterion] if criterion is not None else [])
+            + ([schedulers] if schedulers is not None else [])
+        )
 
+    @property
+    def given_models(self) -> list[torch.nn.Module]:
+        """The models that were registered as such; a criterion that is trained is one besides."""
+        return self.models[: len(self.models) - self._trains_criterion]
 
-def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
-    """Warn of an optimizer that has no parameter of any registered model, or of the criterion."""
-    registered = {id(p) for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()}
-    for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(parameter) in registered for parameter in held):
-            warnings.warn(
-                f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
-                "registered models. Make it with the parameters() of the model that you register.",
-                RuntimeWarning,
-                stacklevel=5,  # the line of register() in the user's setup
-            )
+    @property
+    def _criterions(self) -> list[torch.nn.Module]:
+        return self.models[len(self.models) - self._trains_criterion :]
 
+    def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
+        """Find models that user code wrapped after registering them, among its attributes."""
+        wrapped = {
+            id(value.module): value
+            for attribute in attributes
+            for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
+            if isinstance(value, DistributedDataParallel)
+        }
+        self.models = [wrapped.get(id(model), model) for model in self.models]
+        self._wrapping = [
+            ddp.wrapping(m, self._required.get(id(m)))
+            if isinstance(m, DistributedDataParallel)
+            else None
+            for m in self.models
+        ]
+        settings = self.settings
+        by_wrappers = settings.wrap_ddp and settings.context.distributed
+        averages = by_wrappers and not self.optimization.exchanges
+        self._frozen = self._not_averaged() if averages else []
+        if self.optimization.accumulation_steps > 1:
+            check_static_graphs(self.models)
 
-def is_trained(
-    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
-) -> bool:
-    """Whether an optimizer has parameters of the criterion, such as class centers, to train."""
-    if not isinstance(criterion, torch.nn.Module):
-        return False
-    stepped = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
-    in_models = {id(p) for model in models for p in model.parameters()}
-    own = {id(p) for p in criterion.parameters() if p.requires_grad}
-    return bool(own & stepped - in_models)
+    def _not_averaged(self) -> list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]]:
+        """Return the parameters that no wrapper averages, with their models and those's indices."""
+        averaged = {
+            id(parameter)
+            for model, wrapping in zip(self.models, self._wrapping, strict=True)
+            if wrapping is not None
+            for name, parameter in ddp.unwrap(model).named_parameters()
+            if wrapping.required.get(name, True)
+        }
+        found = (
+            (index, ddp.unwrap(model), [p for p in model.parameters() if id(p) not in averaged])
+            for index, model in enumerate(self.models)
+        )
+        return [(index, model, parameters) for index, model, parameters in found if parameters]
 
+    def check_averaged(self) -> None:
+        """Refuse to train what was frozen when it was registered, also before others join."""
+        if self._frozen:
+            check_still_frozen(self._frozen, self.optimizers)
 
-def shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
-    if isinstance(given, tuple):
-        return tuple(members)
-    return members if isinstance(given, list) else members[0]
+    def share_unwrapped(self) -> None:
+        """Give every rank the frozen models of rank 0; DistributedDataParallel did the others.
+
+        Every rank must call it.
+        """
+        models = [model for model in self.models if not ddp.replicated(model)]
+        if self.settings.wrap_ddp and models:
+            held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+            given = ddp.broadcast_state(lambda: held, 0, self.settings.device)
+            for own, value in zip(held, given, strict=False):
+                if own.shape == value.shape:  # else it is a cache of what setup has computed
+                    own.copy_(value)
+            self.commit_buffers()
+
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a loader."""
+        context, share = self.settings.context, self.settings.batch_share
+        return wrap_loader(
+            loader,
+            training=training,
+            shard=self.settings.add_dist_sampler,
+            world_size=context.world_size,
+            rank=context.world_rank,
+            seed=self.seed,
+            batch_share=share,
+        )
+
+    def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
+        """Return a DataLoader over a data set that was given with a call."""
+        return dataset_loader(dataset)
+
+    def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.settings.device)
+
+    def _wrapped(
+        self,
+        model: torch.nn.Module,
+        arguments: dict[str, Any],
+        kind: type[ddp.ReplicatedModel] = ddp.ReplicatedModel,
+    ) -> torch.nn.Module:
+        if isinstance(model, DistributedDataParallel) or not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
+            return model  # DistributedDataParallel refuses a model that is not trained
+        index = self.settings.device.index
+        device_ids = None if index is None else [index]
+        given = {"device_ids": device_ids, **arguments}
+        # a loss may be called several times in a step, which must not change what it holds
+        stays = kind is ddp.ReplicatedCriterion or ddp.only_running_statistics(model)
+        if stays and "broadcast_buffers" not in given:
+            given.setdefault("forward_sync_buffers", False)
+        return kind(model, **given)
+
+    # ---- committed steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches that make one update."""
+        return self.optimization.accumulation_steps
+
+    @property
+    def group_position(self) -> int:
+        """Batches of the accumulation group before the one under way."""
+        return self.optimization.group.position
+
+    @property
+    def scales(self) -> bool:
+        """Whether updates may be skipped since gradients overflowed."""
+        return self.optimization.precision.scales
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped."""
+        return self.optimization.precision.num_skipped
+
+    def end_segment(self) -> None:
+        """Let models exchange gradients again in whatever follows a segment of training."""
+        self.optimization.end()
+
+    @property
+    def updated(self) -> bool:
+        """Whether every optimizer has stepped since the last commit."""
+        return self.optimization.updated
+
+    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:
+        """Begin a batch of an accumulation group, see :meth:`Optimization.begin_batch`."""
+        self.optimization.begin_batch(self.models, position, planned, is_last)
+
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done, and remember what a failed one must not change.
+
+        Raises:
+            RuntimeError: if the update was left out although gradients wait for it.
+        """
+        self.optimization.check_complete()
+        self.optimization.commit()
+        self.global_step += num_batches
+        if self._buffer_slots:
+            self.commit_buffers()
+
+    def commit_buffers(self) -> None:
+        """Remember the buffers: a forward pass changes them also in a step that then fails."""
+        buffers = self._buffers()
+        if [b.shape for b in self._committed_buffers] != [b.shape for b in buffers]:
+            self._committed_buffers = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._committed_buffers, buffers)
+
+    def roll_back(self) -> None:
+        """Take back what a step that was not committed left behind."""
+        self._set_buffers(self._committed_buffers)
+        self.optimization.roll_back()
+
+    def _set_buffers(self, values: Iterable[torch.Tensor]) -> None:
+        for (module, name), value in zip(self._buffer_slots, values, strict=True):
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.detach().copy_(value)
+            else:
+                module._buffers[name] = value.clone()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return the buffers; by name, since a forward pass may put another tensor in a place."""
+        found = [module._buffers[name] for module, name in self._buffer_slots]
+        return [buffer.detach() for buffer in found if buffer is not None]
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as the next training step would."""
+        with_horovod = bool(self.optimization.exchanges)
+        buffers: list[torch.Tensor] = []
+        for model in self.models:
+            if with_horovod or ddp.replicated(model):
+                buffers += model.buffers()
+            elif self.settings.wrap_ddp:
+                buffers += ddp.running_statistics(model)
+        if buffers:
+            ddp.broadcast_tensors(buffers, source=0)
+            self.commit_buffers()
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Every rank must call it."""
+        return ddp.agree_on_minimum(value, self.settings.device)
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+        return ddp.broadcast_state(make, rank, self.settings.device)
+
+    def validating(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which models do not communicate."""
+        return ddp.no_forward_sync(self.models)
+
+    # ---- generations
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        """Enter a new generation: rebuild the models' wrappers, share data out anew."""
+        super().enter(context, batch_share)
+        for exchange in self.optimization.exchanges.values():
+            exchange.renew()
+        for model, wrapping in zip(self.models, self._wrapping, strict=True):
+            if isinstance(model, DistributedDataParallel) and wrapping is not None:
+                ddp.rebuild(model, wrapping)
+
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.
+
+        Parameters and optimizers travel only to those that have others, such as a replacement:
+        survivors of a loss are equal, most often, but for the buffers that a forward pass changes.
+        """
+        device = self.settings.device
+        state = self.training_state()
+        state["models"] = [
+            ddp.without_buffers(model, held)
+            for model, held in zip(self.models, state["models"], strict=True)
+        ]
+        own = ddp.fingerprint((self.global_step, state))
+        expected = collectives.broadcast_object(own, leader)
+        lacks = follows and own != expected
+        lacking = collectives.ranks_with(lacks, device)
+        to = collectives.fewest_receivers(lacking, device)
+        if lacking and (to is None or lacks or collectives.rank() == leader):
+            state = ddp.broadcast_state(self.training_state, leader, device, to)
+            if lacks:
+                self.load_training_state(state)
+        buffers = ddp.broadcast_state(self._buffers, leader, device)
+        if follows:
+            self._set_buffers(buffers)
+            self.commit_buffers()
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the models are the same on every rank."""
+        return bool(self.optimization.exchanges) or any(map(ddp.replicated, self.models))
+
+    # ---- state
+
+    @property
+    def copy_leaf(self) -> Callable[[Any], Any]:
+        """Copies a tensor on its device."""
+        return copied
+
+    @property
+    def to_cpu(self) -> Callable[[Any], Any]:
+        """Returns a state on CPU; a copy, but where it is pickled for the driver anyway."""
+        return to_cpu if self.context.in_driver else on_cpu
+
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers, schedulers and scaler, as they are on this device."""
+        state: dict[str, Any] = {
+            "models": [ddp.unwrap(model).state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        if self.schedulers:
+            state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
+        precision = self.optimization.precision
+        if precision.scales and precision.state_key is not None:
+            state[precision.state_key] = precision.state_dict()
+        return state
+
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that models, optimizers, schedulers and scaler fit what is registered.
+
+        Raises:
+            CheckpointError: if they do not.
+        """
+        for name, objects in self._stateful(state):
+            check_fits(name, objects, state.get(name, []))
+        key = self._scaler_key(state)
+        if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
+            raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
+        for name, objects in self._stateful(state):
+            for held, saved in zip(objects, state.get(name, []), strict=True):
+                held.load_state_dict(saved)
+        if (key := self._scaler_key(state)) is not None:
+            self.optimization.precision.load_state_dict(state[key])
+        self.commit_buffers()
+
+    def _scaler_key(self, state: dict[str, Any]) -> str | None:
+        """Return where in a state there is something for this precision's scaler."""
+        precision = self.optimization.precision
+        return precision.state_key if precision.scales and precision.state_key in state else None
+
+    def _stateful(self, state: dict[str, Any]) -> list[tuple[str, list[Any]]]:
+        models, saved = self.models, state.get("models")
+        if self._trains_criterion and isinstance(saved, list | tuple):
+            models = models[: max(len(saved), len(models) - 1)]  # older files lack the criterion
+        return [
+            ("models", [ddp.unwrap(model) for model in models]),
+            ("optimizers", self.optimizers),
+            ("schedulers", self.schedulers),
+        ]

@@ -12,12 +12,12 @@ import torch
 from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
-from raysgd.hosting.operator_base import create_operator
-from raysgd.hosting.runner import OperatorRunner
-from raysgd.torch import replica
-from raysgd.torch.components import Components, OperatorSettings
+from raysgd.loop.operator_base import create_operator
+from raysgd.loop.runner import OperatorRunner
+from raysgd.torch import ddp
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state
-from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["TorchRunner", "TorchRunnerOptions"]
 
@@ -87,51 +87,55 @@ class TorchRunner(OperatorRunner):
         self.host(build_operator(options.operator_cls, config, settings), options.snapshot_every)
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
-            parts = self._parts
-            seed, data, batching = replica.broadcast_state(
-                lambda: (parts.seed, parts.fingerprint(), parts.batching()), 0, settings.device
+            registration = self._registration
+            seed, data, batching = ddp.broadcast_state(
+                lambda: (registration.seed, registration.fingerprint(), registration.batching()),
+                0,
+                settings.device,
             )
-            parts.reseed(seed)
+            registration.reseed(seed)
             self._check_data(data)
             self._check_batch_sizes(batching)
             if options.use_horovod:  # DistributedDataParallel does it for its models
-                state = replica.broadcast_state(parts.training_state, 0, settings.device)
-                parts.load_training_state(state)
+                state = ddp.broadcast_state(registration.training_state, 0, settings.device)
+                registration.load_training_state(state)
             else:
-                parts.share_unwrapped()
+                registration.share_unwrapped()
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
         config = worker_config(self._options.config, context.world_size)
         if BATCH_SIZE in config:
             self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
-        parts, place = self._parts, self._parts.place()
-        parts.enter(context, config.get(BATCH_SIZE))
+        registration, position = self._registration, self._registration.position()
+        registration.enter(context, config.get(BATCH_SIZE))
         if context.distributed:
-            state = replica.broadcast_state(self._shared_state, leader, parts.settings.device)
+            state = ddp.broadcast_state(self._shared_state, leader, registration.settings.device)
             if context.world_rank != leader:
                 self._check_data(state["data"])
-                parts.take_batching(state["batching"])
-            # what is not replicated stays as each worker has it, and a newcomer has nothing
-            follows = context.world_rank != leader and (parts.replicated or parts.global_step == 0)
-            parts.share_training_state(leader, follows)
+                registration.set_batch_size(state["batching"])
+            # what is not replicated stays as each worker has it, and a replacement has nothing
+            follows = context.world_rank != leader and (
+                registration.replicated or registration.global_step == 0
+            )
+            registration.share_training_state(leader, follows)
             if follows:
                 self.operator.load_state_dict(state["operator"])
             if context.world_rank != leader:
-                parts.move_to(state["place"], state["global_step"])
+                registration.move_to(state["position"], state["global_step"])
                 self._running.join_call(state["call"])
-        self._running.keep_iteration(moved=parts.place() != place)
+        self._running.keep_iteration(moved=registration.position() != position)
 
     # ---- other calls
 
     def update_schedulers(self, metric: float) -> None:
         """Step every scheduler with a metric, as ReduceLROnPlateau takes it."""
-        for scheduler in self._parts.schedulers:
+        for scheduler in self._registration.schedulers:
             scheduler.step(metric)
 
     def models(self) -> Any:
         """Return copies of the models on CPU, without DistributedDataParallel."""
-        return [copied_to_cpu(replica.unwrap(model)) for model in self._parts.given_models]
+        return [copied_to_cpu(ddp.unwrap(model)) for model in self._registration.given_models]
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""
@@ -142,9 +146,9 @@ class TorchRunner(OperatorRunner):
         set_rng_state(state)
 
     @property
-    def _parts(self) -> Components:
-        parts: Components = self.operator._parts
-        return parts
+    def _registration(self) -> TorchRegistration:
+        registration: TorchRegistration = self.operator._registration
+        return registration
 
 
 def build_operator(
@@ -157,14 +161,14 @@ def build_operator(
     """
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
-    operator._parts.adopt_wrappers(vars(operator).values())
-    if not operator._parts.registered:
+    operator._registration.adopt_wrappers(vars(operator).values())
+    if not operator._registration.registered:
         raise RuntimeError(
             f"{operator_cls.__name__}.setup did not register anything. Call "
             "self.register(models=..., optimizers=...) in it."
         )
     # after setup, so that torch.manual_seed there decides the order of the epochs
-    operator._parts.reseed(torch.initial_seed() % 2**62)
+    operator._registration.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator
 

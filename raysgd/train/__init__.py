@@ -25,12 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.train.backend import BackendConfig
-    from raysgd.train.callbacks.callback import TrainingCallback
-    from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-    from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from raysgd.train.data_parallel_trainer import DataParallelTrainer
-    from raysgd.train.inside import (
+    from raysgd.train.api import (
         TrainContext,
         get_checkpoint,
         get_context,
@@ -42,6 +37,11 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from raysgd.train.backend import BackendConfig
+    from raysgd.train.callbacks.callback import TrainingCallback
+    from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+    from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from raysgd.train.data_parallel_trainer import DataParallelTrainer
     from raysgd.train.iterator import TrainingIterator
     from raysgd.train.result import Result
     from raysgd.train.trainer import Trainer
@@ -78,7 +78,7 @@ _HOMES = {
     "configs": ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"],
     "data_parallel_trainer": ["DataParallelTrainer"],
     "result": ["Result"],
-    "inside": [
+    "api": [
         "TrainContext",
         "get_checkpoint",
         "get_context",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.execution.pickling import dumps, unpicklable_key
+from raysgd.cluster.serialization import dumps, unpicklable_key
 
 __all__ = [
     "bound_function",

@@ -16,8 +16,8 @@ import cloudpickle
 from raysgd.arguments import suggests
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
+from raysgd.cluster.serialization import unpicklable_key
 from raysgd.errors import CheckpointError
-from raysgd.execution.pickling import unpicklable_key
 from raysgd.train.arguments import (
     bound_function,
     checked_dict,
@@ -26,7 +26,7 @@ from raysgd.train.arguments import (
     worker_resources,
 )
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks.observed import Observed
+from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import checked_run, checked_scaling, strategy_of
 from raysgd.train.datasets import Datasets
@@ -107,7 +107,7 @@ class DataParallelTrainer:
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
-        self._observed()
+        self._callback_handler()
         self._executor()
 
     def setup(self) -> None:
@@ -135,14 +135,14 @@ class DataParallelTrainer:
 
     def _run(self, folder: Path, log: ReportLog) -> Result:
         executor = self._executor()
-        observed = self._observed()
+        callback_handler = self._callback_handler()
         executor.start()
         try:
-            with observed.run(folder, self.train_loop_config):
+            with callback_handler.run(folder, self.train_loop_config):
                 checkpoints = self.start_on(executor, folder)
                 while (results := executor.fetch_next_result()) is not None:
                     log.write(results[0])
-                    observed.handle(results)
+                    callback_handler.handle(results)
                 executor.finish_training()
         finally:
             executor.shutdown()
@@ -204,8 +204,8 @@ class DataParallelTrainer:
             checkpoints.disk.adopt(earlier.disk)
         return checkpoints
 
-    def _observed(self) -> Observed:
-        return Observed(getattr(self.run_config, "callbacks", None))
+    def _callback_handler(self) -> CallbackHandler:
+        return CallbackHandler(getattr(self.run_config, "callbacks", None))
 
     def _executor(self) -> BackendExecutor:
         scaling = self.scaling_config
@@ -366,7 +366,7 @@ class DataParallelTrainer:
         Raises:
             RuntimeError: if Ray Tune is not installed.
         """
-        functions = importlib.import_module("raysgd.tune_functions")
+        functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.trainer_trainable(self)
         return made
 

@@ -1,6 +1,6 @@
 """Runs a training function on a group of workers, through losses: the driver's side.
 
-The one loop that runs, loses and restarts is the Supervisor's. Here is what a training function
+The one loop that runs, loses and restarts is the Controller's. Here is what a training function
 adds to it: turns that all workers have to take together, and checkpoints to restart from.
 """
 
@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd.cluster import tasks
+from raysgd.cluster import worker_group as core
+from raysgd.cluster.controller import Controller, State
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
-from raysgd.execution import group as core
-from raysgd.execution import tasks
-from raysgd.execution.supervisor import State, Supervisor
 from raysgd.train import session
 from raysgd.train.arguments import checked_size, pickled_function
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
-from raysgd.train.handover import Turn
+from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import FunctionRunner, Plan
 from raysgd.train.worker_group import WorkerGroup, group_options
@@ -98,7 +98,7 @@ class BackendExecutor:
             )
         # the run's newest checkpoint is its snapshot
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
-        self._supervisor: Supervisor | None = None
+        self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
         self._datasets = Datasets(None)
         self._checkpoints = RunCheckpoints()
@@ -130,7 +130,7 @@ class BackendExecutor:
         runner = FunctionRunner(
             own.share_cuda_visible_devices, own.encode_data if encodes else None
         )
-        supervisor = Supervisor(
+        controller = Controller(
             self._group,
             runner,
             self._backend_config.transport(use_gpu=self._options.num_gpus > 0),
@@ -139,12 +139,12 @@ class BackendExecutor:
             self._elastic,
             can_join=False,
         )
-        supervisor.on_start = _telling(weakref.ref(self))
-        self._supervisor = supervisor
+        controller.on_start = _telling(weakref.ref(self))
+        self._controller = controller
         # also when the executor is dropped without shutdown(), or the driver's script ends
-        self._finalizer = weakref.finalize(self, supervisor.shutdown, force=True)
+        self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
-            supervisor.start()
+            controller.start()
         except BaseException:
             self._forget()
             raise
@@ -162,36 +162,36 @@ class BackendExecutor:
             patience_s: how long they may be busy before that, in seconds: with a method of a class
                 of `to_worker_group`, say. Those that still are then are killed.
         """
-        supervisor, gently = self._supervisor, False
-        if supervisor is None:
+        controller, gently = self._controller, False
+        if controller is None:
             return
         try:
             # what a backend calls on the workers has no bound, and would wait for their work
-            gently = graceful_termination and self._is_idle(supervisor, patience_s)
+            gently = graceful_termination and self._is_idle(controller, patience_s)
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
             logger.warning("The backend could not be shut down.", exc_info=True)
         finally:
-            supervisor.shutdown(force=not gently)
+            controller.shutdown(force=not gently)
             self._forget()
 
-    def _is_idle(self, supervisor: Supervisor, patience_s: float) -> bool:
-        if self._plan is not None or supervisor.state is not State.READY:
+    def _is_idle(self, controller: Controller, patience_s: float) -> bool:
+        if self._plan is not None or controller.state is not State.READY:
             return False
-        if tasks.are_idle(supervisor.members, patience_s):
+        if tasks.are_idle(controller.members, patience_s):
             return True
         logger.warning("Workers are still busy after %g s, and are killed.", patience_s)
         return False
 
     def _forget(self) -> None:
-        self._supervisor = self._group = self._plan = None
+        self._controller = self._group = self._plan = None
         self._finalizer.detach()
 
     @property
     def is_started(self) -> bool:
         """Whether there are workers."""
-        return self._supervisor is not None
+        return self._controller is not None
 
     @property
     def is_training(self) -> bool:
@@ -212,7 +212,7 @@ class BackendExecutor:
     @property
     def events(self) -> list[Event]:
         """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
-        return [] if self._supervisor is None else list(self._supervisor.events)
+        return [] if self._controller is None else list(self._controller.events)
 
     # ---- training
 
@@ -247,7 +247,7 @@ class BackendExecutor:
             TrainBackendError: if a function is being trained.
             TrainingWorkerError: if workers are lost more often than ``max_retries``.
         """
-        supervisor = self._supervised("start_training")
+        controller = self._supervised("start_training")
         if self._plan is not None:
             raise TrainBackendError(
                 "start_training() was called while a function is being trained: call "
@@ -273,10 +273,10 @@ class BackendExecutor:
         # from here on there is a run: whatever fails must end it
         self._checkpoints, self._datasets, self._plan = checkpoints, datasets, plan
         self._values, self._paused, self._num_losses = None, False, 0
-        self._first_event = len(supervisor.events)
-        supervisor.snapshots.set({"plan": self._plan})
+        self._first_event = len(controller.events)
+        controller.snapshots.set({"plan": self._plan})
         self._guarded(self._mend)
-        self._first_event = len(supervisor.events)
+        self._first_event = len(controller.events)
         self._guarded(self._share_data_once)
         self._call("begin", plan=self._plan)
         return self._checkpoints
@@ -367,8 +367,8 @@ class BackendExecutor:
                 error.cause,
             ) from error
         except BaseException:
-            if self._plan is None and self._supervisor is not None:
-                self._supervisor.stop("end_run")  # others may wait for the one that failed
+            if self._plan is None and self._controller is not None:
+                self._controller.stop("end_run")  # others may wait for the one that failed
             raise
 
     # ---- checkpoints
@@ -409,7 +409,7 @@ class BackendExecutor:
             False where the checkpoint was lost with its worker: the turn will be taken again, by
             the function that starts anew from the checkpoint before.
         """
-        supervisor = self._supervised("fetch_next_result")
+        controller = self._supervised("fetch_next_result")
         rank = next(rank for rank, turn in enumerate(turns) if turn.has_checkpoint)
         blob = turns[rank].checkpoint
         if blob is None and (blob := self._fetched_checkpoint(rank)) is None:
@@ -419,19 +419,19 @@ class BackendExecutor:
         self._plan = dataclasses.replace(
             self._plan, checkpoint=self._checkpoints.blob, iteration=turns[rank].iteration
         )
-        supervisor.snapshots.set({"plan": self._plan})
-        supervisor.grow()
+        controller.snapshots.set({"plan": self._plan})
+        controller.grow()
         return True
 
     def _fetched_checkpoint(self, rank: int) -> bytes | None:
         """Return the checkpoint that a worker has handed over; None if it was lost with that."""
-        supervisor = self._supervised("fetch_next_result")
+        controller = self._supervised("fetch_next_result")
         try:
             # no loss is allowed here: the call would be made again, on a worker that has none
-            blob: bytes | None = supervisor.call("checkpoint", rank=rank)[0].value()
+            blob: bytes | None = controller.call("checkpoint", rank=rank)[0].value()
         except WorkerLostError:
-            self._num_losses += supervisor.losses_in_call
-            if not supervisor.losses_in_call or self._num_losses > self._max_losses:
+            self._num_losses += controller.losses_in_call
+            if not controller.losses_in_call or self._num_losses > self._max_losses:
                 raise
             return None
         return blob
@@ -466,15 +466,15 @@ class BackendExecutor:
         tasks.results(members, references)
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
-        supervisor = self._supervised(method)
+        controller = self._supervised(method)
 
         def call() -> list[Any]:
             try:
                 most: Any = self._max_losses
                 before = self._num_losses, ()  # what they were is in the events
-                return supervisor.call(method, max_losses=most, losses_before=before, **arguments)
+                return controller.call(method, max_losses=most, losses_before=before, **arguments)
             finally:
-                self._num_losses = supervisor.losses_in_call
+                self._num_losses = controller.losses_in_call
 
         return [outcome.value() for outcome in self._guarded(call)]
 
@@ -492,8 +492,8 @@ class BackendExecutor:
     def _fail(self) -> None:
         """End the run; the workers can train another function, with or without a restart."""
         self._plan = self._values = None
-        if self._supervisor is not None:
-            self._supervisor.stop("end_run")
+        if self._controller is not None:
+            self._controller.stop("end_run")
 
     def _lost(self, error: WorkerLostError) -> TrainingWorkerError:
         causes = [
@@ -519,12 +519,12 @@ class BackendExecutor:
     def _decoded(self, turns: list[Turn]) -> list[dict[str, Any]]:
         return [self._backend_cls.decode_data(dict(turn.metrics or {})) for turn in turns]
 
-    def _supervised(self, method: str) -> Supervisor:
-        if self._supervisor is None:
+    def _supervised(self, method: str) -> Controller:
+        if self._controller is None:
             raise InactiveWorkerGroupError(
                 f"{method}: the workers are not started, or shut down. Call start() first."
             )
-        return self._supervisor
+        return self._controller
 
     def _check_training(self, method: str) -> None:
         self._supervised(method)

@@ -9,8 +9,8 @@ from typing import Any
 
 from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
-from raysgd.backends.horovod import HorovodBackend as HorovodGroup
-from raysgd.backends.horovod import HorovodRendezvous, check_horovod
+from raysgd.comm.horovod import HorovodBackend as HorovodGroup
+from raysgd.comm.horovod import HorovodRendezvous, check_horovod
 from raysgd.context import WorkerContext
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer

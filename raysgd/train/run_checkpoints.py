@@ -13,7 +13,7 @@ import cloudpickle
 from raysgd.checkpoint.numbered import NumberedCheckpoint, NumberedCheckpoints
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.handover import Turn
+from raysgd.train.report_queue import Turn
 
 __all__ = ["RunCheckpoints", "packed_checkpoint"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.context import Progress, WorkerContext
 from raysgd.train import session
-from raysgd.train.handover import Handover, Turn
+from raysgd.train.report_queue import ReportQueue, Turn
 from raysgd.train.session import Session
 
 __all__ = ["FunctionRunner", "Plan"]
@@ -54,7 +54,7 @@ class FunctionRunner:
         self._context = WorkerContext()
         self._plan: Plan | None = None
         self._session: Session | None = None
-        self._handover: Handover | None = None
+        self._report_queue: ReportQueue | None = None
         self._thread: threading.Thread | None = None
 
     # ---- life
@@ -71,7 +71,7 @@ class FunctionRunner:
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Take the place in a new generation; what ran in the one before has been stopped."""
         self._take(context)
-        self._plan = self._handover = self._thread = None
+        self._plan = self._report_queue = self._thread = None
 
     def teardown(self) -> None:
         """Stop the function, and leave the place."""
@@ -82,15 +82,17 @@ class FunctionRunner:
 
     def progress(self) -> Progress:
         """Say how far the function is, and whether it waits for the driver."""
-        handover, plan, running = self._handover, self._plan, self._session
-        if handover is None or plan is None or running is None:
+        report_queue, plan, running = self._report_queue, self._plan, self._session
+        if report_queue is None or plan is None or running is None:
             return Progress()
-        return Progress(global_step=running.iteration, held=handover.held)
+        return Progress(
+            global_step=running.iteration, blocked_on_driver=report_queue.blocked_on_driver
+        )
 
     def request_stop(self, requested: bool) -> None:
         """Let the function raise at its next report."""
-        if requested and self._handover is not None:
-            self._handover.stop()
+        if requested and self._report_queue is not None:
+            self._report_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
         """Do nothing: a function cannot pause."""
@@ -120,8 +122,8 @@ class FunctionRunner:
     def next(self) -> Turn:
         """Wait for what the function hands over next. The turn before is dealt with."""
         self._start()
-        assert self._handover is not None
-        return self._handover.take()
+        assert self._report_queue is not None
+        return self._report_queue.take()
 
     def checkpoint(self) -> bytes | None:
         """Return the checkpoint that the function has handed over, of a worker that is not 0.
@@ -145,10 +147,10 @@ class FunctionRunner:
             return
         if self._plan is None:
             raise RuntimeError("This worker was given no function to run.")
-        plan, handover = self._plan, Handover()
+        plan, report_queue = self._plan, ReportQueue()
         running = Session(
             self._context,
-            handover,
+            report_queue,
             checkpoint=plan.checkpoint,
             iteration=plan.iteration,
             shards=session.held_shards(),
@@ -157,17 +159,17 @@ class FunctionRunner:
             experiment=plan.experiment,
             run=f"{plan.run}/{plan.iteration}",
         )
-        self._session, self._handover = running, handover
+        self._session, self._report_queue = running, report_queue
         self._thread = threading.Thread(
             target=_run,
-            args=(plan.function, running, handover),
+            args=(plan.function, running, report_queue),
             name="raysgd-train-function",
             daemon=True,
         )
         self._thread.start()
 
 
-def _run(packed: bytes, running: Session, handover: Handover) -> None:
+def _run(packed: bytes, running: Session, report_queue: ReportQueue) -> None:
     """Run the function, in its thread."""
     session.enter(running)
     end, failure = None, None
@@ -176,4 +178,4 @@ def _run(packed: bytes, running: Session, handover: Handover) -> None:
     except BaseException as error:
         failure = error
     session.leave(running)  # before the driver hears of the end, and begins another run
-    handover.end(end, failure)
+    report_queue.end(end, failure)

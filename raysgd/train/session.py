@@ -17,7 +17,7 @@ import cloudpickle
 from raysgd.callbacks.values import numbers_in
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.handover import Handover, Turn
+from raysgd.train.report_queue import ReportQueue, Turn
 
 __all__ = [
     "Session",
@@ -26,9 +26,9 @@ __all__ = [
     "held_shards",
     "is_left_behind",
     "leave",
-    "place",
     "receive_shards",
     "take_place",
+    "worker_context",
 ]
 
 TIMESTAMP = "_timestamp"
@@ -54,7 +54,7 @@ class Session:
     def __init__(
         self,
         context: WorkerContext,
-        handover: Handover,
+        report_queue: ReportQueue,
         checkpoint: bytes | None = None,
         iteration: int = 0,
         shards: Any = None,
@@ -70,7 +70,7 @@ class Session:
         self.experiment = dict(experiment or {})
         self.extras: dict[str, Any] = {}
         """What the parts of this library that are about a framework keep for the run."""
-        self._handover = handover
+        self._report_queue = report_queue
         self._checkpoint = checkpoint
         self._sent: bytes | None = None
         self.iteration = iteration
@@ -102,18 +102,18 @@ class Session:
         self._reported_at = now
         if checkpoint is None:
             # a checkpoint of another worker may come with the same report
-            self._handover.put(self._turn("report", encoded))
+            self._report_queue.put(self._turn("report", encoded))
             return
         blob = self._held(checkpoint.packed(self.metadata))
         turn = self._turn("report", encoded, blob, numbers_in(metrics), tuple(metrics))
-        self._handover.put_safely(turn)
+        self._report_queue.put_safely(turn)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
         turn = self._turn(
             "checkpoint", None, self._held(dict(state)), numbers_in(state), tuple(state)
         )
-        self._handover.put_safely(turn)
+        self._report_queue.put_safely(turn)
 
     def load(self) -> dict[str, Any] | None:
         """Return the newest checkpoint, as `save` was given it."""
@@ -212,7 +212,7 @@ def take_place(context: WorkerContext | None) -> None:
     _PLACE = context
 
 
-def place() -> WorkerContext | None:
+def worker_context() -> WorkerContext | None:
     """Return this worker's place, also between runs; None where the process is no worker."""
     return _PLACE if _SESSION is None else _SESSION.context
 

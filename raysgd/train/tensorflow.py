@@ -8,8 +8,8 @@ from typing import Any
 
 from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
-from raysgd.backends.tensorflow import TensorflowBackend as CollectiveGroup
-from raysgd.backends.tensorflow import check_tensorflow
+from raysgd.comm.tensorflow import TensorflowBackend as CollectiveGroup
+from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 

@@ -24,7 +24,7 @@ from raysgd.train.arguments import (
 )
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.callbacks.observed import Observed
+from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.errors import TrainBackendError
 from raysgd.train.executor import BackendExecutor
@@ -161,17 +161,17 @@ class Trainer:
             BaseException: what the function raised, with the worker's traceback as its cause.
         """
         function = bound_function(train_func, config)
-        observed = Observed(callbacks)
+        callback_handler = CallbackHandler(callbacks)
         self._check_started("run")
         self._make_way("run")
         run_dir = self._new_run_dir()
-        with observed.run(run_dir, config or {}):
+        with callback_handler.run(run_dir, config or {}):
             self._executor.start_training(
                 function, run_dir, dataset, checkpoint, checkpoint_strategy
             )
             try:
                 while (results := self._executor.fetch_next_result()) is not None:
-                    observed.handle(results)
+                    callback_handler.handle(results)
                 return self._executor.finish_training()
             except BaseException:  # of a callback as well, or Ctrl-C in one
                 self._executor.abort()
@@ -236,7 +236,7 @@ class Trainer:
                 "workers of its own: call shutdown() first."
             )
         bound_function(train_func, {})
-        functions = importlib.import_module("raysgd.tune_functions")
+        functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.function_trainable(self._arguments, train_func, dataset)
         return made
 

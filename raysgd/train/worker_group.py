@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.cluster import tasks
+from raysgd.cluster import worker_group as core
+from raysgd.cluster.members import Member
+from raysgd.cluster.worker_group import GroupOptions
 from raysgd.config import env_seconds
-from raysgd.execution import group as core
-from raysgd.execution import tasks
-from raysgd.execution.group import GroupOptions
-from raysgd.execution.members import Member
 
 __all__ = ["HostedGroup", "WorkerGroup", "WorkerMetadata", "group_options"]
 
@@ -130,10 +130,10 @@ class WorkerGroup:
             Worker(
                 getattr(member, "actor", None),
                 WorkerMetadata(
-                    member.place.node_id,
-                    member.place.node_ip,
-                    member.place.gpu_ids,
-                    member.place.pid,
+                    member.info.node_id,
+                    member.info.node_ip,
+                    member.info.gpu_ids,
+                    member.info.pid,
                 ),
             )
             for member in self._group.members

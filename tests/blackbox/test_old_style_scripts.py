@@ -1007,8 +1007,8 @@ def test_own_loop_may_step_its_scheduler_itself():
     [
         ("raysgd", "TorchTrainer TrainingOperator"),
         ("raysgd.torch", "TorchTrainer TrainingOperator CreatorOperator"),
-        ("raysgd.torch.training_operator", "TrainingOperator"),
-        ("raysgd.torch.torch_trainer", "TorchTrainer"),
+        ("raysgd.torch.operator", "TrainingOperator"),
+        ("raysgd.torch.trainer", "TorchTrainer"),
         ("raysgd.utils", "BATCH_SIZE NUM_SAMPLES BATCH_COUNT AverageMeter AverageMeterCollection"),
         ("raysgd.utils", "TimerStat TimerCollection"),
         ("raysgd.data", "Dataset"),

@@ -67,11 +67,12 @@ def test_importing_raysgd_imports_no_framework():
     assert loaded_by(code) == []
 
 
-def test_the_layers_below_execution_and_the_operators_import_without_ray():
+def test_the_layers_below_cluster_and_the_operators_import_without_ray():
     code = """
 import importlib, pkgutil, raysgd
-below = ("backends", "callbacks", "checkpoint", "config", "context", "data", "elastic", "errors",
-         "mergeable", "metrics", "operators", "report", "runlog", "timers", "trees", "utils")
+below = ("backends", "callbacks", "checkpoint", "comm", "config", "context", "data", "elastic",
+         "errors", "mergeable", "metrics", "operators", "report", "run_log", "timers", "trees",
+         "utils")
 names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
 names = [name for name in names if name.split(".")[1] in below]
 assert {name.split(".")[1] for name in names} == set(below)
@@ -97,7 +98,7 @@ for name in train.__all__:
 
 def test_importing_the_tensorflow_family_imports_no_framework():
     """So that a worker can set what TensorFlow reads in the environment first."""
-    assert loaded_by("import raysgd.tf, raysgd.backends.horovod; raysgd.TFTrainer") == []
+    assert loaded_by("import raysgd.tf, raysgd.comm.horovod; raysgd.TFTrainer") == []
 
 
 WITHOUT = """

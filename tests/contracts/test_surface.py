@@ -111,8 +111,8 @@ SURFACE = {
     "raysgd.tf": ["TFTrainer", "TrainingOperator"],
     "raysgd.timers": ["TimerCollection", "TimerStat"],
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
-    "raysgd.torch.torch_trainer": ["TorchTrainer"],
-    "raysgd.torch.training_operator": ["TrainingOperator"],
+    "raysgd.torch.trainer": ["TorchTrainer"],
+    "raysgd.torch.operator": ["TrainingOperator"],
     "raysgd.train": [
         "BackendConfig",
         "Checkpoint",
@@ -258,8 +258,8 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
     for name in ("CreatorOperator", "TorchTrainer", "TrainingOperator"):
         assert getattr(raysgd, name) is getattr(importlib.import_module("raysgd.torch"), name)
     for home, name in (
-        ("raysgd.torch.training_operator", "CreatorOperator"),
-        ("raysgd.torch.torch_trainer", "BaseTorchTrainable"),
+        ("raysgd.torch.operator", "CreatorOperator"),
+        ("raysgd.torch.trainer", "BaseTorchTrainable"),
     ):
         older = importlib.import_module(home)
         assert getattr(older, name) is getattr(importlib.import_module("raysgd.torch"), name)

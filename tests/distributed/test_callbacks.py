@@ -41,7 +41,7 @@ def steps_saved(folder):
     return sorted(int(path.name[-13:-5]) for path in folder.glob("*.ckpt"))
 
 
-def test_a_loss_between_pauses_and_a_newcomer_reach_callbacks_and_the_run_folder(two, tmp_path):
+def test_a_loss_between_pauses_and_a_replacement_reach_callbacks_and_the_run_folder(two, tmp_path):
     """Each once, in order, with the workers that are left, while the call still runs."""
     trainer, pids, began = two.trainer, pids_of(two.trainer), time.time()
     log, before = trainer.logdir / "events.jsonl", trainer.last_call

@@ -6,7 +6,7 @@ import threading
 import psutil
 import pytest
 
-from raysgd.execution import members
+from raysgd.cluster import members
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import own_memory, wait_until
@@ -77,7 +77,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     with pytest.raises(ProcessLookupError, match=f"worker 1 .pid {pids[1]}. has ended"):
         chaos.hang(trainer, 1)
     with monkeypatch.context() as patch:  # as on every node but the driver's
-        patch.setattr(members, "_is_here", lambda place: False)
+        patch.setattr(members, "_is_here", lambda info: False)
         assert chaos.kill(trainer, 2) == pids[2]
         wait_until(lambda: ended(pids[2]))
     assert not ended(pids[0])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
+from raysgd.cluster import scaling as scale_up
 from raysgd.data import Dataset
-from raysgd.execution import recruiting
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import alive_actors, wait_until
@@ -48,7 +48,7 @@ class Rich(Faulty):
 
 @pytest.fixture(scope="module")
 def refilled_workers(module_cluster, tmp_path_factory):
-    """Two that train together or not at all; a newcomer with room needs longer than the backoff."""
+    """Two that train together or not at all; a replacement takes longer than the backoff."""
     folder = tmp_path_factory.mktemp("orders")
     elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1, jitter=0.0)
     with faulty_trainer(
@@ -87,7 +87,7 @@ def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(r
     trainer.train()
     assert refilled.kinds.count("lost") == 2
     assert (fingerprints(trainer), schedule_of(trainer)) == expected
-    # what one operator has counted, steps that failed as well, is on the newcomers too
+    # what one operator has counted, steps that failed as well, is on the replacement workers too
     assert len(set(trainer.apply_all_operators(lambda op: op.seen))) == 1
     check_epoch(trainer)
 
@@ -143,7 +143,7 @@ class Fragile(SlowLedger):
 
 @pytest.mark.slow("a process starts that nobody waits for, and takes a place later")
 def test_a_spare_process_takes_a_lost_place_in_the_data_set_of_the_call(two, monkeypatch):
-    monkeypatch.setattr(recruiting, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(scale_up, "_SETTLED_S", 0.0)
     # The first test of these two workers: none has trained for as long as a group without a loss
     # goes without a spare.
     trainer, others = two.trainer, {actor["ActorID"] for actor in alive_actors()}
@@ -165,8 +165,8 @@ def test_a_spare_process_takes_a_lost_place_in_the_data_set_of_the_call(two, mon
     assert torch.equal(ledger_of(trainer), torch.ones(2000))
 
 
-@pytest.mark.slow("a hang is found out after four seconds, and a newcomer starts twice")
-def test_a_worker_that_hangs_is_replaced_also_where_a_newcomer_dies_in_setup(two, caplog):
+@pytest.mark.slow("a hang is found out after four seconds, and a replacement worker starts twice")
+def test_a_worker_that_hangs_is_replaced_also_where_a_replacement_dies_in_setup(two, caplog):
     (two.folder / "fault").touch()
     with Chaos(two.trainer, [Fault(rank=1, step=5, kind="hang")]):
         metrics = two.trainer.train(max_retries=1)

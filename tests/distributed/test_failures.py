@@ -156,5 +156,5 @@ def test_without_in_place_all_restart(module_cluster):
 
 
 def snapshot_step(trainer):
-    state = trainer._supervisor.snapshots.state()
+    state = trainer._controller.snapshots.state()
     return None if state is None else state["global_step"]

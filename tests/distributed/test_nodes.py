@@ -18,9 +18,9 @@ ray.init(address=cluster.address, log_to_driver=False)
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.context import Progress
 from raysgd.errors import WorkerLostError
-from raysgd.execution.group import GroupOptions, WorkerGroup
-from raysgd.execution.placement import reserve
-from raysgd.execution.supervisor import Supervisor
+from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
+from raysgd.cluster.placement import reserve
+from raysgd.cluster.controller import Controller
 from tests.operators import Classifier, replica_hash
 
 logging.basicConfig(level=logging.WARNING)
@@ -42,10 +42,10 @@ class Places:
 
 
 options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
-supervisor = Supervisor(WorkerGroup(options), Places(), None, None, 60)
-supervisor.start()
-print(json.dumps([o.value() for o in supervisor.call("where")]), flush=True)
-supervisor.shutdown()
+controller = Controller(WorkerGroup(options), Places(), None, None, 60)
+controller.start()
+print(json.dumps([o.value() for o in controller.call("where")]), flush=True)
+controller.shutdown()
 
 JOINED = ("started", "grown")
 elastic = ElasticConfig(initial_s=0.25, max_s=0.5, max_attempts=3, jitter=0.0)
@@ -130,12 +130,12 @@ def on_nodes(tmp_path_factory):
 
 @pytest.mark.slow("a cluster of several nodes starts, and workers on it again and again")
 def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
-    _, (places, *_) = on_nodes
-    assert [place[:3] for place in places] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
+    _, (infos, *_) = on_nodes
+    assert [info[:3] for info in infos] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
     # all workers of a node see its GPUs in the same order, and each has one of its own
-    assert all(place[3] == ["0", "1"] for place in places)
-    assert sorted(place[4] for place in places[:2]) == [0, 1]
-    assert sorted(place[4] for place in places[2:]) == [0, 1]
+    assert all(info[3] == ["0", "1"] for info in infos)
+    assert sorted(info[4] for info in infos[:2]) == [0, 1]
+    assert sorted(info[4] for info in infos[2:]) == [0, 1]
 
 
 def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):

@@ -14,13 +14,15 @@ from tests.distributed.test_exactness import plain_training
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order, pids_of
 from tests.operators import NUM_SAMPLES, Classifier, parameters, replica_hash
 from tests.shared import Shared
-from tests.unit.torch.test_updates import Adversaries
+from tests.unit.torch.test_optimization import Adversaries
 
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 
 
 def scaler_of(trainer):
-    states = trainer.apply_all_operators(lambda op: op._parts.updates.precision.state_dict())
+    states = trainer.apply_all_operators(
+        lambda op: op._registration.optimization.precision.state_dict()
+    )
     assert all(state == states[0] for state in states)
     return states[0]
 
@@ -111,7 +113,7 @@ def test_an_overflow_on_one_rank_anywhere_in_a_group_skips_its_update_on_all(two
     assert len(set(fingerprints(trainer))) == 1
 
 
-def test_a_newcomer_has_the_scaler_of_the_survivors_and_no_sample_is_lost(two):
+def test_a_replacement_has_the_scaler_of_the_survivors_and_no_sample_is_lost(two):
     trainer = two.trainer
     order(two.folder, "overflow", 0, 1, "")
     order(two.folder, "train", 1, 10, "die")
@@ -138,7 +140,7 @@ def test_when_all_are_lost_scaler_and_count_come_from_the_snapshot(two):
         order(two.folder, "train", rank, 6, "wait")
 
     def snapshot_is_there():
-        state = trainer._supervisor.snapshots.state()
+        state = trainer._controller.snapshots.state()
         return state is not None and state["global_step"] == 6
 
     def kill_all():

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.cluster import placement
 from raysgd.errors import InsufficientResourcesError
-from raysgd.execution import placement
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
@@ -185,7 +185,7 @@ class Growing(SlowLedger):
 
 
 @pytest.mark.slow("a worker starts, two when there is room, and one that replaces the first")
-def test_training_starts_with_what_fits_and_newcomers_go_on_in_the_order_of_the_others(
+def test_training_starts_with_what_fits_and_replacements_go_on_in_the_order_of_the_others(
     two_cpus_taken, caplog, tmp_path
 ):
     """They make batches as the others do, for no retry."""
@@ -212,7 +212,7 @@ def test_training_starts_with_what_fits_and_newcomers_go_on_in_the_order_of_the_
         assert trainer.num_workers == 3
         assert {event.kind for event in trainer.events} == {"started", "grown"}
         assert ledger_of(trainer).tolist() == [2] * num_samples
-        kept = trainer.apply_all_operators(lambda operator: operator._parts.batching())
+        kept = trainer.apply_all_operators(lambda operator: operator._registration.batching())
         # of shares of 12, and of 6 or 4, in setup
         assert kept == [{"train": (4, True), "validation": (24, False)}] * 3
         assert trainer.validate()["num_samples"] == num_samples

@@ -98,7 +98,7 @@ def room_for_one(trainer, num_cpus, monkeypatch):
     from ray.util.placement_group import placement_group, remove_placement_group
 
     taken = placement_group([{"CPU": num_cpus}])
-    restart_when_created(monkeypatch, trainer._supervisor, taken)
+    restart_when_created(monkeypatch, trainer._controller, taken)
     try:
         yield
     finally:

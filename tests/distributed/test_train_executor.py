@@ -320,7 +320,7 @@ def test_workers_are_added_where_room_comes_and_left_out_where_it_goes(
         assert [event.kind for event in own.events] == ["started", "grown"]
 
         taken = placement_group([{"CPU": 1}])  # gets the room that a restart lets go
-        restart_when_created(monkeypatch, own._supervisor, taken)
+        restart_when_created(monkeypatch, own._controller, taken)
         mark.touch()
         assert own.finish_training() == [[1, 2, 1]]
         kinds = [event.kind for event in own.events if event.kind != "waiting"]

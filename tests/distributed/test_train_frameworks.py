@@ -153,8 +153,8 @@ def test_horovod_trains_in_step(ray_cluster, tmp_path):
             results = trainer.run(learn_with_horovod, {"folder": str(tmp_path)})
             assert (tmp_path / "died").exists() == IN_SOAK
             assert [result["begun_at"] for result in results] == [begun_at] * 2
-            places = [result["place"] for result in results]
-            assert places == [["0", "2", "warning"], ["1", "2", "warning"]]
+            infos = [result["place"] for result in results]
+            assert infos == [["0", "2", "warning"], ["1", "2", "warning"]]
             assert results[0]["weights"] == results[1]["weights"]
             assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
         with pytest.raises(KeyError, match="on purpose"):

@@ -86,7 +86,7 @@ def lose_a_worker(trainer, info):
     metrics = trainer.train()
     chaos.kill(trainer, 1)
     trainer.train()
-    # the newcomer joins at the start of a call
+    # the replacement worker joins at the start of a call
     wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(), timeout_s=60)
     return {
         **metrics,

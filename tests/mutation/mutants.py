@@ -16,11 +16,11 @@ from cosmic_ray.operators.operator import Operator
 
 ROOT = Path(__file__).parents[2]
 AREAS = {
-    "execution": ["raysgd/execution"],
-    "hosting": ["raysgd/hosting"],
+    "cluster": ["raysgd/cluster"],
+    "loop": ["raysgd/loop", "raysgd/data"],
     "torch/loading": ["raysgd/torch/loading.py"],
-    "torch/updates": ["raysgd/torch/updates.py"],
-    "backends": ["raysgd/backends"],
+    "torch/optimization": ["raysgd/torch/optimization.py"],
+    "comm": ["raysgd/comm", "raysgd/backends.py"],
     "checkpoint": ["raysgd/checkpoint"],
     "elastic": ["raysgd/elastic"],
 }

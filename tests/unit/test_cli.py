@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import raysgd
 from raysgd import cli
 from raysgd.cli import app
-from tests.unit.test_runlog import call, run, write
+from tests.unit.test_run_log import call, run, write
 
 
 def invoke(*arguments):
@@ -63,7 +63,7 @@ def test_the_doctor_names_a_cluster_that_is_not_there(address):
 
 def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
     there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
-    monkeypatch.setattr("raysgd.execution.placement.overview", lambda address: there)
+    monkeypatch.setattr("raysgd.cluster.placement.overview", lambda address: there)
     heading, cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-3:]
     assert heading == "Ray cluster at auto:"
     assert re.fullmatch("CPU +4 +2.5 free", cpus)

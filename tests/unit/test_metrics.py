@@ -292,6 +292,6 @@ def test_nothing_merges_to_nothing():
 
 
 def test_what_workers_skip_together_is_counted_once():
-    """Also over stretches of a call; a newcomer may know of fewer."""
+    """Also over segments of a call; a replacement worker may know of fewer."""
     parts = [{"num_samples": n, "num_skipped_steps": s} for n, s in ((3, 2), (1, 0), (5, 2))]
     assert merge_workers(parts) == {"num_samples": 9, "num_skipped_steps": 2}

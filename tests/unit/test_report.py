@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from raysgd.report import make_report
-from raysgd.runlog import RunLog, goodput
-from tests.unit.test_runlog import call, event, run, write
+from raysgd.run_log import RunLog, goodput
+from tests.unit.test_run_log import call, event, run, write
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
-from raysgd.train.inside import world_rank, world_size
+from raysgd.train.api import world_rank, world_size
 from raysgd.train.torch.loading import prepared_loader
 
 __all__ = [
@@ -84,12 +84,12 @@ def accelerate(amp: bool = False) -> None:
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU where it has one, else the CPU."""
-    place = session.place()
+    worker_context = session.worker_context()
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if place is None:
+    if worker_context is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = place.gpu_index
+    index = worker_context.gpu_index
     if index is None:
         return torch.device("cpu")
     # without GPUs shared among the workers of a node each sees its own alone

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
-from raysgd.backends.torch import TorchBackend as ProcessGroup
-from raysgd.backends.torch import TorchRendezvous
+from raysgd.comm.torch import TorchBackend as ProcessGroup
+from raysgd.comm.torch import TorchRendezvous
 from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.train.backend import Backend, BackendConfig
@@ -62,7 +62,7 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """Leaves the process group; entering it is the supervisor's, with each generation."""
+    """Leaves the process group; entering it is the controller's, with each generation."""
 
     share_cuda_visible_devices = True
 

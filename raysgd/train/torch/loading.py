@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from raysgd.torch.loading import bytes_of
-from raysgd.torch.moving import moved
 from raysgd.torch.seeding import seeded
+from raysgd.torch.to_device import moved
 
 __all__ = ["PreparedLoader", "prepared_loader"]
 
@@ -214,7 +214,7 @@ class _OrderCheck:
         if self._name is None or store is None:
             return
         digest = first = hashlib.sha256(bytes_of(order)).hexdigest().encode()
-        # of a store that is closed the next collective tells
+        # a closed store surfaces at the next collective
         with contextlib.suppress(dist.DistError):
             key = f"{self._name}/{epoch}/{self._passes[epoch]}"
             first = store.compare_set(key, "", digest.decode())

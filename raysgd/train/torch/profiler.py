@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from raysgd.train.api import world_rank
 from raysgd.train.callbacks.profiler import PROFILE_TRACES
-from raysgd.train.inside import world_rank
 
 __all__ = ["TorchWorkerProfiler"]
 

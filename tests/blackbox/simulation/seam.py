@@ -10,14 +10,14 @@ from typing import Any
 
 import ray.exceptions
 
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.members import Member
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.policies import Place
-from raysgd.execution.clock import Clock
-from raysgd.execution.group import GroupOptions, WorkerGroup
-from raysgd.execution.members import Member
-from raysgd.execution.supervisor import State, Supervisor
-from raysgd.execution.worker import Outcome
+from raysgd.elastic.policies import WorkerInfo
 
 __all__ = ["BadBatchError", "Driver", "LostError"]
 
@@ -74,7 +74,7 @@ class Driver:
         options = GroupOptions(
             num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
         )
-        self.supervisor = Supervisor(
+        self.controller = Controller(
             SimGroup(world, options),
             "runner",
             SimBackend(rejoins),
@@ -85,46 +85,46 @@ class Driver:
         )
 
     def start(self):
-        self.supervisor.start()
+        self.controller.start()
 
     def train(self, goal, **arguments):
         """Train up to a step; return where each worker is then."""
-        outcomes = self.supervisor.call("train", until_step=goal, **arguments)
+        outcomes = self.controller.call("train", until_step=goal, **arguments)
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property
     def workers(self):
         """The members of the group in the order of their ranks."""
-        return list(self.supervisor.members)
+        return list(self.controller.members)
 
     @property
     def max_workers(self):
-        return self.supervisor.max_workers
+        return self.controller.max_workers
 
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.supervisor._generation
+        return self.controller._generation
 
     @property
     def events(self):
-        return list(self.supervisor.events)
+        return list(self.controller.events)
 
     @property
     def step(self):
-        return self.supervisor.progress.global_step
+        return self.controller.progress.global_step
 
     @property
     def min_workers(self):
-        return self.supervisor.min_workers
+        return self.controller.min_workers
 
     @property
     def losses_in_call(self):
-        return self.supervisor.losses_in_call
+        return self.controller.losses_in_call
 
     def shutdown(self):
-        self.supervisor.shutdown()
-        assert self.supervisor.state is State.CLOSED
+        self.controller.shutdown()
+        assert self.controller.state is State.CLOSED
 
 
 @dataclass
@@ -200,7 +200,7 @@ class SimMember(Member):
     def __init__(self, world, slot):
         self._world = world
         self.slot = slot
-        self.home = Place(
+        self.home = WorkerInfo(
             node_id=f"node{slot.index // 2}", node_ip=f"10.0.0.{slot.index // 2}", pid=slot.index
         )
         self.dead = None
@@ -255,7 +255,7 @@ class SimMember(Member):
 
     # ---- control calls
 
-    def _place(self):
+    def _info(self):
         return self.home
 
     def _interrupt(self, generation=None):
@@ -414,8 +414,8 @@ class SimGroup(WorkerGroup):
         super().start(timeout_s, queue)
 
     def shutdown(self, force=False):
-        supervisor = self._world.driver.supervisor
-        if supervisor.state is not State.CLOSED and supervisor._rejoins:
+        controller = self._world.driver.controller
+        if controller.state is not State.CLOSED and controller._rejoins:
             alive = [member for member in self.members if not member.dead]
             assert not any(m.has_trained for m in alive), "a survivor's state is given up"
         super().shutdown(force)

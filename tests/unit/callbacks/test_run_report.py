@@ -3,7 +3,7 @@
 import sys
 
 from raysgd import TorchTrainer
-from raysgd.runlog import RunLog, goodput
+from raysgd.run_log import RunLog, goodput
 from tests.operators import Classifier
 
 

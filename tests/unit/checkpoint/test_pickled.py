@@ -1,4 +1,4 @@
-"""Pickles in sealed files: readable as pickles, and no damage passes."""
+"""Pickles in files with checksums: readable as pickles, and no damage passes."""
 
 import pickle
 

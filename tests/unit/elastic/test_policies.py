@@ -8,7 +8,7 @@ from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.elastic.policies import (
-    Place,
+    WorkerInfo,
     assign_contexts,
     backoff_s,
     choose_leader,
@@ -42,8 +42,8 @@ def test_what_is_missing_in_one_resource_limits_all():
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
 def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
-    places = [Place(node_id=node, node_ip=f"ip-{node}") for node in nodes]
-    contexts = assign_contexts(places, generation=3, distributed=True, num_cpus=2)
+    infos = [WorkerInfo(node_id=node, node_ip=f"ip-{node}") for node in nodes]
+    contexts = assign_contexts(infos, generation=3, distributed=True, num_cpus=2)
     assert [c.world_rank for c in contexts] == list(range(len(nodes)))
     for node in set(nodes):
         mine = [c for c, n in zip(contexts, nodes, strict=True) if n == node]
@@ -58,29 +58,30 @@ def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
 
 
 def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
-    places = [
-        Place(node_id="a", node_ip="1", gpu_ids=("10",)),
-        Place(node_id="a", node_ip="1", gpu_ids=("9",)),
-        Place(node_id="b", node_ip="2", gpu_ids=("0",)),
+    infos = [
+        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("10",)),
+        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("9",)),
+        WorkerInfo(node_id="b", node_ip="2", gpu_ids=("0",)),
     ]
-    contexts = assign_contexts(places, generation=1, distributed=True, num_cpus=1)
+    contexts = assign_contexts(infos, generation=1, distributed=True, num_cpus=1)
     # as numbers: as text "10" would come before "9"
     assert [c.visible_gpus for c in contexts] == [("9", "10"), ("9", "10"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
 
 
 def test_gpus_with_names_instead_of_numbers_have_an_order_too():
-    places = [
-        Place(node_id="a", node_ip="1", gpu_ids=(gpu,)) for gpu in ("MIG-b", "3", "MIG-a", "20")
+    infos = [
+        WorkerInfo(node_id="a", node_ip="1", gpu_ids=(gpu,))
+        for gpu in ("MIG-b", "3", "MIG-a", "20")
     ]
-    contexts = assign_contexts(places, generation=1, distributed=True, num_cpus=1)
+    contexts = assign_contexts(infos, generation=1, distributed=True, num_cpus=1)
     assert contexts[0].visible_gpus == ("3", "20", "MIG-a", "MIG-b")
     assert [c.visible_gpus[c.gpu_index] for c in contexts] == ["MIG-b", "3", "MIG-a", "20"]
 
 
 def test_without_gpus_there_is_no_index():
     (context,) = assign_contexts(
-        [Place(node_id="a", node_ip="1", in_driver=True)],
+        [WorkerInfo(node_id="a", node_ip="1", in_driver=True)],
         generation=1,
         distributed=False,
         num_cpus=1,
@@ -118,10 +119,13 @@ def test_the_group_is_as_far_as_its_leader_with_the_samples_that_most_know_of(wo
     assert group.num_covered == (max(known) if known else None)
 
 
-def test_a_newcomer_that_leads_does_not_hide_what_the_others_trained_on():
-    newcomer, old = Progress(global_step=9, num_covered=8), Progress(global_step=8, num_covered=64)
-    assert furthest([newcomer, old]).num_covered == 64
-    assert furthest([newcomer, old]).global_step == 9
+def test_a_replacement_that_leads_does_not_hide_what_the_others_trained_on():
+    replacement, old = (
+        Progress(global_step=9, num_covered=8),
+        Progress(global_step=8, num_covered=64),
+    )
+    assert furthest([replacement, old]).num_covered == 64
+    assert furthest([replacement, old]).global_step == 9
 
 
 # ---- waiting

@@ -141,8 +141,10 @@ def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
 
 
 def test_accumulation_and_clipping_come_from_the_config():
-    updates = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._parts.updates
-    assert (updates.accumulation_steps, updates.max_grad_norm) == (3, 0.5)
+    optimization = build(
+        gradient_accumulation_steps=3, max_grad_norm=0.5
+    )._registration.optimization
+    assert (optimization.accumulation_steps, optimization.max_grad_norm) == (3, 0.5)
 
 
 def test_a_base_class_says_what_to_override():

@@ -15,7 +15,7 @@ def build():
     pytest.importorskip("tensorflow")
     from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Alone
-    from raysgd.tf.components import TFSettings
+    from raysgd.tf.registration import TFSettings
 
     def make(operator_cls, config=None, seed=3, **settings):
         given = TFSettings(context=WorkerContext(in_driver=True), **settings)

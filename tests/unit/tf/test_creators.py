@@ -59,16 +59,16 @@ def made(build):
     return build(creator_operator(model_creator, lambda config: digits()), config), calls
 
 
-@pytest.mark.parametrize("stretches", [[2, 2], [1, 1, 2], [2, 1, 1]])
-def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made, stretches):
+@pytest.mark.parametrize("segments", [[2, 2], [1, 1, 2], [2, 1, 1]])
+def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made, segments):
     operator, calls = made
 
     def steps(count):
-        for batch in operator._parts.source("train").batches(0, 0, count):
+        for batch in operator._registration.source("train").batches(0, 0, count):
             yield batch
-            operator._parts.commit()
+            operator._registration.commit()
 
-    for count in stretches:
+    for count in segments:
         operator.train_epoch(steps(count), epoch_idx=0)  # endless data stay in their first epoch
     assert calls == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
 
@@ -97,5 +97,5 @@ def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
 
     config = {"fit_config": {"callbacks": [Telling()]}}
     operator = build(creator_operator(model_creator, data_creator), config)
-    operator.train_epoch(operator._parts.source("train").batches(0, 0, 2))
+    operator.train_epoch(operator._registration.source("train").batches(0, 0, 2))
     assert calls == [0, 1, (0, ["accuracy", "loss"])]

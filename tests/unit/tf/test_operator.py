@@ -8,7 +8,7 @@ tf = pytest.importorskip("tensorflow")
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.metrics import merge_workers  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.flavors import named_arrays  # noqa: E402
+from raysgd.tf.keras import named_arrays  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
 
@@ -18,7 +18,7 @@ CLASSES, SCORES = np.array([0, 2]), np.array([[0.5, 0.1, 0.2], [0.3, 0.9, 0.1]],
 
 
 def batches(operator, name="train"):
-    return operator._parts.source(name).batches(0, 0)
+    return operator._registration.source(name).batches(0, 0)
 
 
 @both
@@ -36,8 +36,8 @@ def test_it_learns(build, keras, data):
 def test_metrics_are_those_of_the_whole_data_whatever_its_shares(build, keras):
     operator = build(Digits, {"keras": keras})
     (_, _), (images, labels) = digits()
-    parts = [(images[:100], labels[:100]), (images[100:], labels[100:])]
-    found = merge_workers([operator.validate(iter([part])) for part in parts])
+    registration = [(images[:100], labels[:100]), (images[100:], labels[100:])]
+    found = merge_workers([operator.validate(iter([part])) for part in registration])
     output = operator.model(images).numpy()
     loss = tf.keras.losses.sparse_categorical_crossentropy(labels, output, from_logits=True)
     assert found["val_loss"] == pytest.approx(float(tf.reduce_mean(loss)), rel=1e-5)
@@ -59,8 +59,8 @@ def test_a_metric_that_is_no_mean_is_merged_exactly(build, keras):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(60, 4)).astype("float32")
     target = (features.sum(1, keepdims=True) > 0).astype("float32")
-    parts = [(features[:20], target[:20]), (features[20:], target[20:])]
-    merged = merge_workers([operator.validate(iter([part])) for part in parts])
+    registration = [(features[:20], target[:20]), (features[20:], target[20:])]
+    merged = merge_workers([operator.validate(iter([part])) for part in registration])
     whole = operator.validate(iter([(features, target)]))
     auc = next(name for name in whole if name.startswith("val_auc"))
     assert merged[auc] == pytest.approx(float(whole[auc]))
@@ -73,16 +73,16 @@ def test_the_state_has_all_that_the_next_step_depends_on(build, keras):
     stream = list(batches(first))
     for batch in stream[:5]:
         first.train_batch(batch, {})
-    state = first._parts.training_state()
-    second._parts.check_training_state(state)
-    second._parts.load_training_state(state)
+    state = first._registration.training_state()
+    second._registration.check_training_state(state)
+    second._registration.load_training_state(state)
     for operator in (first, second):
         operator.train_batch(stream[5], {})
     left, right = (named_arrays(operator.model.weights) for operator in (first, second))
     for one, other in zip(left.values(), right.values(), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(CheckpointError, match=r"models\[0\] does not fit"):
-        build(Digits, {"keras": keras})._parts.check_training_state(state)
+        build(Digits, {"keras": keras})._registration.check_training_state(state)
 
 
 class Scheduled(Digits):
@@ -103,7 +103,7 @@ def test_a_schedule_counts_updates_and_goes_on_where_it_was(build, keras):
     stream = list(batches(first))
     for batch in stream[:3]:
         first.train_batch(batch, {})
-    second._parts.load_training_state(first._parts.training_state())
+    second._registration.load_training_state(first._registration.training_state())
     before = named_arrays(second.model.weights)
     second.train_batch(stream[3], {})  # at a rate of 0
     for old, new in zip(before.values(), named_arrays(second.model.weights).values(), strict=True):
@@ -120,7 +120,7 @@ def test_mixed_precision_is_a_policy_of_keras(build, keras):
         assert float(found[-1]) < float(found[0])
         scaled = build(Digits, {"keras": keras}, use_fp16="mixed_float16")
         found = [scaled.train_batch(b, {})["train_loss"] for b in list(batches(scaled))[:30]]
-        assert "LossScale" in type(scaled._parts.optimizers[0]).__name__
+        assert "LossScale" in type(scaled._registration.optimizers[0]).__name__
         assert float(found[-1]) < float(found[0])
     finally:
         module.mixed_precision.set_global_policy("float32")
@@ -234,8 +234,12 @@ def test_a_compiled_model_brings_all_with_it(build, keras):
 def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
     class Wrong(TrainingOperator):
         def setup(self, config):
-            parts = {"models": make_model(keras_of({})), "optimizers": "sgd", "criterion": "mse"}
-            self.register(**{**parts, **given})
+            registration = {
+                "models": make_model(keras_of({})),
+                "optimizers": "sgd",
+                "criterion": "mse",
+            }
+            self.register(**{**registration, **given})
 
     with pytest.raises(error, match=text):
         build(Wrong)

@@ -338,8 +338,8 @@ def test_a_sampler_may_give_tensors(make_data):
 
 
 def test_tensors_may_be_indexed_by_more_than_indices():
-    parts = [slice(0, 2), slice(4, 6), slice(2, 4)]
-    loader = DataLoader(tensors(), batch_size=2, sampler=parts)
+    registration = [slice(0, 2), slice(4, 6), slice(2, 4)]
+    loader = DataLoader(tensors(), batch_size=2, sampler=registration)
     assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 1, 4, 5, 2, 3]
 
 
@@ -513,21 +513,21 @@ def test_a_loader_made_with_the_batch_share_follows_it():
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_newcomer_makes_batches_as_the_others_do(follows):
+def test_a_replacement_makes_batches_as_the_others_do(follows):
     """Whatever its share was in setup, where the size of the group was a guess."""
     member = wrap(DataLoader(tensors(), batch_size=6), batch_share=6 if follows else 3)
-    newcomer = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
-    assert member.fingerprint() == newcomer.fingerprint()
-    for rank, source in enumerate((member, newcomer)):
+    replacement = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
+    assert member.fingerprint() == replacement.fingerprint()
+    for rank, source in enumerate((member, replacement)):
         source.reshard(2, rank, 3)
-    newcomer.take_batching(*member.batching())
+    replacement.set_batch_size(*member.batching())
     size = 3 if follows else 6
-    assert newcomer.batching() == member.batching() == (size, follows)
-    batches = [list(source.batches(0, 0)) for source in (member, newcomer)]
+    assert replacement.batching() == member.batching() == (size, follows)
+    batches = [list(source.batches(0, 0)) for source in (member, replacement)]
     assert len(batches[1][0][0]) == size
     assert sorted(i for part in batches for i in indices(part)) == list(range(20))
-    newcomer.reshard(2, 1, 5)
-    assert newcomer.batch_size == (5 if follows else 6)
+    replacement.reshard(2, 1, 5)
+    assert replacement.batch_size == (5 if follows else 6)
 
 
 def test_a_loader_that_does_not_collate_is_no_loader_of_batches():
@@ -950,8 +950,8 @@ def test_items_are_fetched_batch_by_batch_and_joined_column_by_column():
 def test_items_that_are_no_tuples_are_joined_too():
     scalars = list(wrap(dataset_loader(ItemDataset([1.0, 2.0], batch_size=2))).batches(0, 0))
     assert scalars[0].tolist() == [1.0, 2.0]
-    parts = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
-    assert next(wrap(dataset_loader(parts)).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
+    registration = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
+    assert next(wrap(dataset_loader(registration)).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
 
 
 def test_each_item_goes_to_one_worker_and_is_downloaded_once():

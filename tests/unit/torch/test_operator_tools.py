@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from raysgd.context import WorkerContext
 from raysgd.testing import run_operator
-from raysgd.torch.components import OperatorSettings
-from raysgd.torch.replica import ReplicatedModel
+from raysgd.torch.ddp import ReplicatedModel
+from raysgd.torch.registration import OperatorSettings
 from tests.operators import Classifier, make_model
 
 META = torch.device("meta")
@@ -72,7 +72,7 @@ def test_what_can_move_itself_does_so():
 def test_train_mode_reaches_every_model():
     operator = run_operator(Classifier)
     other = torch.nn.Linear(1, 1)
-    operator._parts.models.append(other)
+    operator._registration.models.append(other)
     for training in (False, True):
         operator.train_mode(training)
         assert operator.model.training == other.training == training
@@ -113,7 +113,7 @@ def test_all_but_the_device_of_a_batch_stays(batch):
     ],
 )
 def test_an_operator_knows_its_precision(use_fp16, kinds, monkeypatch):
-    monkeypatch.setattr("raysgd.torch.components.create_precision", lambda *arguments: None)
+    monkeypatch.setattr("raysgd.torch.registration.create_precision", lambda *arguments: None)
     operator = Classifier({}, OperatorSettings(use_fp16=use_fp16))
     assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == kinds
 
@@ -137,7 +137,7 @@ def test_train_mode_reaches_a_model_inside_of_its_wrapper(process_group):
     """Whose own mode user code may have changed."""
     operator = run_operator(Classifier)
     wrapped = ReplicatedModel(torch.nn.Linear(1, 1))
-    operator._parts.models.append(wrapped)
+    operator._registration.models.append(wrapped)
     wrapped.module.eval()
     operator.train_mode(True)
     assert wrapped.module.training

@@ -7,7 +7,7 @@ import torch
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
-from raysgd.torch.options import facts, with_options
+from raysgd.torch.options import inspect, with_options
 from tests.operators import Classifier
 
 Lr = torch.optim.lr_scheduler
@@ -48,8 +48,8 @@ def state_of(operator):
 
 def moved_to(donor, heir):
     """Load the donor's state into the heir, as its config wants it."""
-    _, now, owners = facts(heir)
-    state = with_options(state_of(donor), facts(donor_at_start(donor))[1], now, owners)
+    _, now, owners = inspect(heir)
+    state = with_options(state_of(donor), inspect(donor_at_start(donor))[1], now, owners)
     heir.optimizer.load_state_dict(state["optimizers"][0])
     if heir.scheduler is not None:
         heir.scheduler.load_state_dict(state["schedulers"][0])
@@ -116,11 +116,11 @@ def test_a_schedule_goes_on_as_if_it_had_begun_with_the_new_rate(schedulers):
 
 
 def test_whether_there_is_a_validation_loader_is_found_out():
-    assert facts(run_operator(Classifier))[0] is True
-    assert facts(tuned(lr=0.1))[0] is False
+    assert inspect(run_operator(Classifier))[0] is True
+    assert inspect(tuned(lr=0.1))[0] is False
     own = tuned(lr=0.1)
     own.validation_loader = [1, 2]  # set by hand
-    assert facts(own)[0] is True
+    assert inspect(own)[0] is True
 
 
 def sequence(optimizer):
@@ -160,7 +160,7 @@ class Rivals(TrainingOperator):
     def advance(self):
         for rival in self.rivals:
             rival.step()
-        for scheduler in self._parts.schedulers:
+        for scheduler in self._registration.schedulers:
             of_plateau = isinstance(scheduler, Lr.ReduceLROnPlateau)
             scheduler.step(1.0) if of_plateau else scheduler.step()
 
@@ -182,17 +182,19 @@ def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
     config = {"schedulers": schedulers, "order": order}
     donor, heir = rivals(0.2, 0.2, **config), rivals(*changed, **config)
     always = rivals(*changed, **config)
-    then = facts(donor)[1]
+    then = inspect(donor)[1]
     for _ in range(3):
         donor.advance()
         always.advance()
-    _, now, owners = facts(heir)
+    _, now, owners = inspect(heir)
     assert owners == list(order)
-    saved = copy.deepcopy(donor._parts.training_state())
-    heir._parts.load_training_state(with_options(saved, then, now, owners))
+    saved = copy.deepcopy(donor._registration.training_state())
+    heir._registration.load_training_state(with_options(saved, then, now, owners))
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
-        for mine, other in zip(heir._parts.schedulers, always._parts.schedulers, strict=True):
+        for mine, other in zip(
+            heir._registration.schedulers, always._registration.schedulers, strict=True
+        ):
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()
         always.advance()
@@ -200,11 +202,14 @@ def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
 
 def test_a_scheduler_that_names_no_optimizer_of_the_operator_follows_the_one_with_its_rates():
     operator = rivals(0.2, 0.3)
-    wrapped, stranger, silent = operator._parts.schedulers[0], *rivals(1, 1)._parts.schedulers
+    wrapped, stranger, silent = (
+        operator._registration.schedulers[0],
+        *rivals(1, 1)._registration.schedulers,
+    )
     wrapped.optimizer = type("Wrapper", (), {"param_groups": operator.rivals[0].param_groups})()
     del silent.optimizer
-    operator._parts.schedulers = [wrapped, stranger, silent]
-    assert facts(operator)[2] == [0, None, None]
-    state = copy.deepcopy(rivals(0.2, 0.3)._parts.training_state())
-    with_options(state, facts(rivals(0.2, 0.3))[1], facts(rivals(0.2, 0.6))[1], [None, None])
+    operator._registration.schedulers = [wrapped, stranger, silent]
+    assert inspect(operator)[2] == [0, None, None]
+    state = copy.deepcopy(rivals(0.2, 0.3)._registration.training_state())
+    with_options(state, inspect(rivals(0.2, 0.3))[1], inspect(rivals(0.2, 0.6))[1], [None, None])
     assert [scheduler["base_lrs"] for scheduler in state["schedulers"]] == [[0.2], [0.6]]

@@ -35,7 +35,7 @@ class Overflowing(Classifier):
 
 
 def scaler_of(trainer):
-    return trainer.get_local_operator()._parts.updates.precision.scaler
+    return trainer.get_local_operator()._registration.optimization.precision.scaler
 
 
 def one_layer(precision, count=1):
@@ -67,7 +67,7 @@ def test_forward_passes_compute_in_the_format_that_was_asked_for(use_fp16, dtype
     operator.train_batch(BATCH, {})
     operator.validate(iter([BATCH]))
     assert seen == [computes_in] * 2
-    assert operator._parts.updates.precision.scales == (dtype is torch.float16)
+    assert operator._registration.optimization.precision.scales == (dtype is torch.float16)
     # the weights, their gradients and the optimizer's state are what they were made as
     assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
 
@@ -184,16 +184,16 @@ def test_apex_that_is_missing_is_an_error_at_once_that_says_where_it_is_missing(
 def test_one_scale_serves_all_optimizers_and_changes_once_when_all_have_stepped():
     native = create_precision(True, CPU, torch.float16)
     models, optimizers = one_layer(native, 3)
-    updates = []
-    native.scaler.update = counted(native.scaler.update, updates)
+    optimization = []
+    native.scaler.update = counted(native.scaler.update, optimization)
     native.backward(sum(model(torch.ones(1, 1)).sum() for model in models), True)
     for index, optimizer in enumerate(optimizers):
-        assert len(updates) == 0
+        assert len(optimization) == 0
         native.step(optimizer)
         assert models[index].weight.item() == 0.0
-    assert len(updates) == 1
+    assert len(optimization) == 1
     native.commit()
-    assert len(updates) == 1
+    assert len(optimization) == 1
     assert native.num_skipped == 0
 
 
@@ -208,15 +208,15 @@ def counted(function, calls):
 def test_where_a_step_uses_only_some_optimizers_the_scale_changes_at_its_end():
     native = create_precision(True, CPU, torch.float16)
     models, optimizers = one_layer(native, 2)
-    updates = []
-    native.scaler.update = counted(native.scaler.update, updates)
+    optimization = []
+    native.scaler.update = counted(native.scaler.update, optimization)
     native.backward(models[0](torch.ones(1, 1)).sum(), True)
     native.step(optimizers[0])
-    assert updates == []
+    assert optimization == []
     native.commit()
-    assert updates == [1]
+    assert optimization == [1]
     native.commit()
-    assert updates == [1]
+    assert optimization == [1]
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -502,7 +502,7 @@ def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
     operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
     metrics = trainer.train()
     assert set(seen) == {torch.float16}
-    precision = operator._parts.updates.precision
+    precision = operator._registration.optimization.precision
     assert precision.scaler.scale(torch.ones((), device="cuda")).is_cuda
     assert precision._num_skipped.is_cuda
     assert metrics["num_skipped_steps"] >= 0
@@ -531,7 +531,7 @@ def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
     trainer = make_trainer(Fused, use_gpu=True, **arguments)
     trainer.train()
     operator = trainer.get_local_operator()
-    meters = operator._parts.new_meters()
+    meters = operator._registration.new_meters()
     batches = [operator.to_device(batch) for batch in operator.train_loader]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -539,7 +539,7 @@ def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
         for index, batch in enumerate(batches):
             metrics = operator.train_batch(batch, {"batch_idx": index})
             meters.update(metrics, metrics["num_samples"])
-            operator._parts.commit()
+            operator._registration.commit()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -1,59 +1,446 @@
-"""What may be registered, and in which shape it comes back."""
+"""Registering, committed buffers, and the place in the data."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.torch.registration import check_plateau, check_static_graphs, checked, shaped_like
-
-MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
-
-
-@given(st.one_of(MEMBERS, MEMBERS.map(tuple), st.integers()))
-def test_what_was_registered_comes_back_in_its_shape(given):
-    members = checked("models", given, int)
-    assert members == (list(given) if isinstance(given, list | tuple) else [given])
-    assert members is not given
-    back = shaped_like(given, members)
-    assert (back, type(back)) == (given, type(given))
+from raysgd.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.torch import ddp
+from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
 
-def test_what_is_not_of_the_kind_is_shown():
-    with pytest.raises(TypeError, match=r"models=...\) must be .* torch Module objects, .*got 7"):
-        checked("models", [torch.nn.Identity(), 7], torch.nn.Module)
-    with pytest.raises(TypeError, match=r"schedulers=.* learning-rate schedulers, but got 'cos'"):
-        checked("schedulers", "cos", None)
+def linear():
+    return torch.nn.Linear(2, 2)
 
 
-def test_whatever_steps_is_a_scheduler():
-    class Mine:
-        def step(self):
-            """Not called."""
-
-    mine = Mine()
-    assert checked("schedulers", mine, None) == [mine]
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-@pytest.mark.parametrize("empty", [[], ()])
-def test_at_least_one_is_needed(empty):
-    with pytest.raises(ValueError, match=r"register\(models=...\) is empty; at least one"):
-        checked("models", empty, torch.nn.Module)
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def test_a_scheduler_of_plateaus_steps_with_a_metric_alone():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    check_plateau([constant, plateau], "manual")
-    check_plateau([constant], "epoch")
-    with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
-        check_plateau([constant, plateau], "epoch")
+def make_registration(**settings):
+    return TorchRegistration(OperatorSettings(**settings))
 
 
-def test_a_wrapper_with_a_static_graph_cannot_accumulate(process_group):
-    model = torch.nn.Linear(1, 1)
-    check_static_graphs([model, DistributedDataParallel(torch.nn.Linear(1, 1))])
-    with pytest.raises(ValueError, match=r"Leave static_graph out, or do not accumulate"):
-        check_static_graphs([model, DistributedDataParallel(model, static_graph=True)])
+def register(
+    registration, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None
+):
+    models = linear() if models is None else models
+    if optimizers is None:
+        first = models[0] if isinstance(models, list | tuple) and models else models
+        optimizers = sgd(first if isinstance(first, torch.nn.Module) else linear())
+    return registration.register(models, optimizers, criterion, schedulers, ddp_args)
+
+
+# ---- register gives back what it was given, in the same shape
+
+
+def test_a_single_one_comes_back_single():
+    registration, model = make_registration(), linear()
+    optimizer = sgd(model)
+    assert register(registration, model, optimizer) == (model, optimizer)
+    assert (registration.models, registration.optimizers) == ([model], [optimizer])
+
+
+@pytest.mark.parametrize("shape", [list, tuple])
+def test_several_come_back_in_their_shape(shape):
+    models = shape([linear(), linear()])
+    optimizers = shape([sgd(models[0]), sgd(models[1])])
+    schedulers = shape(map(step_lr, optimizers))
+    criterion = torch.nn.MSELoss()
+    registration = make_registration(scheduler_step_freq="manual")
+    given = register(registration, models, optimizers, criterion, schedulers)
+    assert given == (models, optimizers, criterion, schedulers)
+    assert [type(item) for item in given] == [shape, shape, torch.nn.MSELoss, shape]
+
+
+def test_a_list_of_one_stays_a_list():
+    model = linear()
+    assert register(make_registration(), [model], [sgd(model)])[0] == [model]
+
+
+def test_an_iterable_model_is_one_model():
+    model = torch.nn.Sequential(linear(), linear())
+    registration = make_registration()
+    assert register(registration, model, sgd(model))[0] is model
+    assert registration.models == [model]
+
+
+def test_criterion_and_schedulers_come_back_only_where_they_were_given():
+    model = linear()
+    optimizer = sgd(model)
+    scheduler = step_lr(optimizer)
+    registration = make_registration(scheduler_step_freq="batch")
+    assert register(registration, model, optimizer, schedulers=scheduler)[2:] == (scheduler,)
+    assert len(register(make_registration())) == 2
+
+
+def test_a_criterion_may_be_any_function():
+    assert register(make_registration(), criterion=torch.nn.functional.mse_loss)[2] is (
+        torch.nn.functional.mse_loss
+    )
+
+
+def test_models_and_criterion_go_to_the_device():
+    registration = make_registration(device=torch.device("meta"))
+    model, _, criterion = register(registration, criterion=torch.nn.CrossEntropyLoss(torch.ones(2)))
+    assert model.weight.device.type == "meta"
+    assert criterion.weight.device.type == "meta"
+
+
+def test_a_model_is_not_wrapped_without_a_process_group():
+    model = linear()
+    assert register(make_registration(wrap_ddp=True), model)[0] is model
+
+
+# ---- what register refuses
+
+
+def test_an_optimizer_of_something_else_is_warned_of():
+    with pytest.warns(RuntimeWarning, match="SGD updates no parameter of the registered models"):
+        register(make_registration(), linear(), sgd(linear()))
+    # one for the criterion alone is fine
+    criterion, model = linear(), linear()
+    register(make_registration(), model, [sgd(model), sgd(criterion)], criterion)
+
+
+def test_a_criterion_that_is_trained_is_a_model_besides():
+    model, criterion = linear(), linear()
+    registration = make_registration()
+    given = register(registration, model, sgd(model, criterion), criterion)
+    assert (given[0], given[2]) == (model, criterion)
+    assert (registration.models, registration.given_models) == ([model, criterion], [model])
+    assert len(registration.training_state()["models"]) == 2
+    older = registration.training_state()
+    older["models"].pop()
+    registration.check_training_state(older)
+    registration.load_training_state(older)
+    frozen = linear().requires_grad_(False)
+    registration = make_registration()
+    register(registration, model, sgd(model, frozen), frozen)
+    assert registration.models == registration.given_models == [model]
+    registration = make_registration()
+    register(registration, [model, criterion], sgd(model, criterion), criterion)
+    assert registration.models == registration.given_models == [model, criterion]
+
+
+def test_a_class_is_no_criterion():
+    with pytest.raises(TypeError, match=r"not a class: CrossEntropyLoss\(\)"):
+        register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"models": "model"}, "models"),
+        ({"models": [linear(), 7]}, "models"),
+        ({"models": torch.nn.Linear}, "models"),
+        ({"optimizers": "sgd"}, "optimizers"),
+        ({"optimizers": {"a": sgd(linear())}}, "optimizers"),
+        ({"schedulers": "cosine"}, "schedulers"),
+        ({"ddp_args": [1]}, "ddp_args"),
+    ],
+)
+def test_what_is_not_of_the_right_kind_is_refused_by_name(arguments, name):
+    with pytest.raises(TypeError, match=rf"register\({name}="):
+        register(make_registration(scheduler_step_freq="batch"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["models", "optimizers"])
+def test_an_empty_list_is_refused(name):
+    with pytest.raises(ValueError, match=rf"register\({name}=...\) is empty"):
+        register(make_registration(), **{name: []})
+
+
+def test_schedulers_need_to_be_told_when_to_step():
+    with pytest.raises(ValueError, match='scheduler_step_freq="batch", "epoch" or "manual"'):
+        register(make_registration(), schedulers=step_lr(sgd(linear())))
+
+
+def test_registering_twice_is_refused():
+    registration = make_registration()
+    register(registration)
+    with pytest.raises(RuntimeError, match=r"register.. was called twice"):
+        register(registration)
+
+
+def test_a_loader_that_cannot_be_iterated_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"register_data\(validation_loader="):
+        make_registration().register_data([1], 7)
+
+
+def test_a_missing_loader_is_named_with_the_way_to_set_it():
+    registration = make_registration()
+    registration.register_data([1], None)
+    assert list(registration.source("train").batches(0, 0)) == [1]
+    with pytest.raises(
+        RuntimeError, match=r"no validation loader.*register_data\(validation_loader="
+    ):
+        registration.source("validation")
+
+
+# ---- committed buffers
+
+
+class Averaging(torch.nn.Module):
+    """Keeps a running mean as many users write it: by assigning the buffer anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean().detach()
+        return inputs * self.weight
+
+
+@pytest.mark.parametrize("model", [torch.nn.BatchNorm1d(1), Averaging()], ids=["inplace", "anew"])
+def test_rolling_back_gives_the_buffers_of_the_last_commit(model):
+    registration = make_registration()
+    register(registration, model, sgd(model))
+    model(torch.ones(3, 1))
+    registration.commit()
+    held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(torch.full((3, 1), 100.0))
+    registration.roll_back()
+    assert all(torch.equal(held[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_rolling_back_before_the_first_step_gives_the_buffers_of_the_setup():
+    model = torch.nn.BatchNorm1d(1)
+    registration = make_registration()
+    register(registration, model, sgd(model))
+    model(torch.full((3, 1), 100.0))
+    registration.roll_back()
+    assert model.running_mean.item() == 0
+    assert model.num_batches_tracked.item() == 0
+
+
+def test_loaded_buffers_are_what_a_later_failure_rolls_back_to():
+    model = torch.nn.BatchNorm1d(1)
+    registration = make_registration()
+    register(registration, model, sgd(model))
+    state = registration.training_state()
+    state["models"][0] = {**state["models"][0], "running_mean": torch.tensor([5.0])}
+    registration.load_training_state(state)
+    model(torch.full((3, 1), 100.0))
+    registration.roll_back()
+    assert model.running_mean.item() == 5
+
+
+# ---- the place in the data
+
+
+def test_a_place_can_be_left_and_come_back_to():
+    registration = make_registration()
+    register(registration)
+    registration.epoch, registration.offset, registration.validation_offset = 2, 8, 3
+    position = registration.position()
+    other = make_registration()
+    register(other)
+    other.move_to(position, global_step=11)
+    assert other.position() == position
+    assert other.global_step == 11
+
+
+def test_places_of_old_states_lack_some_entries():
+    registration = make_registration()
+    seed = registration.seed
+    registration.move_to({"epoch": 1, "offset": 4}, global_step=3)
+    assert (
+        registration.epoch,
+        registration.offset,
+        registration.validation_offset,
+        registration.seed,
+    ) == (1, 4, 0, seed)
+
+
+def test_a_new_seed_reaches_the_loaders():
+    registration = make_registration()
+    data = TensorDataset(torch.arange(30))
+    registration.register_data(DataLoader(data, batch_size=30, shuffle=True), None)
+    orders = []
+    for seed in (1, 2, 1):
+        registration.reseed(seed)
+        orders.append(next(registration.source("train").batches(0, 0))[0].tolist())
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_replacement_takes_over_how_batches_are_made_of_the_loaders_that_it_has():
+    registration, data = make_registration(batch_share=4), TensorDataset(torch.arange(8))
+    registration.register_data(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    assert registration.batching() == {"train": (4, True), "validation": (8, False)}
+    other = make_registration(batch_share=2)
+    other.register_data([[torch.zeros(2)]], DataLoader(data, batch_size=2))
+    other.set_batch_size(registration.batching())
+    assert other.batching() == {"validation": (8, False)}
+
+
+def test_the_data_set_of_a_call_keeps_its_batch_size_where_it_equals_a_share():
+    """A worker that joins later has another share as it is given the data set."""
+    sizes = []
+    for share in (4, 2):
+        registration, dataset = (
+            make_registration(batch_share=share),
+            Dataset(range(8), batch_size=4),
+        )
+        source, _ = registration.training_source(dataset)
+        registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+        sizes.append(source.batch_size)
+    assert sizes == [4, 4]
+
+
+def shuffling(seed):
+    """TorchRegistration whose train loader shuffles by a generator of its own."""
+    registration, data = make_registration(), TensorDataset(torch.arange(30))
+    generator = torch.Generator().manual_seed(seed)
+    registration.register_data(
+        DataLoader(data, batch_size=30, shuffle=True, generator=generator),
+        DataLoader(data, batch_size=30),
+    )
+    return registration
+
+
+def order_of(registration):
+    return next(registration.source("train").batches(0, 0))[0].tolist()
+
+
+def test_a_place_holds_the_seeds_of_generators_that_loaders_were_given():
+    saved, registration = shuffling(1), shuffling(2)
+    own = order_of(registration)
+    assert order_of(saved) != own
+    registration.move_to(saved.position(), global_step=1)
+    assert registration.position() == saved.position()
+    assert order_of(registration) == order_of(saved)
+    older = saved.position()
+    del older["loader_seeds"]  # of a state that was saved without them
+    registration.move_to(older, global_step=1)
+    assert order_of(registration) == own
+
+
+def test_seeds_of_loaders_that_are_not_there_are_passed_over():
+    registration = make_registration()
+    assert "loader_seeds" not in registration.position()
+    registration.move_to(shuffling(1).position(), global_step=1)
+    assert registration.position() == {**make_registration().position(), "seed": registration.seed}
+
+
+def test_entering_a_generation_shares_the_data_out_anew():
+    registration = make_registration(batch_share=4)
+    registration.register_data(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
+    registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+    batches = [batch[0].tolist() for batch in registration.source("train").batches(0, 0)]
+    assert batches == [[2, 3], [6, 7]]
+    assert registration.settings.context.world_size == 2
+
+
+def test_what_setup_freezes_after_registering_is_still_averaged_in_later_generations(
+    process_group,
+):
+    context = WorkerContext(distributed=True)
+    registration, model = make_registration(context=context), linear()
+    wrapped = register(registration, model)[0]
+    model.requires_grad_(False)
+    registration.adopt_wrappers([])
+    registration.enter(context, None)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
+
+
+# ---- models that are frozen when they are registered
+
+
+def distributed(world_size=2, **settings):
+    return make_registration(
+        context=WorkerContext(distributed=True, world_size=world_size), **settings
+    )
+
+
+def frozen_linear():
+    return linear().requires_grad_(False)
+
+
+def registered(registration, models, *optimized):
+    register(registration, models, sgd(*optimized))
+    registration.adopt_wrappers([])
+    return registration
+
+
+def test_what_was_frozen_at_register_cannot_be_trained_by_several_workers(process_group):
+    student, teacher = linear(), frozen_linear()
+    registration = registered(distributed(), [student, teacher], student, teacher)
+    registration.check_averaged()
+    teacher.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"Model 1 of those registered, a Linear, .*Register"):
+        registration.check_averaged()
+
+
+def test_buffers_of_frozen_models_may_differ_in_size(process_group):
+    student, teacher = linear(), frozen_linear()
+    teacher.register_buffer("seen", torch.zeros(3))
+    norm = torch.nn.BatchNorm1d(2).requires_grad_(False)
+    sent = []
+
+    def broadcast(tensors, source):
+        sent.extend(tensors)
+
+    registration = registered(distributed(), [student, teacher, norm], student)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "broadcast_tensors", broadcast)
+        registration.sync_buffers()
+    assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
+    with pytest.MonkeyPatch.context() as patch:
+        held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
+        patch.setattr(ddp, "broadcast_state", lambda *given: [torch.ones_like(t) for t in held])
+        registration.share_unwrapped()
+    assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
+    assert teacher.seen.tolist() == [0, 0, 0]
+
+
+def test_so_is_a_part_of_a_model_that_was_frozen_at_register(process_group):
+    model = torch.nn.Sequential(frozen_linear(), linear())
+    registration = registered(distributed(), model, model)
+    registration.check_averaged()
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="Model 0 of those registered, a Sequential"):
+        registration.check_averaged()
+
+
+def test_what_was_frozen_at_register_may_be_trained_where_nothing_averages(process_group):
+    student, teacher = linear(), frozen_linear()
+    registration = registered(distributed(wrap_ddp=False), [student, teacher], student, teacher)
+    teacher.requires_grad_(True)
+    registration.check_averaged()
+
+
+def test_what_was_frozen_at_register_may_require_gradients_that_no_optimizer_uses(process_group):
+    student, teacher = linear(), frozen_linear()
+    registration = registered(distributed(), [student, teacher], student)
+    teacher.requires_grad_(True)
+    registration.check_averaged()
+
+
+def test_what_another_wrapper_averages_may_be_trained(process_group):
+    shared = linear()
+    whole = torch.nn.Sequential(shared, linear())
+    registration = distributed()
+    wrapped = torch.nn.parallel.DistributedDataParallel(whole)
+    shared.requires_grad_(False)
+    registered(registration, [shared, wrapped], whole)
+    shared.requires_grad_(True)
+    registration.check_averaged()
+
+
+def test_models_that_freeze_after_register_may_thaw(process_group):
+    model = linear()
+    registration = distributed()
+    register(registration, model)
+    model.requires_grad_(False)
+    registration.adopt_wrappers([])
+    model.requires_grad_(True)
+    registration.check_averaged()

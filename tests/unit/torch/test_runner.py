@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
-from raysgd.hosting.runner import LossReader
+from raysgd.loop.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
 from tests.conftest import free_ports, run_ranks, wait_until
@@ -182,12 +182,12 @@ join(ports[0])
 runner = set_up(rank)
 check_same()
 noise = runner.operator.teacher.noise.clone()
-assert torch.equal(noise, runner._parts._committed_buffers[0])
+assert torch.equal(noise, runner._registration._committed_buffers[0])
 runner.train(call=0, until_epoch=1)
 assert runner.operator.teacher.layer[1].num_batches_tracked > 0
 check_same()
 dist.destroy_process_group()
-if rank == 1:  # a newcomer sets up alone
+if rank == 1:  # a replacement worker sets up alone
     join(ports[1], (0, 1))
     runner = set_up(7)
     assert not torch.equal(noise, runner.operator.teacher.noise)
@@ -747,7 +747,7 @@ def test_metrics_reach_every_scheduler():
     runner = make_runner(Two, scheduler_step_freq="manual")
     for _ in range(2):
         runner.update_schedulers(metric=1.0)
-    rates = [o.param_groups[0]["lr"] for o in runner.operator._parts.optimizers]
+    rates = [o.param_groups[0]["lr"] for o in runner.operator._registration.optimizers]
     assert rates == [0.5, 0.5]
 
 

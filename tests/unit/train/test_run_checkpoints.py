@@ -11,7 +11,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import write_pickle
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
-from raysgd.train.handover import Turn
+from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 

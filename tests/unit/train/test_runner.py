@@ -40,7 +40,7 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make):
     turns = [runner.next() for _ in range(3)]
     assert [turn.kind for turn in turns] == ["report", "checkpoint", "end"]
     assert turns[2].value == 2
-    assert runner.progress().held
+    assert runner.progress().blocked_on_driver
     assert runner.progress().global_step == 1
 
 
@@ -156,7 +156,7 @@ def test_a_worker_knows_its_place_between_runs_as_well():
         assert (train.world_rank(), train.world_size()) == (0, 1)
     finally:
         runner.teardown()
-    assert session.place() is None
+    assert session.worker_context() is None
 
 
 def test_a_new_generation_forgets_the_function(make):

@@ -21,7 +21,7 @@ from raysgd.train import (
 from raysgd.train import trainer as trainer_module
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import PrintCallback
-from raysgd.tune_functions import trainer_trainable
+from raysgd.tune.functions import trainer_trainable
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.elastic.policies import Place
-from raysgd.execution import group as core
-from raysgd.execution.group import GroupOptions
-from raysgd.execution.members import InlineMember
+from raysgd.cluster import worker_group as core
+from raysgd.cluster.members import InlineMember
+from raysgd.cluster.worker_group import GroupOptions
+from raysgd.elastic.policies import WorkerInfo
 from raysgd.train import worker_group
 from raysgd.train.worker_group import HostedGroup, WorkerGroup, group_options
 
@@ -43,7 +43,7 @@ class Near(InlineMember):
     def __init__(self, pid):
         super().__init__()
         self.actor = Actor()
-        self.place = Place(node_id=f"node{pid}", node_ip="10.0.0.7", pid=pid, gpu_ids=("0",))
+        self.info = WorkerInfo(node_id=f"node{pid}", node_ip="10.0.0.7", pid=pid, gpu_ids=("0",))
 
     def execute(self, function, /, *args, **kwargs):
         return Done(self.actor.remote(function, *args, **kwargs))

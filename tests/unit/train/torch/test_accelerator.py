@@ -20,10 +20,10 @@ from torch.utils.data import (
 
 from raysgd import train
 from raysgd.backends import create_backend
-from raysgd.backends.store import StoreClient
+from raysgd.comm.rendezvous import StoreClient
 from raysgd.context import WorkerContext
 from raysgd.train import session
-from raysgd.train.handover import Handover
+from raysgd.train.report_queue import ReportQueue
 from raysgd.train.torch.loading import prepared_loader
 from tests.conftest import free_ports, run_ranks
 
@@ -31,7 +31,7 @@ from tests.conftest import free_ports, run_ranks
 @pytest.fixture(autouse=True)
 def run():
     """One worker's run, so that what is prepared is forgotten afterwards."""
-    running = session.Session(WorkerContext(), Handover())
+    running = session.Session(WorkerContext(), ReportQueue())
     session.enter(running)
     yield running
     session.leave(running)

@@ -1,0 +1,51 @@
+"""Communication backends by name.
+
+A backend of your own is one class and one line::
+
+    from raysgd.backends import Backend, register_backend
+
+    class MyBackend(Backend): ...
+
+    register_backend("mine", "my_package.my_module:MyBackend")
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from raysgd.comm.backend import Backend
+
+__all__ = ["Backend", "backend_names", "create_backend", "register_backend"]
+
+_BACKENDS = {
+    "gloo": "raysgd.comm.torch:TorchBackend",
+    "horovod": "raysgd.comm.horovod:HorovodBackend",
+    "nccl": "raysgd.comm.torch:TorchBackend",
+    "tensorflow": "raysgd.comm.tensorflow:TensorflowBackend",
+}
+
+
+def register_backend(name: str, target: str) -> None:
+    """Make the class at `target`, ``"module:Class"``, available as backend `name`.
+
+    The class is imported when it is first used and called with ``(name, timeout_s)``.
+    """
+    _BACKENDS[name] = target
+
+
+def backend_names() -> list[str]:
+    """Return the names that `create_backend` takes."""
+    return sorted(_BACKENDS)
+
+
+def create_backend(name: str, timeout_s: float) -> Backend:
+    """Create the backend `name`; `timeout_s` bounds each of its collectives.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"backend={name!r}: must be one of {', '.join(backend_names())}.")
+    module, _, attribute = _BACKENDS[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(name, timeout_s)
+    return backend

@@ -1,0 +1,928 @@
+"""The loop that runs calls on all workers and decides what follows when one of them fails.
+
+States of the group::
+
+    NEW ──start──▶ READY ──call──▶ RUNNING ──all done──▶ READY
+                    ▲ ▲               │
+                    │ │        a failure: the other workers are interrupted
+               join │ │ rejoin        ▼
+    (replacements) ─┘ └──────────── BROKEN ──none is left──▶ restart from the snapshot ──▶ READY
+
+    (any state) ──shutdown──▶ CLOSED
+
+BROKEN means that the workers are alive but their process group is not, or that members are
+missing. The next call, or the repetition of the one that lost a worker, first makes a new
+generation: new ranks, a new process group, the state of the worker with most committed steps.
+Replacement workers start and set up while the others train (`scaling.py`); when they are ready, the
+training call pauses at a step that all agree on, and the next generation includes them.
+Decisions are pure functions in `raysgd/elastic/`; what one attempt at a call came to is in
+`attempt.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd.cluster.attempt import Attempt
+from raysgd.cluster.health import HealthMonitor, Heartbeats, stacks_of
+from raysgd.cluster.members import Member, is_loss, loss_cause
+from raysgd.cluster.scaling import Replacement, ScaleUp
+from raysgd.cluster.serialization import dumps
+from raysgd.cluster.snapshot import SnapshotKeeper
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.comm.backend import Backend
+from raysgd.context import Progress, Runner, WorkerContext
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.events import Event, EventKind
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, furthest, pause_step
+from raysgd.errors import (
+    CollectiveError,
+    InsufficientResourcesError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+
+__all__ = ["Controller", "State"]
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 0.7
+"""How long a worker may take to answer a control call."""
+_SILENCE_S = 10.0
+"""After how long a worker that answers no control call counts as lost."""
+_STRAGGLER_S = 60.0
+"""How long the next call waits for workers that are still busy with one that failed."""
+_NEWCOMER_STRAGGLER_S = 5.0
+"""The same where a worker that has just started would do as well."""
+_MENTION_STRAGGLER_S = 5.0
+"""After how long to say so, and where they are."""
+_MENTION_S = 30.0
+"""After how long to say what a start or a rejoin waits for."""
+_SALVAGE_S = 10.0
+"""How long a worker may take to hand its state over before all are started anew."""
+_REJOINS = 2
+"""How often workers that are all alive may fail to make a process group before that is an error."""
+_TICK_S = 1.0
+"""How often to look at a call when there is nothing to look for but its end."""
+_BUSY_TICK_S = 0.05
+"""How often to look at it while replacement workers are on their way."""
+_UNEVEN_TICK_S = 0.25
+"""How often to look at it while some workers have returned and others have not."""
+
+_OFTEN = ("train", "validate", "update_schedulers")
+"""Methods of runners that are called often, and for which there is a shorter way than Ray's."""
+
+
+class State(enum.Enum):
+    """What the group is doing, see the module's docstring."""
+
+    NEW = enum.auto()
+    READY = enum.auto()
+    RUNNING = enum.auto()
+    BROKEN = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Controller:
+    """Runs calls on all workers of a group, through failures.
+
+    Args:
+        group: the workers; not started yet.
+        runner: what every worker hosts.
+        backend: what the workers communicate through; None with ``num_workers=1``.
+        hook: function that each worker calls before anything else.
+        timeout_s: bound for setting up and for joining a generation.
+        elastic: what to do about losses.
+        can_join: whether what the workers do goes on in a new generation, and replacements join it.
+            Where it does not, the group grows by `grow`, a restart.
+        rejoins: whether the processes can be in another generation, where the backend allows it.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        runner: Runner,
+        backend: Backend | None,
+        hook: Callable[[], None] | None,
+        timeout_s: float,
+        elastic: ElasticConfig | None = None,
+        can_join: bool = True,
+        rejoins: bool = True,
+    ) -> None:
+        self.state = State.NEW
+        self._group = group
+        self._clock = group.clock
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._elastic = elastic or ElasticConfig()
+        self._can_join = can_join
+        self._rejoins = rejoins and (backend is None or backend.rejoins)
+        self._generation = 0
+        self.progress = Progress()
+        self._seen_step = 0
+        """How far training is, as of the last call or the last new generation."""
+        self.events: list[Event] = []
+        """What happened to the group, oldest first."""
+        self.on_event: Callable[[], None] | None = None
+        """Called after each event, in the thread that called."""
+        self.on_start: Callable[[], None] | None = None
+        """Called whenever all workers have started anew, before they get a snapshot."""
+        self.losses_in_call = 0
+        """Times that workers were lost in the newest call."""
+        # the driver's own worker stays, unless all start anew
+        start_anew = not self._elastic.in_place and not group.options.inline
+        self.snapshots = SnapshotKeeper(of_driver=start_anew)
+        self.causes_in_call: list[str] = []
+        """What each worker was lost by in it."""
+        self._begun = False
+        self.metrics_start_step: dict[Member, int] = {}
+        """The step from which a worker's metrics of the newest call are with itself alone."""
+        self._losses_before_call = 0
+        self._hangs_in_call = 0
+        self._stragglers: dict[Member, Future[Outcome]] = {}
+        self._ranks: dict[Member, int] = {}
+        self._entering: list[Member] = []
+        self._paused_at: int | None = None
+        self._failed_rejoins = 0
+        self._salvaged = False
+        # pickled now: what cannot be sent is found before a worker starts
+        self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
+        if not group.options.inline:
+            self._created = (
+                _pickled("initialization_hook", hook),
+                _pickled("the runner", runner),
+                _pickled("backend", backend),
+                sys.path,
+            )
+        self._scale_up = ScaleUp(
+            group,
+            self._elastic,
+            self._created,
+            random.random,
+            self._note_failed_replacement,
+            can_join=can_join,
+            starts=self._rejoins,
+        )
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the workers and set them up; if that fails, none is left behind."""
+        try:
+            self._start(self._group.options.start_timeout_s)
+            self._record("started", self.members)
+        except BaseException:
+            self.shutdown(force=True)
+            raise
+
+    def _start(self, timeout_s: float, queue: Any = None) -> None:
+        self._group.start(timeout_s, queue)
+        self._number_members()
+        self._first_step("create", [self._created] * len(self.members), "start")
+        contexts = self._contexts(self.members)
+        self._first_step("prepare", [(context,) for context in contexts], "get ready")
+        self._raise_failure(self._enter(self.members, contexts, leader=None))
+        self.state = State.READY
+        self._scale_up.resized()
+        if self.on_start is not None:
+            self.on_start()
+
+    def shutdown(self, force: bool = False) -> None:
+        """End all workers."""
+        if self.state is State.CLOSED and not self.members:
+            return
+        busy = self.state in (State.RUNNING, State.BROKEN)
+        self.state = State.CLOSED
+        self._scale_up.stop()
+        self._group.shutdown(force or busy)
+        if self._backend is not None:
+            self._backend.close()
+
+    @property
+    def members(self) -> list[Member]:
+        """The workers, in the order of their ranks."""
+        return self._group.members
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers that the group may have."""
+        return self._group.options.num_workers
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._group.options.min_workers
+
+    # ---- calls
+
+    def call(
+        self,
+        method: str,
+        *,
+        max_losses: int = 0,
+        any_size: bool = False,
+        rank: int | None = None,
+        arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
+        on_wait: Callable[[Sequence[Progress]], None] | None = None,
+        metrics_start_step: Mapping[Member, int] | None = None,
+        losses_before: tuple[int, Sequence[str]] = (0, ()),
+        **arguments: Any,
+    ) -> list[Outcome]:
+        """Call a method of the runner on every worker, or on one, and return the outcomes.
+
+        Args:
+            method: name of the method.
+            max_losses: how often workers may be lost in this call. After each loss the call is
+                made again, so it must say what it wants to reach in absolute terms.
+            any_size: whether fewer workers than ``min_workers`` will do.
+            rank: the only worker to call.
+            arguments_from: returns further arguments from how far training is as the call begins.
+            on_wait: called with every worker's progress while the call runs.
+            metrics_start_step: what the attribute was after the part of a call that this one
+                follows.
+            losses_before: what `losses_in_call` and `causes_in_call` were then; they count here.
+            arguments: keyword arguments of the method.
+
+        Raises:
+            WorkerLostError: more losses than `max_losses`, or not enough workers to be had.
+            CollectiveError: workers could not communicate though all are alive.
+            BaseException: what user code raised first, with the worker's traceback.
+        """
+        self.losses_in_call, self._hangs_in_call = losses_before[0], 0
+        self.causes_in_call = list(losses_before[1])
+        self._begun, self._losses_before_call = False, 0
+        self.metrics_start_step = dict(metrics_start_step or {})
+        min_workers = 1 if any_size else self.min_workers
+        if len(self.members) < min_workers:
+            self._scale_up.try_again()  # once a call: there their number has an end
+        while True:
+            self._make_ready(max_losses, min_workers)
+            if arguments_from is not None:
+                arguments = {**arguments, **arguments_from(self.progress)}
+                arguments_from = None
+            if not self._begun:
+                self._begun = True
+                since = self.progress.global_step
+                self.metrics_start_step = (
+                    dict.fromkeys(self.members, since) | self.metrics_start_step
+                )
+            members = list(self.members if rank is None else [self.members[rank]])
+            self._seen_step = self.progress.global_step
+            attempt = self._run(members, method, arguments, on_wait)
+            if attempt.outcomes:
+                self.progress = furthest([o.progress for o in attempt.outcomes.values()])
+                self._seen_step = self.progress.global_step
+            if attempt.lost:
+                self._lose(attempt.lost, max_losses)
+            elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
+                error = attempt.error()
+                if attempt.first_error is not None:
+                    self._record("user_error", [attempt.first_error[0]], cause=repr(error))
+                raise error
+            elif not attempt.failed:
+                # who was interrupted as the call ended has to be told to go on
+                self.state = State.BROKEN if attempt.interrupted_by_us else State.READY
+                if not attempt.paused:
+                    self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
+                    return [attempt.outcomes[member] for member in members]
+
+    def _run(
+        self,
+        members: Sequence[Member],
+        method: str,
+        arguments: dict[str, Any],
+        on_wait: Callable[[Sequence[Progress]], None] | None,
+    ) -> Attempt:
+        """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
+        packed: Any = arguments
+        if not self._group.options.inline:
+            packed = self._group.shared(_pickled(f"the arguments of {method}", arguments))
+        attempt = Attempt({}, self._clock)
+        try:
+            self.state = State.RUNNING
+            has_batches = method in ("train", "validate")
+            attempt = Attempt(
+                {
+                    member: member.call(method, packed)
+                    if method in _OFTEN
+                    else member.work("call", method, packed)
+                    for member in members
+                },
+                self._clock,
+            )
+            hang_timeout_s = self._elastic.hang_timeout_s if has_batches else None
+            monitor = HealthMonitor(attempt, self._ranks, hang_timeout_s, self._clock)
+            while attempt.under_way:
+                busy = on_wait is not None or self._scale_up.under_way
+                idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
+                if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
+                    self._look(attempt, monitor, on_wait, pausable=method == "train")
+            if attempt.failed:
+                self._end(attempt)
+        except BaseException:
+            # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
+            self.state = State.BROKEN
+            self._stragglers = attempt.pending
+            self._interrupt()
+            if reached := list(self.ask_progress().values()):
+                self.progress = furthest(reached)
+            raise
+        return attempt
+
+    def _look(
+        self,
+        attempt: Attempt,
+        monitor: HealthMonitor,
+        on_wait: Callable[[Sequence[Progress]], None] | None,
+        pausable: bool,
+    ) -> None:
+        """Do what there is to do while a call is under way."""
+        progress = self.ask_progress()
+        if on_wait is not None:
+            on_wait(list(progress.values()))
+        if progress:
+            self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
+            first = next(iter(progress))
+            self.snapshots.follow(first, progress[first])
+        monitor.mention_uneven()
+        stuck = monitor.stuck(progress)
+        if stuck is not None:
+            self._break_hang(attempt, stuck)
+        elif (why := monitor.in_vain(progress)) is not None:
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+            raise CollectiveError(why)
+        self._scale_up.tend(self._generation)
+        if pausable and self._paused_at is None and self._scale_up.ready():
+            self._pause(attempt, progress)
+
+    def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
+        """Let all workers stop at the same step, for replacement workers to join there."""
+        if len(progress) < len(self.members) or attempt.outcomes:
+            return  # one is not listening, or the call is ending anyway
+        if not all(p.step_s for p in progress.values()):
+            return  # how far ahead to stop is known when the first step is done
+        step = self._paused_at = pause_step(list(progress.values()))
+        heard = self._let_pause(step)
+        in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
+        if not in_time:
+            # some went past the step, and will wait for those that did not; give that step up
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+
+    def _let_pause(self, step: int | None) -> list[Future[int]]:
+        """Tell all members at which step to stop, and return their answers as far as they came."""
+        answers = [m.control("pause_at", self._generation, step) for m in self.members]
+        self._clock.wait(answers, _ANSWER_S)
+        return answers
+
+    def _break_hang(self, attempt: Attempt, stuck: Sequence[Member]) -> None:
+        for member in stuck:
+            self._record("hung", [member], cause="no batch finished within hang_timeout_s")
+            logger.warning("Killing worker %d, which hangs.", self._ranks[member])
+            member.kill_process()
+        if not stuck:  # they wait for each other: only a new process group can help
+            attempt.interrupted_by_us = True
+            self._end(attempt)
+            self._hangs_in_call += 1
+            if self._hangs_in_call > self._elastic.max_attempts:
+                raise CollectiveError(
+                    f"No batch finished for {self._elastic.hang_timeout_s:g} s, and no worker "
+                    "is stuck by itself: all wait for each other. The log has their stacks."
+                )
+
+    def _end(self, attempt: Attempt) -> None:
+        """Find out why an attempt failed, and stop what is left of it."""
+        self.state = State.BROKEN
+        attempt.find_reason(self._interrupt)
+        self._stragglers = attempt.pending
+
+    def _interrupt(self, besides: Iterable[Member] = ()) -> None:
+        """Make the calls under way fail, on all members: a connection has two ends."""
+        told = set(besides)
+        concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
+        answers = [m.control("interrupt", self._generation) for m in concerned]
+        self._clock.wait(answers, _ANSWER_S)
+
+    def ask_progress(self) -> dict[Member, Progress]:
+        """Return the progress of every worker that answers, while they are busy."""
+        asked = {member: member.control("progress") for member in self.members}
+        self._clock.wait(asked.values(), _ANSWER_S)
+        return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
+
+    def stop(self, method: str) -> None:
+        """Interrupt what goes on in the workers beside calls; the next call makes a new generation.
+
+        Args:
+            method: a method of the runner that returns when nothing goes on there any more.
+        """
+        if self.state is State.CLOSED:
+            return
+        self.state = State.BROKEN
+        self._interrupt(besides=self._stragglers)  # which have been told
+        nothing = self._group.shared(_pickled("no arguments", {}))
+        idle = [member for member in self.members if member not in self._stragglers]
+        attempt = Attempt(
+            {member: member.work("call", method, nothing) for member in idle}, self._clock
+        )
+        deadline = self._clock.monotonic() + _ANSWER_S
+        while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
+            attempt.settle(left)
+        self._stragglers |= attempt.pending  # one that was lost is found by the next call
+
+    def grow(self) -> bool:
+        """Restart with more workers, from what `snapshots` holds, if there is room for them now.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._scale_up.has_room():
+            return False
+        self._restart(len(self.members))
+        return True
+
+    # ---- generations
+
+    def _make_ready(self, max_losses: int, min_workers: int) -> None:
+        """Mend a group that is broken, let replacement workers in, and wait for enough workers."""
+        if self.state is State.CLOSED:
+            raise RuntimeError("The workers are shut down.")
+        if self.state is State.RUNNING:
+            raise RuntimeError(
+                "Another call on these workers is under way, in another thread; wait for its end."
+            )
+        while True:
+            self._scale_up.tend(self._generation)
+            if not self.members:
+                self._restart()
+            elif len(self.members) + len(self._scale_up.ready()) < min_workers:
+                self._await_replacements(min_workers)
+            elif self.state is State.BROKEN or self._scale_up.ready():
+                if self._rejoins:
+                    self._renew(max_losses)
+                else:
+                    self._replace_all()
+            else:
+                break
+        if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
+            self._let_pause(None)
+            self._paused_at = None  # and not before, as Ctrl-C may come in between
+
+    def _renew(self, max_losses: int) -> None:
+        """Make a new generation of the survivors and the replacement workers that are ready."""
+        started = self._clock.monotonic()
+        lost = self._await_stragglers()
+        if lost:
+            self._lose(lost, max_losses)
+            return
+        replacements = self._scale_up.ready()
+        lost = self._rejoin(replacements)
+        if lost:
+            self._lose(lost, max_losses)
+        if self.state is not State.READY:
+            return
+        seconds = self._clock.monotonic() - started
+        if replacements:
+            self._scale_up.joined(replacements)
+            joining = [
+                replacement.member for replacement in replacements if replacement.member is not None
+            ]
+            self._record("grown", joining, seconds=seconds)
+            who = f"Worker{'s' * (len(joining) > 1)} {self._listed(joining)}"
+            logger.warning(
+                "%s joined: going on with %d of %d.", who, len(self.members), self.max_workers
+            )
+        else:
+            self._record("resumed", self.members, seconds=seconds)
+
+    def _await_stragglers(self) -> dict[Member, BaseException]:
+        """Wait for workers that did not return in time; those that still do not are lost."""
+        stragglers = Attempt(self._stragglers, self._clock)
+        patience_s = _STRAGGLER_S if self._can_join else _NEWCOMER_STRAGGLER_S
+        deadline = self._clock.monotonic() + patience_s
+        mentioned = False
+        try:
+            while stragglers.pending and (left := deadline - self._clock.monotonic()) > 0:
+                quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
+                stragglers.settle(left if mentioned else min(quiet_s, left))
+                waited_s = self._clock.monotonic() - deadline + patience_s
+                if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
+                    mentioned = True
+                    logger.warning(
+                        "Waiting up to %.0f s for workers that are still busy with the call that "
+                        "failed before:\n%s",
+                        left,
+                        stacks_of(stragglers.pending, self._ranks, self._clock),
+                    )
+        finally:
+            self._stragglers = stragglers.pending
+        why = f"still busy {patience_s:g} s after it was stopped"
+        for member in stragglers.pending:
+            if not member.remote:  # it cannot be killed
+                raise WorkerTimeoutError(
+                    f"The worker in the driver's process is {why}.",
+                    ranks=[self._ranks[member]],
+                    waited_s=patience_s,
+                )
+        return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
+
+    def _rejoin(self, replacements: Sequence[Replacement]) -> dict[Member, BaseException]:
+        """Let members and replacements enter a new generation; returns members that were lost.
+
+        The group is READY and includes the replacement workers if all went well; else it is BROKEN.
+        """
+        asked = {member: member.control("progress") for member in self.members}
+        self._clock.wait(asked.values(), _SILENCE_S)
+        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
+        for member, error in lost.items():
+            if not is_loss(error):  # it may be stopped
+                member.kill_process()
+        if lost:
+            return lost
+        reached = [asked[member].result() for member in self.members]
+        leader = self.members[choose_leader(reached)]
+        self.progress = reached[choose_leader(reached)]
+        self.state = State.BROKEN
+        joining = {r.member: r for r in replacements if r.member is not None}
+        entering = self._group.in_order([*self.members, *joining])
+        attempt = self._enter(entering, self._contexts(entering), leader)
+        if not attempt.failed:
+            self._group.members[:] = entering
+            self._number_members()
+            self.metrics_start_step |= dict.fromkeys(joining, self.progress.global_step)
+            self._paused_at = None
+            self._failed_rejoins = 0
+            self.state = State.READY
+            return {}
+        # a replacement that was lost is given up; the others join the next time, unless one of them
+        # may be the reason of a failure that is no loss
+        reason = None if attempt.lost else attempt.error()
+        for member, replacement in joining.items():
+            if (error := attempt.lost.pop(member, reason)) is not None:
+                self._scale_up.fail(replacement, error)
+        if reason is not None and not joining:
+            self._failed_rejoins += 1
+            if not isinstance(reason, CollectiveError) or self._failed_rejoins > _REJOINS:
+                raise reason
+            logger.warning("No new process group came about, and is tried again: %s", reason)
+        return attempt.lost
+
+    def _lose(self, lost: Mapping[Member, BaseException], max_losses: int) -> None:
+        """Take lost workers out of the group; raise where the call cannot go on."""
+        self.state = State.BROKEN
+        for member in lost:
+            self._stragglers.pop(member, None)
+        # replacement workers that were joining cost no retry
+        lost = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
+        if not lost:
+            return
+        for member, error in lost.items():
+            rank, said = self._ranks.get(member, -1), _cause(member, error)
+            since = self.metrics_start_step.get(member, self.progress.global_step)
+            # no survivor to ask: use the last polled progress
+            step = max(self.progress.global_step, self._seen_step)
+            self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
+            self.causes_in_call.append(f"worker {rank} on {member.name}: {said}")
+            logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
+            self._scale_up.lost(self._group.slot_of(member))
+            self._group.discard(member)
+        if not self._survivors_go_on:
+            self._salvage()
+            for member in list(self.members):
+                self._group.discard(member)
+        self._scale_up.resized()
+        self._scale_up.tend(self._generation)
+        member, error = next(iter(lost.items()))
+        if self._begun:
+            self.losses_in_call += 1
+            if self.losses_in_call > max_losses:
+                raise self._failed(
+                    f"{self.losses_in_call} loss{'es' * (self.losses_in_call > 1)} in one call, "
+                    f"which allows {max_losses} (max_retries, in train and fit)",
+                    member,
+                    error,
+                )
+        else:  # what was lost since the last call costs this one no retry
+            self._losses_before_call += 1
+            if self._losses_before_call > self._elastic.max_attempts:
+                raise self._failed("workers are lost again and again", member, error)
+        if self.members:
+            logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
+        else:
+            logger.warning("Starting all workers anew.")
+
+    def _failed(
+        self, why: str, member: Member | None = None, cause: BaseException | None = None
+    ) -> WorkerLostError:
+        error = WorkerLostError(
+            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self.causes_in_call]),
+            rank=-1 if member is None else self._ranks.get(member, -1),
+            node_id="" if member is None else member.info.node_id,
+            cause="" if cause is None else _cause(member, cause),
+        )
+        error.__cause__ = cause
+        return error
+
+    # ---- too few workers
+
+    def _await_replacements(self, min_workers: int) -> None:
+        """Wait, longer each time, until survivors and replacement workers are enough."""
+        config = self._elastic
+        missing = f"{len(self.members)} left, and min_workers={min_workers}"
+        if not config.grow or self._group.options.inline:
+            raise self._failed(f"{missing}, and replacement workers are not allowed (grow=False)")
+        limit = self._clock.monotonic() + self._timeout_s
+        for number in range(config.max_attempts):
+            wait_s = backoff_s(number, config, random.random())
+            self._mention_wait(missing, number, wait_s)
+            deadline = self._clock.monotonic() + wait_s
+            while (now := self._clock.monotonic()) < deadline or now < limit:
+                self._scale_up.tend(self._generation)
+                if len(self.members) + len(self._scale_up.ready()) >= min_workers:
+                    return
+                enough_come = len(self.members) + self._scale_up.coming() >= min_workers
+                if now >= deadline and not enough_come:
+                    break
+                self._clock.sleep(_BUSY_TICK_S)
+        raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
+
+    def _replace_all(self) -> None:
+        """Start all workers anew with the state that they have."""
+        num_before = len(self.members)
+        self._salvage()
+        self._restart(num_before)
+
+    def _salvage(self) -> None:
+        """Take over the state of the workers that are left, if they cannot go on with it."""
+        if self._rejoins or not self._can_join:
+            return
+        reached = self.ask_progress()
+        for member in sorted(reached, key=lambda m: -reached[m].global_step):
+            if not member.remote:
+                continue
+            answer = member.work("call", "restart_state", {})
+            self._clock.wait([answer], _SALVAGE_S)
+            if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
+                self.snapshots.set(state)
+                self._salvaged = True
+                self.progress = reached[member]
+                return
+
+    def _restart(self, num_before: int | None = None) -> None:
+        """Start all workers anew from the newest snapshot, trying longer each time."""
+        config = self._elastic
+        started = self._clock.monotonic()
+        salvaged, self._salvaged = self._salvaged, False
+        if config.snapshot_every is None and self.progress.global_step > 0 and not salvaged:
+            raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
+        self._scale_up.stop()
+        self._group.shutdown(force=True)
+        self._stragglers.clear()
+        self.metrics_start_step.clear()
+        queue = self._group.queue()
+        try:
+            for number in range(config.max_attempts):
+                wait_s = backoff_s(number, config, random.random())
+                deadline = self._clock.monotonic() + wait_s
+                try:
+                    self._start(max(wait_s, 1.0), queue)
+                    self._load_snapshot()
+                    break
+                except BaseException as error:
+                    self.state = State.BROKEN
+                    self._group.shutdown(force=True)
+                    expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
+                    if not (isinstance(error, expected) or is_loss(error)):
+                        raise
+                    self._mention_wait(_first_line(error), number, wait_s)
+                    last = error
+                while self._clock.monotonic() < deadline:
+                    self._clock.sleep(_BUSY_TICK_S)
+            else:
+                raise self._failed(
+                    f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
+                )
+        finally:
+            queue.clear()
+        if self._begun:  # what was measured in the call is gone
+            self.metrics_start_step = dict.fromkeys(self.members, self.progress.global_step)
+        grown = num_before is not None and len(self.members) > num_before
+        joining = self.members[num_before:] if grown else self.members
+        seconds = self._clock.monotonic() - started
+        self._record("grown" if grown else "restarted", joining, seconds=seconds)
+        logger.warning(
+            "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
+        )
+
+    def _load_snapshot(self) -> None:
+        state = self.snapshots.state()
+        self.progress = Progress()
+        if state is None:
+            return  # none had been taken yet: the workers are as their setup made them
+        packed = self._group.shared(_pickled("the snapshot", {"state": state}))
+        attempt = self._step("call", [("load_state_dict", packed)] * len(self.members), "load")
+        self._raise_failure(attempt)
+        self.progress = next(iter(attempt.outcomes.values())).progress
+
+    def _mention_wait(self, why: str, number: int, wait_s: float) -> None:
+        self._record("waiting", [], cause=why, seconds=wait_s)
+        logger.warning(
+            "Too few workers (%s). Try %d of %d, for %.1f s: %s",
+            why,
+            number + 1,
+            self._elastic.max_attempts,
+            wait_s,
+            self._group.room(),
+        )
+
+    def _note_failed_replacement(self, member: Member | None, error: BaseException) -> None:
+        said = _cause(member, error)
+        self._record("newcomer_failed", [] if member is None else [member], cause=said)
+        logger.warning("A replacement worker failed before it joined: %s", said)
+
+    # ---- helpers
+
+    def _record(
+        self,
+        kind: EventKind,
+        members: Sequence[Member],
+        *,
+        cause: str = "",
+        seconds: float = 0.0,
+        num_batches: int = 0,
+        step: int | None = None,
+    ) -> None:
+        event = Event(
+            kind=kind,
+            generation=self._generation,
+            ranks=tuple(self._ranks.get(member, -1) for member in members),
+            nodes=tuple(member.node_id for member in members),
+            step=self.progress.global_step if step is None else step,
+            cause=cause,
+            seconds=seconds,
+            num_batches=num_batches,
+            num_workers=self._num_left() if kind == "lost" else len(self.members),
+        )
+        self.events.append(event)
+        logger.info(
+            "%s: workers %s, generation %d, step %d, %.2f s. %s",
+            kind.capitalize(),
+            self._listed(members) or "none",
+            event.generation,
+            event.step,
+            seconds,
+            cause,
+        )
+        if self.on_event is not None:
+            self.on_event()
+
+    def _num_left(self) -> int:
+        """Return how many workers will be left when one that is lost, and still here, is gone."""
+        return len(self.members) - 1 if self._survivors_go_on else 0
+
+    @property
+    def _survivors_go_on(self) -> bool:
+        """Whether workers that are left after a loss keep their processes."""
+        return self._elastic.in_place and self._rejoins
+
+    def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
+        self._generation += 1
+        return assign_contexts(
+            [member.info for member in members],
+            generation=self._generation,
+            distributed=self._backend is not None,
+            num_cpus=self._group.options.num_cpus,
+        )
+
+    def _enter(
+        self,
+        entering: Sequence[Member],
+        contexts: Sequence[WorkerContext],
+        leader: Member | None,
+    ) -> Attempt:
+        """Let workers enter a generation, with the state of `leader` or by their setup."""
+        rendezvous, leader_rank = None, None
+        if self._backend is not None:
+            rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
+        if leader is not None:
+            leader_rank = list(entering).index(leader)
+        arguments = [(context, rendezvous, leader_rank) for context in contexts]
+        if leader is None:
+            return self._step("enter", arguments, "set up")
+        return self._step("enter", arguments, "join a new generation", entering, listening=True)
+
+    def _step(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        what: str,
+        members: Sequence[Member] | None = None,
+        listening: bool = False,
+    ) -> Attempt:
+        """Let workers take one step of a start or a rejoin, within the bound for those.
+
+        With `listening`, a worker that answers no control call counts as lost.
+        """
+        self._entering = list(members or self.members)
+        attempt = Attempt(
+            {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)},
+            self._clock,
+        )
+        deadline = self._clock.monotonic() + self._timeout_s
+        mentioned = self._clock.monotonic()
+        heartbeats = Heartbeats(_SILENCE_S)
+        while attempt.under_way:
+            attempt.settle(1.0)
+            now = self._clock.monotonic()
+            for member in heartbeats.silent(attempt.pending, now) if listening else ():
+                member.kill_process()
+                attempt.give_up(member, _silence())
+            if now > deadline:
+                waiting = self._listed(attempt.pending)
+                if self._backend is not None:
+                    self._backend.close()  # wakes those that still look for each other
+                self._end(attempt)
+                raise WorkerTimeoutError(
+                    f"Waited {self._timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
+                    f"for {waiting}.",
+                    waited_s=self._timeout_s,
+                )
+            if now - mentioned > _MENTION_S:
+                logger.warning(
+                    "Still waiting for workers %s to %s.", self._listed(attempt.pending), what
+                )
+                mentioned = now
+        if attempt.failed:
+            if self._backend is not None:
+                self._backend.close()  # wakes those that still look for each other
+            self._end(attempt)
+        self._entering = []
+        return attempt
+
+    def _first_step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> None:
+        """Let every member take one step of the start; raise where one fails."""
+        self._raise_failure(self._step(method, arguments, what))
+
+    def _raise_failure(self, attempt: Attempt) -> None:
+        if not attempt.failed:
+            return
+        for member, error in attempt.lost.items():
+            raise WorkerLostError(
+                f"Lost worker {self._ranks[member]} on {member.name} while the workers were "
+                f"starting: {_cause(member, error)}",
+                rank=self._ranks[member],
+                node_id=member.info.node_id,
+                cause=_cause(member, error),
+            ) from error
+        raise attempt.error()
+
+    def _number_members(self) -> None:
+        self._ranks = {member: rank for rank, member in enumerate(self.members)}
+
+    def _listed(self, members: Iterable[Member]) -> str:
+        names = [str(self._ranks.get(member, "(new)")) for member in members]
+        return ", ".join(sorted(names))
+
+
+def _pickled(what: str, value: Any) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: what)
+        raise TypeError(
+            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
+            "such objects in setup() instead, which runs on the workers."
+        ) from error
+
+
+def _error_of(answer: Future[Any]) -> BaseException | None:
+    """Return why a control call failed, which may be silence."""
+    return answer.exception() if answer.done() else _silence()
+
+
+def _value_of(outcome: Outcome) -> Any:
+    return outcome.value() if outcome.kind == "ok" else None
+
+
+def _silence() -> WorkerTimeoutError:
+    return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
+
+
+def _cause(member: Member | None, error: BaseException) -> str:
+    """Say in one line why a worker is gone."""
+    if is_loss(error):
+        return loss_cause(error, getattr(member, "info", None))
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) if lines else type(error).__name__

@@ -1,0 +1,178 @@
+"""Watching a call that is under way: its progress, workers that hang, workers that wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd.cluster.attempt import Attempt
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.members import Member
+from raysgd.context import Progress
+
+__all__ = ["HealthMonitor", "Heartbeats", "stacks_of"]
+
+logger = logging.getLogger(__name__)
+
+_UNEVEN_S = 30.0
+"""After how long to say that workers which are done wait for others."""
+_STACKS_S = 2.0
+"""How long a worker may take to show its stack; one that is stopped never does."""
+_IN_VAIN_S = 0.7
+"""After how long a collective that cannot end is given up."""
+_IN_COLLECTIVE = (
+    "_engine_run_backward",
+    "distributed_c10d",
+    "_sync_buffers",
+    "all_reduce",
+    "mpi_ops.py",  # Horovod's
+    "quick_execute",  # TensorFlow's; from outside a collective in a graph looks like the rest of it
+)
+
+
+class Heartbeats:
+    """Asks workers again and again, and knows who does not answer: a stopped process, mostly."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._asked: dict[Member, tuple[float, Future[Any]]] = {}
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Return those that have not answered for so long; never waits."""
+        found = []
+        for member in members:
+            asked = self._asked.get(member)
+            if asked is None or asked[1].done():
+                self._asked[member] = (now, member.control("progress"))
+            elif now - asked[0] > self._silence_s:
+                found.append(member)
+        return found
+
+
+class HealthMonitor:
+    """Watches one attempt at a call.
+
+    Args:
+        attempt: the attempt.
+        ranks: ranks of the members, for messages.
+        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck.
+        clock: tells the time.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        ranks: Mapping[Member, int],
+        hang_timeout_s: float | None,
+        clock: Clock,
+    ) -> None:
+        self._clock = clock
+        self._attempt = attempt
+        self._ranks = ranks
+        self._hang_timeout_s = hang_timeout_s
+        self._moved_at = self._mentioned_at = self._clock.monotonic()
+        self._seen: dict[Member, tuple[int, int]] = {}
+        self._waiting: dict[Member, int] = {}
+        self._waiting_since = 0.0
+
+    def mention_uneven(self) -> None:
+        """Say, from time to time, which workers are still busy when others have returned."""
+        now = self._clock.monotonic()
+        if not self._attempt.outcomes or not self._attempt.pending:
+            self._mentioned_at = now
+        elif now - self._mentioned_at >= _UNEVEN_S:
+            self._mentioned_at = now
+            logger.warning(
+                "Workers %s have returned; still waiting for workers %s, which may be waiting for "
+                "them in turn. Every worker needs the same number of collective operations.",
+                self._listed(self._attempt.outcomes),
+                self._listed(self._attempt.pending),
+            )
+
+    def in_vain(self, progress: Mapping[Member, Progress]) -> str | None:
+        """Say who waits in a collective for whom, if that can never end; else return None.
+
+        It cannot where all that have returned are blocked until the others return too, and each of
+        those waits in a collective, which is one of all workers.
+        """
+        now, attempt = self._clock.monotonic(), self._attempt
+        waiting = {}
+        for member in attempt.pending:
+            number = progress[member].collective if member in progress else None
+            if number is None:
+                self._waiting = {}
+                return None
+            waiting[member] = number
+        blocked = [m for m in attempt.outcomes if m in progress and progress[m].blocked_on_driver]
+        # a blocked one may have started a collective before, which goes on beside it
+        under_way = any(progress[member].collective is not None for member in blocked)
+        if under_way or not blocked or len(blocked) < len(attempt.outcomes):
+            self._waiting = {}
+        elif waiting != self._waiting:
+            self._waiting, self._waiting_since = waiting, now
+        elif now - self._waiting_since >= _IN_VAIN_S:
+            return (
+                f"Workers {self._listed(waiting)} wait in a collective operation for workers "
+                f"{self._listed(blocked)}, which will not come: they have returned, or "
+                "reported or saved more often, and wait for the others to do so too. Every worker "
+                "must communicate, report and save equally often and in the same order."
+            )
+        return None
+
+    def stuck(self, progress: Mapping[Member, Progress]) -> list[Member] | None:
+        """Return None as long as the call moves; else log every stack, and return who is stuck.
+
+        The list is empty where all wait for each other.
+        """
+        if self._hang_timeout_s is None:
+            return None
+        seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
+        now = self._clock.monotonic()
+        if any(seen[member] != self._seen.get(member) for member in seen):
+            self._seen, self._moved_at = {**self._seen, **seen}, now
+        if now - self._moved_at < self._hang_timeout_s:
+            return None
+        self._moved_at = now
+        return self._find_stuck()
+
+    def _find_stuck(self) -> list[Member]:
+        stacks = _ask_stacks(self._attempt.pending, self._clock)
+        logger.warning(
+            "No batch finished for %g s. %s", self._hang_timeout_s, _described(stacks, self._ranks)
+        )
+        silent = [member for member, text in stacks.items() if text is None]
+        apart = [
+            member
+            for member, text in stacks.items()
+            if text is not None and not any(sign in text for sign in _IN_COLLECTIVE)
+        ]
+        # those that wait in a collective wait for one that is elsewhere
+        return silent or [member for member in apart if member.remote]
+
+    def _listed(self, members: Iterable[Member]) -> str:
+        return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
+
+
+def stacks_of(members: Iterable[Member], ranks: Mapping[Member, int], clock: Clock) -> str:
+    """Return what the threads of workers are doing, as text."""
+    return _described(_ask_stacks(members, clock), ranks)
+
+
+def _ask_stacks(members: Iterable[Member], clock: Clock) -> dict[Member, str | None]:
+    """Return the stacks of each worker; None where it does not answer."""
+    asked = {member: member.control("stacks") for member in members}
+    clock.wait(asked.values(), _STACKS_S)
+    return {
+        member: answer.result() if answer.done() and answer.exception() is None else None
+        for member, answer in asked.items()
+    }
+
+
+def _described(stacks: Mapping[Member, str | None], ranks: Mapping[Member, int]) -> str:
+    return "\n".join(
+        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n"
+        f"{'no answer: the process is stopped or gone' if text is None else text}"
+        for member, text in stacks.items()
+    )

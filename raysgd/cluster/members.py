@@ -1,0 +1,303 @@
+"""Handles of workers: an actor, or a worker in the driver's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from raysgd.cluster.channels import Channel, Channels
+from raysgd.cluster.worker import Worker
+from raysgd.comm.network import driver_address
+from raysgd.elastic.policies import WorkerInfo
+
+__all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss", "loss_cause"]
+
+
+_SIGNAL_S = 10.0
+"""How long it may take to send a signal on another node."""
+
+_SHORT_BYTES = 1 << 14
+
+
+class Member(ABC):
+    """One worker, as the driver holds it.
+
+    Work runs one call at a time; control calls run beside it. Both answer with a future, so that
+    waiting is the same for every kind of member.
+    """
+
+    info: WorkerInfo
+    remote: bool
+
+    @abstractmethod
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the work thread."""
+
+    def call(self, method: str, arguments: Any) -> Future[Any]:
+        """Start a call of a method of the runner that is called often, in the work thread."""
+        return self.work("call", method, arguments)
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
+
+    @abstractmethod
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call that runs beside the work."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker."""
+
+    def kill_process(self) -> None:
+        """End the worker also where its process is stopped and cannot end itself."""
+        self.kill()
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the worker's process, and return whether that is there.
+
+        Raises:
+            RuntimeError: if it is the driver's process.
+        """
+        raise RuntimeError(f"{self.name}: this worker has no process of its own.")
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of its node; empty where it has not said so yet."""
+        return self.info.node_id if hasattr(self, "info") else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can reach the worker at all."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """Where it runs, for messages."""
+        if not hasattr(self, "info"):
+            return "a node that is not known yet"
+        return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
+
+
+class ActorMember(Member):
+    """A worker in a Ray actor.
+
+    Args:
+        actor: Ray's handle.
+        channels: for a shorter way to the actor than Ray's; None where Ray's will do.
+    """
+
+    remote = True
+
+    def __init__(self, actor: Any, channels: Channels | None = None) -> None:
+        self._actor = actor
+        self._channels = channels
+        self._channel: Channel | None = None
+        self._turn = 0
+        """Number of the newest call of the work thread."""
+        self._order = threading.RLock()
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the actor's work thread."""
+        with self._order:
+            self._hang_up()
+            return self._submit("work", method, arguments)
+
+    def call(self, method: str, arguments: Any) -> Future[Any]:
+        """Start a call of a method of the runner that is called often, in the work thread.
+
+        Whoever starts another before it is answered waits for its answer in vain, if the channel
+        breaks before the worker has it: it is given up then.
+        """
+        if self._channels is None or not self._channels.usable or not _is_short(arguments):
+            return self.work("call", method, arguments)
+        self._check_alive()
+        request = method, arguments
+        turn = self._turn = self._turn + 1
+
+        def by_ray() -> Future[Any]:
+            with self._order:
+                if self._turn != turn:  # it was given up, and is not to come after what followed
+                    raise RuntimeError("The call was given up before it reached the worker.")
+                return self._submit("work", "call", request)
+
+        answer = None if self._channel is None else self._channel.ask(request, by_ray)
+        if answer is None:
+            if self._channel is not None:
+                self._channel.hang_up()
+            try:
+                channel = self._channels.open(driver_address([self.info.node_ip]))
+            except (OSError, RuntimeError):
+                return self.work("call", method, arguments)
+            self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
+            answer = channel.ask(request, by_ray)
+            assert answer is not None
+            self._submit("work", "serve", (channel.address,)).add_done_callback(channel.end)
+        return answer
+
+    def _hang_up(self) -> None:
+        """Let what goes by Ray have the work thread, after what goes by the channel."""
+        self._turn += 1
+        if self._channel is not None:
+            self._channel.hang_up()  # before it is forgotten: Ctrl-C may come in between
+            self._channel = None
+
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in one of the actor's control threads."""
+        return self._submit("control", method, arguments)
+
+    def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        self._check_alive()
+        bound = getattr(self._actor, method).options(concurrency_group=group)
+        future: Future[Any] = bound.remote(*arguments).future()
+        return future
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        with self._order:
+            self._hang_up()
+            self._check_alive()
+            bound = self._actor.execute.options(concurrency_group="work")
+            return bound.remote(function, *args, **kwargs)
+
+    @property
+    def actor(self) -> Any:
+        """Ray's handle of the actor."""
+        return self._actor
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise RuntimeError(
+                "Ray was shut down after this trainer was created; create a new trainer."
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether Ray is still there; without it, a call would start Ray anew."""
+        import ray
+
+        return bool(ray.is_initialized())
+
+    def kill(self) -> None:
+        """Kill the actor's process."""
+        import ray
+
+        if self.alive:
+            with contextlib.suppress(Exception):  # it may be gone already
+                ray.kill(self._actor)
+
+    def kill_process(self) -> None:
+        """Kill the actor's process by a signal, sent on its node."""
+        with contextlib.suppress(Exception):  # its node may be gone already
+            self.signal(signal.SIGKILL)
+        self.kill()
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the actor's process, from its node."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        try:
+            if _is_here(self.info):
+                _send_signal(self.info.pid, number)
+            else:
+                strategy = NodeAffinitySchedulingStrategy(self.info.node_id, soft=False)
+                remote: Any = ray.remote
+                send = remote(num_cpus=0, scheduling_strategy=strategy)(_send_signal)
+                ray.get(send.remote(self.info.pid, number), timeout=_SIGNAL_S)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+class InlineMember(Member):
+    """The only worker of a group, in the driver's process and in the caller's thread.
+
+    A call has ended when it returns, so that a debugger stops where the user is.
+    """
+
+    remote = False
+
+    def __init__(self) -> None:
+        self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
+        self._worker = Worker()
+        self._worker.keep_in_process()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker itself."""
+        return self._worker
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Make the call."""
+        future: Future[Any] = Future()
+        future.set_result(getattr(self._worker, method)(*arguments))
+        return future
+
+    control = work
+
+    def kill(self) -> None:
+        """Do nothing: the process is the driver's own."""
+
+
+class ThreadMember(InlineMember):
+    """Worker 0 of a larger group, in the driver's process and a thread of its own.
+
+    The caller's thread stays free to notice when another worker fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the thread."""
+        return self._thread.submit(getattr(self._worker, method), *arguments)
+
+    def kill(self) -> None:
+        """Let the thread end when its call has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_short(arguments: Any) -> bool:
+    """Whether it fits into what the system holds of a connection, whoever reads or does not."""
+    return isinstance(arguments, bytes) and len(arguments) < _SHORT_BYTES
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)  # itself not a Python function, which Ray refuses to send
+
+
+def _is_here(info: WorkerInfo) -> bool:
+    """Whether a worker runs on the driver's own node, where no task has to be started for it."""
+    import ray
+
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return info.node_id == node_id
+
+
+def loss_cause(error: BaseException, info: WorkerInfo | None) -> str:
+    """Return Ray's `error` in one line: what ended the process, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[-1] if lines else type(error).__name__
+    said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return said if info is None else f"process {info.pid}: {said}"
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether Ray's `error` says that the worker or its node is gone."""
+    import ray.exceptions
+
+    return isinstance(
+        error,
+        ray.exceptions.RayActorError
+        | ray.exceptions.WorkerCrashedError
+        | ray.exceptions.NodeDiedError
+        # Ray's own, for a worker that it killed; what user code raises comes as an outcome
+        | ray.exceptions.OutOfMemoryError,
+    )

@@ -1,0 +1,373 @@
+"""What runs in a worker process: one runner, one backend, and how failures are reported.
+
+Nothing here needs Ray: a worker in the driver's process is the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from raysgd.cluster.channels import ChannelAddress, Served, serve
+from raysgd.cluster.forks import end_forks_with_this_process
+from raysgd.cluster.serialization import Packed, dumps, pack
+from raysgd.comm.backend import Backend
+from raysgd.context import PausedError, Progress, Runner, WorkerContext
+from raysgd.elastic.policies import WorkerInfo
+from raysgd.errors import RemoteError, RemoteTraceback
+from raysgd.loading import loading
+
+__all__ = ["Outcome", "Worker", "group_size_here"]
+
+
+OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
+
+
+@dataclass
+class Outcome:
+    """What came of one call: a value, or an exception and what kind of failure it is.
+
+    ``paused``: it stopped at the step at which it was asked to. ``user``: user code raised.
+    ``communication``: talking to another worker failed, most likely because that one failed.
+    ``stopped``: it failed after the driver had interrupted it.
+    """
+
+    kind: OutcomeKind
+    payload: Any
+    """The value or the exception; packed by us where it comes from another process, since what
+    Ray unpickles it does in a thread of its own, and user code shall not run there."""
+    progress: Progress
+    traceback: str = ""
+    note: str = ""
+    """What shall stand below the exception: where in the user's code it was raised."""
+
+    def value(self, own: bool = True) -> Any:
+        """Return the value or the exception; for `own` see `Packed.value`."""
+        return self.payload.value(own) if isinstance(self.payload, Packed) else self.payload
+
+    def exception(self) -> BaseException:
+        """Return the exception, with the worker's traceback as its cause."""
+        error: BaseException = self.value()
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        if self.note:
+            with contextlib.suppress(Exception):  # classes of the user's may refuse
+                error.add_note(self.note)
+        return error
+
+
+_GROUP_SIZE_HERE = 0
+"""Of the group that this process is a worker of; 0 in all other processes."""
+
+
+def group_size_here() -> int:
+    """Return how many workers the group has that this process is one of; 0 where it is none."""
+    return _GROUP_SIZE_HERE
+
+
+class Worker:
+    """Hosts a runner. The driver's calls reach it as an actor's methods, by a channel, or directly.
+
+    `call` and the other methods that work run one at a time; `interrupt`, `progress` and
+    `stacks` run beside them.
+    """
+
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+        self._backend: Backend | None = None
+        self._rank = 0
+        self._remote = True
+        self._interrupted = False
+        self._generation = 0
+        self._generation_lock = threading.RLock()
+        """Held while a message to a generation is handled, so that the next one does not begin.
+        Reentrant: in the driver's process a signal handler may interrupt the one that holds it."""
+
+    def info(self) -> WorkerInfo:
+        """Say where this worker runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        return WorkerInfo(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            gpu_ids=gpu_ids,
+        )
+
+    def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
+        """Run the initialization hook, then take over runner and backend.
+
+        What the driver could import from `import_path`, the worker can: Ray gives it the folder of
+        the driver's script and the current one, but not what was added to ``sys.path`` since.
+        They come pickled one by one, since unpickling the runner imports what the hook may want to
+        configure; in the driver's process they come as they are.
+        """
+
+        def create() -> None:
+            if self._remote:
+                end_forks_with_this_process()
+            sys.path.extend(path for path in import_path if path not in sys.path)
+            function: Callable[[], None] | None = _unpickled(hook)
+            if function is not None:
+                function()
+            with loading() if self._remote else contextlib.nullcontext():
+                self._runner = _unpickled(runner)
+                self._backend = _unpickled(backend)
+
+        return self._attempt(create)
+
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Import what the runner will need; a spare does so before there is one."""
+        if missing := [module for module in modules if module not in sys.modules]:
+            with loading():
+                for module in missing:
+                    importlib.import_module(module)
+
+    def keep_in_process(self) -> None:
+        """Say that driver and worker share a process: nothing is pickled."""
+        self._remote = False
+
+    def prepare(self, context: WorkerContext) -> Outcome:
+        """Adjust the process before the process group is made."""
+        self._rank = context.world_rank
+
+        def prepare() -> None:
+            self._hosted.prepare(context)
+            if self._remote:
+                self.import_ahead(self._hosted.imports)
+
+        return self._attempt(prepare)
+
+    def enter(
+        self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
+    ) -> Outcome:
+        """Enter a generation: make its process group, then set up, or join the leader's state.
+
+        A replacement worker sets up `alone`, in a group of one, while the others train.
+        """
+        global _GROUP_SIZE_HERE
+        with self._generation_lock:
+            self._generation = context.generation
+        self._rank = context.world_rank
+        if self._remote:
+            _GROUP_SIZE_HERE = context.world_size
+        group = replace(context, world_rank=0, world_size=1) if alone else context
+
+        def enter() -> None:
+            if self._backend is not None:
+                self._backend.teardown()
+                self._backend.setup(group, rendezvous)
+            self._interrupted = False
+            self._hosted.request_stop(False)
+            self._hosted.pause_at(None)
+            if leader is None:
+                self._hosted.setup(context)
+            else:
+                self._hosted.rejoin(context, leader)
+
+        return self._attempt(enter)
+
+    def call(self, method: str, arguments: Any) -> Outcome:
+        """Call a method of the runner."""
+        return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
+
+    def serve(self, address: ChannelAddress) -> Served:
+        """Make the calls that the driver asks for by a channel, until it hangs up."""
+        return serve(address, self.call)
+
+    # Messages to an older generation are ignored: they may arrive late.
+
+    def interrupt(self, generation: int | None = None) -> None:
+        """Make the call under way fail, at its next step or in its collective.
+
+        Args:
+            generation: the last one that this is about; None: whichever there is.
+        """
+        with self._generation_lock:
+            if generation is not None and generation < self._generation:
+                return
+            self._interrupted = True
+            if self._runner is not None:
+                self._runner.request_stop(True)
+            if self._backend is not None:
+                self._backend.interrupt()
+
+    def progress(self) -> Progress:
+        """Say how far the work is."""
+        if self._runner is None:
+            return Progress()
+        progress = self._runner.progress()
+        if self._backend is None:
+            return progress
+        collective = self._backend.collective()
+        return progress if collective is None else replace(progress, collective=collective)
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the user; what it raises is Ray's to pass on."""
+        return function(*args, **kwargs)
+
+    def pause_at(self, generation: int, step: int | None) -> int:
+        """Ask a generation's call to stop at a step; returns the step that this worker is at."""
+        with self._generation_lock:
+            if generation < self._generation:
+                return self._hosted.progress().global_step
+            return self._hosted.pause_at(step)
+
+    def snapshot(self) -> bytes | None:
+        """Return the newest snapshot of the runner, pickled."""
+        state = None if self._runner is None else self._runner.snapshot()
+        return None if state is None else dumps(state)
+
+    def stacks(self) -> str:
+        """Return the Python stack of every thread, as text."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
+    def teardown(self) -> None:
+        """Let go of runner and process group."""
+        if self._runner is not None:
+            self._runner.teardown()
+        if self._backend is not None:
+            self._backend.teardown()
+        self._runner = None
+
+    @property
+    def runner(self) -> Runner | None:
+        """What this worker hosts."""
+        return self._runner
+
+    @property
+    def _hosted(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("This worker hosts nothing: it was not created, or torn down.")
+        return self._runner
+
+    def _attempt(self, function: Callable[[], Any]) -> Outcome:
+        try:
+            value = function()
+            payload = _packed(value) if self._remote else value
+        except (Exception, SystemExit) as error:
+            return self._failure(error)
+        return Outcome("ok", payload, self._safe_progress())
+
+    def _failure(self, error: BaseException) -> Outcome:
+        text = "".join(traceback.format_exception(error))
+        raised_in = _raised_in(error)
+        if isinstance(error, SystemExit):
+            # raised as itself it would end the driver's program, and without a word
+            error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
+        kind: OutcomeKind = "user"
+        if isinstance(error, PausedError):
+            return Outcome("paused", None, self._safe_progress())
+        if self._interrupted:
+            kind = "stopped"
+        elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
+            kind = "communication"
+        progress = self._safe_progress()
+        if not self._remote:
+            return Outcome(kind, error, progress)
+        where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
+        # an error that only followed from another is told of and never caught by its type: as
+        # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
+        bare = _bare(error)
+        if kind != "user":
+            return Outcome(kind, pack(_as_text(bare)), progress, where)
+        # the last line that is seen, and often the only one that is read
+        note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
+        return Outcome(kind, _packed_error(bare), progress, where, note if raised_in else "")
+
+    def _safe_progress(self) -> Progress:
+        """Return the progress, also where a half-built runner has none."""
+        with contextlib.suppress(Exception):
+            return self.progress()
+        return Progress()
+
+
+def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
+    """Whether `error`, or one that led to it, passes `test`."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if test(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _raised_in(error: BaseException) -> str:
+    """Say which line of the user's an exception went through last; empty where it was none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _is_the_users(filename: str) -> bool:
+    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
+    folders = {sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])}
+    if filename.startswith(
+        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
+    ):
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
+
+
+def _unpickled(value: Any) -> Any:
+    return pickle.loads(value) if isinstance(value, bytes) else value
+
+
+def _packed(value: Any) -> Packed:
+    try:
+        return pack(value)
+    except Exception as error:
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
+        raise TypeError(f"A worker cannot send {say()} back to the driver: {error}") from error
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Strip an exception of its frames, and of those of what led to it.
+
+    They hold batches, tensors and process groups: whoever keeps the exception, as a future of
+    torch's does, would keep them too.
+    """
+    bare = error.with_traceback(None)
+    bare.__cause__ = bare.__context__ = None
+    return bare
+
+
+def _packed_error(error: BaseException) -> Packed:
+    """Pack an exception; one that does not survive it is replaced by a RemoteError."""
+    try:
+        packed = pack(error)
+        if isinstance(packed.value(), BaseException):
+            return packed
+    except Exception:
+        pass
+    return pack(_as_text(error))
+
+
+def _as_text(error: BaseException) -> RemoteError:
+    try:
+        text = str(error)
+    except Exception as unprintable:
+        text = f"(its text cannot be had: {type(unprintable).__qualname__})"
+    return RemoteError(f"{type(error).__qualname__}: {text}")
+
+
+def _host() -> str:
+    return os.uname().nodename

@@ -1,0 +1,305 @@
+"""The workers of a trainer: starting them, and ending them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.cluster.channels import Channels
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
+from raysgd.cluster.spares import Spares
+from raysgd.cluster.worker import Worker
+from raysgd.elastic.policies import WorkerInfo
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
+
+__all__ = ["GroupOptions", "WorkerGroup", "gather"]
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_THREADS = 4
+_TEARDOWN_S = 5.0
+_LARGE_BYTES = 2**20
+_COME_UP_S = 60.0
+"""How long worker processes may take to come up once they have room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How many workers there are and what each of them reserves."""
+
+    num_workers: int
+    min_workers: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    use_local: bool = False
+    start_timeout_s: float = 100.0
+    strategy: str = "SPREAD"
+    """How Ray places the workers on nodes."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one worker reserves, as Ray names it."""
+        bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    @property
+    def inline(self) -> bool:
+        """Whether the only worker runs in the caller's thread, without Ray."""
+        return self.use_local and self.num_workers == 1
+
+
+class WorkerGroup:
+    """The members in the order of their ranks, and the room that they take."""
+
+    def __init__(
+        self,
+        options: GroupOptions,
+        imports: Sequence[str] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self.options = options
+        self.clock = clock or Clock()
+        self.spares = Spares(self._new_spare, imports)
+        self.members: list[Member] = []
+        self._reservation: Any = None
+        self._actor_cls: Any = None
+        self._slots: dict[Member, Any] = {}
+        self._channels = Channels()
+
+    def start(self, timeout_s: float, queue: Any = None) -> None:
+        """Start the workers and wait until each has said where it runs.
+
+        Args:
+            timeout_s: how long to wait for room for ``min_workers``.
+            queue: where a request for that waits for the next try, see ``placement.reserve``.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for ``min_workers``.
+            WorkerTimeoutError: if a worker does not come up.
+            WorkerLostError: if one dies as it comes up.
+        """
+        options = self.options
+        if options.inline:
+            self.members = [InlineMember()]
+            return
+        num_local = int(options.use_local)
+        self._reservation = self._reserve(
+            options.num_workers - num_local,
+            max(1, options.min_workers - num_local),
+            timeout_s,
+            queue,
+        )
+        self._actor_cls = self._actor_class()
+        # known from here on, so that a start that fails leaves none behind
+        self.members = [self.new_member(slot) for slot in self._reservation.slots]
+        self._find_places(self.members, max(timeout_s, _COME_UP_S))
+        self.members = self.in_order(self.members)
+        if options.use_local:
+            self.members.insert(0, _local_member())
+
+    def _reserve(
+        self, num_workers: int, min_workers: int, timeout_s: float, queue: Any = None
+    ) -> Any:
+        """Return room for workers; a simulated cluster has its own."""
+        from raysgd.cluster import placement
+
+        placement.connect()
+        return placement.reserve(
+            self.options.bundle,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            timeout_s=timeout_s,
+            strategy=self.options.strategy,
+            queue=queue,
+        )
+
+    def queue(self) -> Any:
+        """Return a place for requests for room to wait in from one start to the next."""
+        from raysgd.cluster import placement
+
+        return placement.Queue()
+
+    def add(self, num_workers: int) -> None:
+        """Start further workers behind those there are, and wait until they are up.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for them.
+            WorkerTimeoutError: if one does not come up; none of them is left then.
+            WorkerLostError: if one dies as it comes up, likewise.
+        """
+        more = self._reserve(num_workers, num_workers, self.options.start_timeout_s)
+        self._reservation.include(more)
+        members = [self.new_member(slot) for slot in more.slots]
+        try:
+            self._find_places(members, _COME_UP_S)
+        except BaseException:
+            for member in members:
+                self.discard(member)
+            raise
+        self.members += members
+
+    def _find_places(self, members: Sequence[Member], timeout_s: float) -> None:
+        """Wait until workers are up, and note where each of them is."""
+        infos = [member.control("info") for member in members]
+        try:
+            found = gather(infos, timeout_s, "worker processes to come up", self.clock)
+        except Exception as error:
+            if is_loss(error):
+                raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
+            raise
+        for member, info in zip(members, found, strict=True):
+            member.info = info
+
+    def new_member(self, slot: Any) -> Member:
+        """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
+        member = self.spares.take(slot.node_id) if self.spares else None
+        if member is None:
+            strategy = slot.strategy
+            member = self._actor(scheduling_strategy=strategy)
+        self._slots[member] = slot
+        return member
+
+    def _new_spare(self, node_id: str) -> Member:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nothing = {"num_cpus": 0, "num_gpus": 0, "resources": None}
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return self._actor(scheduling_strategy=strategy, **nothing)
+
+    def _actor(self, **options: Any) -> Member:
+        return ActorMember(self._actor_cls.options(**options).remote(), self._channels)
+
+    def vacant_slots(self) -> list[Any]:
+        """Return room that no worker is in or on its way to, requesting what is missing."""
+        if self._reservation is None:
+            return []
+        wanted = self.options.num_workers - int(self.options.use_local)
+        while len(self._reservation.slots) < wanted:
+            if self._reservation.request_slot(self.options.bundle) is None:
+                break
+        taken = list(self._slots.values())
+        return [slot for slot in self._reservation.slots if slot not in taken]
+
+    def slot_of(self, member: Member) -> Any:
+        """Return the room that a worker is in."""
+        return self._slots.get(member)
+
+    def room(self) -> str:
+        """Say what a worker needs and what the cluster has, for messages."""
+        if self.options.inline:
+            return "all workers are in the driver's process"
+        from raysgd.cluster import placement
+
+        return placement.free_resources(self.options.bundle)
+
+    def discard(self, member: Member) -> None:
+        """End a worker and leave its slot vacant."""
+        if not member.remote:
+            member.control("interrupt")
+            self.clock.wait([member.work("teardown")], _TEARDOWN_S)
+        member.kill()
+        self._slots.pop(member, None)
+        if member in self.members:
+            self.members.remove(member)
+
+    def in_order(self, members: Sequence[Member]) -> list[Member]:
+        """Return workers of a node next to each other; otherwise the order stays."""
+        nodes = list(dict.fromkeys(member.info.node_id for member in members))
+        return sorted(members, key=lambda member: nodes.index(member.info.node_id))
+
+    def _actor_class(self) -> Any:
+        import ray
+
+        options = self.options
+        remote: Any = ray.remote  # its types do not know concurrency_groups
+        return remote(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=dict(options.resources) or None,
+            concurrency_groups={"work": 1, "control": _CONTROL_THREADS},
+        )(Worker)
+
+    def shared(self, data: bytes) -> Any:
+        """Return `data`, or where it is large a reference, so that it is sent to a node once."""
+        if len(data) < _LARGE_BYTES or not all(member.remote for member in self.members):
+            return data
+        import ray
+
+        return ray.put(data)
+
+    def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
+        """End every worker, and give their room back.
+
+        Args:
+            force: whether to kill the processes at once.
+            patience_s: how long they may take otherwise, in seconds; they are killed then.
+        """
+        everyone = list(dict.fromkeys([*self.members, *self._slots]))
+        try:
+            pending = []
+            for member in self.members:
+                if not member.remote:  # its process lives on, so that it has to be left clean
+                    member.control("interrupt")
+                    pending.append(member.work("teardown"))
+                elif not force and member.alive:
+                    pending.append(member.work("teardown"))
+            self.clock.wait(pending, patience_s)
+        finally:  # also when Ctrl-C ends the wait
+            self.members = []
+            self._slots.clear()
+            self.spares.stop()
+            for member in everyone:
+                member.kill()
+            reservation, self._reservation = self._reservation, None
+            try:
+                if reservation is not None:
+                    reservation.release()
+            finally:
+                self._channels.close()
+
+
+def _local_member() -> Member:
+    import ray
+
+    member = ThreadMember()
+    member.info = WorkerInfo(
+        node_id=ray.get_runtime_context().get_node_id(),
+        node_ip=ray.util.get_node_ip_address(),
+        in_driver=True,
+    )
+    return member
+
+
+def gather(
+    futures: Sequence[Future[Any]],
+    timeout_s: float,
+    awaited: str,
+    clock: Clock,
+    log_every_s: float = 30.0,
+) -> list[Any]:
+    """Return the results of `futures`, one a rank.
+
+    Raises:
+        WorkerTimeoutError: if not all are there within `timeout_s`; it says what was `awaited`.
+    """
+    deadline = clock.monotonic() + timeout_s
+    pending = set(futures)
+    while pending:
+        left = deadline - clock.monotonic()
+        if left <= 0:
+            ranks = [rank for rank, future in enumerate(futures) if future in pending]
+            raise WorkerTimeoutError(
+                f"Waited {timeout_s:g} s for {awaited}, in vain for worker"
+                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}.",
+                ranks=ranks,
+                waited_s=timeout_s,
+            )
+        pending = clock.wait(pending, min(left, log_every_s))
+        if pending and left > log_every_s:
+            logger.warning("Still waiting for %s (%d to go).", awaited, len(pending))
+    return [future.result() for future in futures]

@@ -1,0 +1,1 @@
+"""How processes of one run reach each other."""

@@ -1,0 +1,213 @@
+"""Horovod over gloo: its own rendezvous server on the driver, its environment in the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raysgd.comm.backend import Backend
+from raysgd.comm.network import LOOPBACK, driver_address, interface_of, is_single_node
+from raysgd.comm.sockets import endpoints
+from raysgd.context import WorkerContext
+
+__all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_environment"]
+
+_CONNECT_S = 30
+"""How long connecting to workers that are all there may take."""
+_SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
+
+_Connection = tuple[tuple[str, int], tuple[str, int]]
+"""The two ends of a TCP connection, its own first."""
+
+
+@dataclass(frozen=True)
+class HorovodRendezvous:
+    """Where the rendezvous server of one generation listens, and who is where."""
+
+    host: str
+    port: int
+    addresses: tuple[str, ...]
+    single_node: bool
+
+
+class HorovodBackend(Backend):
+    """A Horovod group a generation.
+
+    After a loss the survivors shut Horovod down and initialize it anew, with another server: it
+    reads its place from the environment each time.
+
+    Args:
+        name: "horovod".
+        timeout_s: bound of joining a group; Horovod knows none for a collective.
+        framework: whose Horovod to initialize; None: set the environment alone, for functions
+            that call ``hvd.init()`` themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        framework: Literal["torch", "tensorflow"] | None = "torch",
+    ) -> None:
+        check_horovod()
+        self._timeout_s = timeout_s
+        self._framework = framework
+        self._server: Any = None
+        self._own_connections: set[_Connection] = set()
+        self._own: dict[str, str] = {}
+
+    def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
+        """Start the rendezvous server of a new generation."""
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousServer
+
+        self.close()
+        self._server = RendezvousServer(verbose=0)
+        port = self._server.start()
+        by_rank = [_variables_of(addresses, rank) for rank in range(len(addresses))]
+        self._server.init(
+            [
+                SlotInfo(
+                    hostname=variables["HOROVOD_HOSTNAME"],
+                    rank=int(variables["HOROVOD_RANK"]),
+                    local_rank=int(variables["HOROVOD_LOCAL_RANK"]),
+                    cross_rank=int(variables["HOROVOD_CROSS_RANK"]),
+                    size=int(variables["HOROVOD_SIZE"]),
+                    local_size=int(variables["HOROVOD_LOCAL_SIZE"]),
+                    cross_size=int(variables["HOROVOD_CROSS_SIZE"]),
+                )
+                for variables in by_rank
+            ]
+        )
+        single_node = is_single_node(addresses)
+        return HorovodRendezvous(driver_address(addresses), port, tuple(addresses), single_node)
+
+    def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
+        """Set Horovod's environment, and initialize it.
+
+        Raises:
+            ImportError: if Horovod is not installed on this worker.
+        """
+        check_horovod()
+        self._own = horovod_environment(context, rendezvous, self._timeout_s)
+        os.environ.update(self._own)
+        if rendezvous is None:
+            for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
+                os.environ.pop(name, None)
+        if self._framework is None:
+            return
+        hvd = self._horovod()
+        before = _connections()
+        hvd.init()
+        if hvd.size() > 1:
+            # its gloo listens no longer; but what two workers have opened to each other is its own
+            opened = self._gathered(_connections() - before)
+            self._own_connections = {
+                (local, remote) for each in opened for remote, local in each
+            } & _connections()
+
+    def _gathered(self, value: Any) -> list[Any]:
+        module = "horovod.torch" if self._framework == "torch" else "horovod.tensorflow.functions"
+        gathered: list[Any] = importlib.import_module(module).allgather_object(value)
+        return gathered
+
+    def _horovod(self) -> Any:
+        return importlib.import_module(f"horovod.{self._framework}")
+
+    def interrupt(self) -> None:
+        """Shut the sockets of this generation down: whoever waits gets an error."""
+        for endpoint in endpoints():
+            if (endpoint.local, endpoint.remote) in self._own_connections:
+                endpoint.shut_down()
+
+    def teardown(self) -> None:
+        """Shut Horovod down and take its environment back."""
+        self._own_connections = set()
+        if self._own and self._framework is not None:
+            self._horovod().shutdown()
+        for name, value in self._own.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+        self._own = {}
+
+    def is_communication_error(self, error: BaseException) -> bool:
+        """Whether Horovod raised `error`."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        if isinstance(error, HorovodInternalError):
+            return True
+        raised = isinstance(error, RuntimeError | ValueError) or "tensorflow" in str(type(error))
+        return raised and any(sign in str(error) for sign in _SIGNS)
+
+    def close(self) -> None:
+        """Stop the rendezvous server."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+            with contextlib.suppress(OSError):
+                server._httpd.server_close()
+
+
+def check_horovod() -> None:
+    """Check that Horovod can be imported, without importing it.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise ImportError(
+            'backend="horovod" needs Horovod, which is not installed: '
+            'pip install "raysgd[horovod]". Its last release builds against today\'s torch and '
+            "TensorFlow after two small edits: see docs/horovod.md, or .ci/horovod-wheel in a "
+            "clone of raysgd, which makes a wheel."
+        )
+
+
+def horovod_environment(
+    context: WorkerContext, rendezvous: HorovodRendezvous | None, timeout_s: float
+) -> dict[str, str]:
+    """Return the environment from which Horovod knows a worker's place in its group."""
+    common = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(max(1, min(timeout_s, _CONNECT_S)))),
+    }
+    if rendezvous is None:
+        return {**common, **_variables_of([LOOPBACK], 0)}
+    address = LOOPBACK if rendezvous.single_node else context.node_ip
+    return {
+        **common,
+        **_variables_of(rendezvous.addresses, context.world_rank),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.port),
+        "HOROVOD_GLOO_IFACE": interface_of(address),
+    }
+
+
+def _connections() -> set[_Connection]:
+    return {(each.local, each.remote) for each in endpoints() if each.remote is not None}
+
+
+def _variables_of(addresses: Sequence[str], rank: int) -> dict[str, str]:
+    """Return the ranks of a worker as Horovod counts them: by address."""
+    address = addresses[rank]
+    hosts = list(dict.fromkeys(addresses))
+    local_rank = addresses[:rank].count(address)
+    sizes = Counter(addresses)
+    # workers with the same local rank, one a host
+    cross = [host for host in hosts if sizes[host] > local_rank]
+    return {
+        "HOROVOD_HOSTNAME": address,
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(len(addresses)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(sizes[address]),
+        "HOROVOD_CROSS_RANK": str(cross.index(address)),
+        "HOROVOD_CROSS_SIZE": str(len(cross)),
+    }

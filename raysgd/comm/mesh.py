@@ -1,0 +1,383 @@
+"""Reductions of small tensors, sent straight from worker to worker.
+
+gloo hands each collective to a thread of its own, which waits for another one that reads the
+sockets: in every process several threads have to be woken, one after the other. For a few kilobytes
+that takes longer than all the rest of a training step. Here the thread that waits for the result
+reads the sockets itself. Every rank sends its tensor to all others, and reduces what it got in the
+order of the ranks, so that the results have the same bits everywhere.
+
+A message is a header of two numbers of 64 bits, how many reductions came before and how many bytes
+follow, and the content of the tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hmac
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from raysgd.comm.sockets import shut_down
+
+__all__ = ["Mesh", "MeshAddress", "Reduction"]
+
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_HEADER = struct.Struct("=QQ")
+_HELLO = struct.Struct("=Q32s")
+_HELLO_S = 5.0
+"""How long one that connects may take to say who it is."""
+_CLOSE_S = 5.0
+_LONGEST_WAIT_S = 3600.0
+"""The system counts milliseconds in an int."""
+
+
+class MeshAddress(NamedTuple):
+    """Where a rank listens, and what shows it that who connects is another rank."""
+
+    host: str
+    port: int
+    key: str
+
+
+class Reduction:
+    """A reduction under way, whose result replaces `tensor`. Its members are the mesh's own."""
+
+    def __init__(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        combine: Combine,
+        others: Sequence[int],
+        at_end: Callable[[], None],
+    ) -> None:
+        self._tensor = tensor
+        self._content = tensor.detach().contiguous()
+        self._combine = combine
+        self.number = number
+        self.at_end = at_end
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._header = _HEADER.pack(number, num_bytes)
+        self.missing = {rank: bytearray(_HEADER.size + num_bytes) for rank in others}
+        """Where the message of a rank belongs that has not come yet."""
+        self._come: dict[int, bytearray] = {}
+        self.done = False
+
+    def message(self) -> bytes:
+        """Return what the others get."""
+        return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
+
+    def take(self, rank: int, own_rank: int) -> None:
+        """Take note that the message of a rank has come; with the last one, reduce.
+
+        Raises:
+            RuntimeError: if that rank reduces something else.
+        """
+        message = self._come[rank] = self.missing.pop(rank)
+        if message[: _HEADER.size] != self._header:
+            raise RuntimeError(
+                "In reduction {} of small tensors this rank has {} bytes, and rank {} has "
+                "reduction {} with {} bytes. All ranks have to call the same collectives in the "
+                "same order, with tensors of the same size".format(
+                    *_HEADER.unpack(self._header), rank, *_HEADER.unpack_from(message)
+                )
+            )
+        if self.missing:
+            return
+        if self._content.numel():
+            self._reduce(own_rank)
+        self.done = True
+
+    def _reduce(self, own_rank: int) -> None:
+        terms = {own_rank: self._content}
+        for rank, message in self._come.items():
+            term = torch.frombuffer(message, dtype=self._content.dtype, offset=_HEADER.size)
+            terms[rank] = term.view(self._content.shape)
+        with torch.no_grad():
+            result = functools.reduce(self._combine, (terms[rank] for rank in sorted(terms)))
+            self._tensor.detach().copy_(result)
+
+
+class _Peer:
+    """The connection to another rank."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.unsent: collections.deque[memoryview] = collections.deque()
+        self.awaited: collections.deque[Reduction] = collections.deque()
+        self.num_received = 0
+        """Bytes that have come for the first awaited reduction."""
+
+    def send(self) -> bool:
+        """Send what goes without waiting; return whether anything went."""
+        went = False
+        while self.unsent:
+            try:
+                num_bytes = self.socket.send(self.unsent[0])
+            except BlockingIOError:
+                break
+            went = True
+            if num_bytes == len(self.unsent[0]):
+                self.unsent.popleft()
+            else:
+                self.unsent[0] = self.unsent[0][num_bytes:]
+        return went
+
+    def receive(self, own_rank: int, at_end: Callable[[Reduction], None]) -> bool:
+        """Receive what has come, with a call for each end; return whether anything had come."""
+        came = False
+        while self.awaited:
+            wanted = self.awaited[0]
+            with memoryview(wanted.missing[self.rank]) as message:
+                try:
+                    num_bytes = self.socket.recv_into(message[self.num_received :])
+                except BlockingIOError:
+                    break
+                if not num_bytes:
+                    raise ConnectionResetError("it was closed")
+                came = True
+                self.num_received += num_bytes
+                if self.num_received < len(message):
+                    continue
+            self.num_received = 0
+            self.awaited.popleft()
+            wanted.take(self.rank, own_rank)
+            if wanted.done:
+                at_end(wanted)
+        return came
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN * bool(self.awaited) | select.POLLOUT * bool(self.unsent)
+
+
+class Mesh:
+    """Connections of a rank to all the others.
+
+    Args:
+        rank: this rank.
+        host: its address for the others.
+        timeout_s: after how long connecting is given up.
+    """
+
+    def __init__(self, rank: int, host: str, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.address = MeshAddress(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._peers: list[_Peer] = []
+        self._unended: dict[int, Reduction] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._reads = False
+        """Whether a thread reads the sockets."""
+        self._wakes = socket.socketpair()
+        for end in self._wakes:
+            end.setblocking(False)
+        self._num_started = 0
+        self._broken = ""
+
+    def connect(self, addresses: Sequence[MeshAddress]) -> None:
+        """Connect to all ranks at these addresses. All of them have to call it.
+
+        Raises:
+            RuntimeError: if one of them is not there in time, or after `interrupt`.
+        """
+        connections: dict[int, socket.socket] = {}
+        try:
+            with self._listener:
+                for rank, address in enumerate(addresses[: self._rank]):
+                    target = (address.host, address.port)
+                    connections[rank] = socket.create_connection(target, self._timeout_s)
+                    connections[rank].sendall(_HELLO.pack(self._rank, address.key.encode()))
+                self._listener.settimeout(self._timeout_s)
+                while len(connections) < len(addresses) - 1:
+                    self._accept(connections)
+        except OSError as error:
+            for connection in connections.values():
+                connection.close()
+            self._break(f"Workers cannot connect to each other: {error}", error)
+        for rank, connection in sorted(connections.items()):
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._peers.append(_Peer(rank, connection))
+        if self._broken:  # meanwhile
+            self._break(self._broken)  # the new connections as well
+
+    def _accept(self, connections: dict[int, socket.socket]) -> None:
+        """Accept a connection, and keep it if it is another rank's."""
+        connection, _ = self._listener.accept()
+        connection.settimeout(_HELLO_S)
+        hello = b""
+        with contextlib.suppress(OSError):
+            while len(hello) < _HELLO.size and (part := connection.recv(_HELLO.size - len(hello))):
+                hello += part
+        if len(hello) == _HELLO.size:
+            rank, key = _HELLO.unpack(hello)
+            if hmac.compare_digest(key, self.address.key.encode()):
+                connections[rank] = connection
+                return
+        connection.close()  # a stranger
+
+    def start(
+        self, tensor: torch.Tensor, combine: Combine, at_end: Callable[[], None]
+    ) -> Reduction:
+        """Begin to reduce a tensor over all ranks, in place, and return without waiting.
+
+        All ranks have to begin their reductions in the same order.
+
+        Args:
+            tensor: on the CPU.
+            combine: makes one tensor of those of two ranks.
+            at_end: called when the result is in the tensor, or will never be.
+
+        Raises:
+            RuntimeError: if a connection broke, or after `interrupt`.
+        """
+        with self._lock:
+            self._check()
+            others = [peer.rank for peer in self._peers]
+            started = Reduction(self._num_started, tensor, combine, others, at_end)
+            self._unended[self._num_started] = started
+            self._num_started += 1
+            message = memoryview(started.message())
+            for peer in self._peers:
+                peer.awaited.append(started)
+                peer.unsent.append(message)
+            with contextlib.suppress(RuntimeError):  # who waits for the result will be told
+                self._advance(receive=False)
+            if self._reads:  # not yet for this one
+                self._wake()
+            return started
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for room: `finish` has to be called before other waits."""
+        return any(peer.unsent for peer in self._peers)
+
+    def finish(self, wanted: Reduction, timeout_s: float, give_up: bool = True) -> None:
+        """Wait until a result is in its tensor, and all that this rank has to say is under way.
+
+        Of several threads that wait one reads the sockets for all.
+
+        Args:
+            wanted: what `start` returned.
+            timeout_s: how long to wait, in seconds.
+            give_up: whether nobody is to use the mesh any more when that is over.
+
+        Raises:
+            RuntimeError: if a connection broke, after `interrupt`, or after `timeout_s` seconds.
+        """
+        ends = time.monotonic() + timeout_s
+        with self._changed:
+            while self._is_wanting(wanted):
+                self._check()
+                rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
+                if rest_s <= 0:
+                    late = [peer.rank for peer in self._peers if peer.events]
+                    reason = f"{timeout_s:g} s are over: timed out, waiting for ranks {late}"
+                    if give_up:
+                        self._break(reason)
+                    raise RuntimeError(f"gloo/ {reason}.")
+                if self._reads:
+                    self._changed.wait(rest_s)
+                elif not self._advance():
+                    self._poll(rest_s)
+
+    def _poll(self, timeout_s: float) -> None:
+        """Wait, without the lock, until something can be sent or received."""
+        poll = select.poll()
+        poll.register(self._wakes[0], select.POLLIN)
+        for peer in self._peers:
+            if peer.events:
+                poll.register(peer.socket, peer.events)
+        self._reads = True
+        self._lock.release()
+        try:
+            ready = dict(poll.poll(1000 * timeout_s))
+        finally:
+            self._lock.acquire()
+            self._reads = False
+            self._changed.notify_all()
+        if self._wakes[0].fileno() in ready:
+            self._wakes[0].recv(4096)
+
+    def _is_wanting(self, wanted: Reduction) -> bool:
+        return not wanted.done or self.has_unsent
+
+    @property
+    def broken(self) -> bool:
+        """Whether all that is under way has failed, and all to come will."""
+        return bool(self._broken)
+
+    def look(self) -> None:
+        """Take what has come without waiting, unless another thread does so."""
+        if self._lock.acquire(blocking=False):
+            try:
+                # the polling thread would miss these bytes
+                if not self._reads:
+                    with contextlib.suppress(RuntimeError):  # its waiter gets the error
+                        self._advance()
+            finally:
+                self._lock.release()
+
+    def _advance(self, receive: bool = True) -> bool:
+        """Send and receive what goes without waiting; return whether anything did."""
+        self._check()
+        moved = False
+        for peer in self._peers:
+            try:
+                moved |= peer.send()
+                moved |= receive and peer.receive(self._rank, self._end)
+            except OSError as error:
+                self._break(f"The connection to rank {peer.rank} broke: {error}", error)
+            except RuntimeError as error:
+                self._break(str(error))
+        return moved
+
+    def _end(self, reduction: Reduction) -> None:
+        del self._unended[reduction.number]
+        reduction.at_end()
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """Let the thread that reads look anew what to poll for."""
+        with contextlib.suppress(OSError):  # closed, or told often enough
+            self._wakes[1].send(b"1")
+
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError(self._broken)
+
+    def _break(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        self.interrupt(reason)
+        raise RuntimeError(self._broken) from cause
+
+    def interrupt(self, reason: str = "The driver interrupted this collective") -> None:
+        """Let whoever waits, on this and on the other ranks, and all later calls raise an error."""
+        self._broken = self._broken or f"gloo/ {reason}."
+        for sock in (self._listener, *(peer.socket for peer in self._peers)):
+            shut_down(sock)
+        self._wake()
+
+    def close(self) -> None:
+        """Interrupt, and let go of the connections."""
+        self.interrupt()
+        with self._lock:
+            while self._unended:
+                self._unended.popitem()[1].at_end()
+            self._changed.wait_for(lambda: not self._reads, _CLOSE_S)
+        for sock in (self._listener, *self._wakes, *(peer.socket for peer in self._peers)):
+            sock.close()

@@ -1,0 +1,180 @@
+"""TensorFlow's own collectives: the environment of ``MultiWorkerMirroredStrategy``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.comm.backend import Backend
+from raysgd.comm.exchange import Exchange, exchanged
+from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
+from raysgd.context import WorkerContext
+
+__all__ = [
+    "TensorflowBackend",
+    "TensorflowRendezvous",
+    "check_tensorflow",
+    "keras_environment",
+]
+
+_CHOICES = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
+_LOST = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
+_SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to remote")
+
+
+@dataclass(frozen=True)
+class TensorflowRendezvous:
+    """Where the workers of one generation tell each other their addresses."""
+
+    host: str
+    port: int
+    single_node: bool
+
+
+class TensorflowBackend(Backend):
+    """Sets ``TF_CONFIG``, from which ``MultiWorkerMirroredStrategy`` knows the group.
+
+    The strategy itself is made by whoever trains, after `setup`. A process that was in one group
+    cannot be in another: TensorFlow's collectives are configured once.
+    """
+
+    rejoins = False
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # on the driver: the choice of Keras that its script was started with holds on all workers
+        self._environment = keras_environment()
+        self._exchange: Exchange | None = None
+        self._held: socket.socket | None = None
+
+    def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
+        """Listen for the workers of a new generation."""
+        self.close()
+        host = driver_address(addresses)
+        self._exchange = Exchange(host, len(addresses))
+        return TensorflowRendezvous(host, self._exchange.port, is_single_node(addresses))
+
+    def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
+        """Set the environment that TensorFlow reads when it is imported and the strategy made.
+
+        Raises:
+            ImportError: if TensorFlow is not installed.
+            RuntimeError: if it is imported already, or `rendezvous` is None.
+        """
+        check_tensorflow("backend='tensorflow'")
+        if "tensorflow" in sys.modules:
+            raise RuntimeError(
+                "TensorFlow was imported on this worker before TF_CONFIG was set, and it "
+                "configures its collectives and its Keras once. Do not import it in "
+                "initialization_hook; set what it reads in os.environ there, and use it in setup. "
+                "A worker in the driver's process (use_local=True) can only train alone."
+            )
+        if rendezvous is None:
+            raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
+        os.environ.update(self._environment)
+        host = LOOPBACK if rendezvous.single_node else context.node_ip
+        self._held = _held_port(host)
+        address = f"{host}:{self._held.getsockname()[1]}"
+        server = (rendezvous.host, rendezvous.port)
+        workers = exchanged(server, context.world_rank, address, self._timeout_s)
+        os.environ["TF_CONFIG"] = json.dumps(
+            {
+                "cluster": {"worker": workers},
+                "task": {"type": "worker", "index": context.world_rank},
+            }
+        )
+
+    def interrupt(self) -> None:
+        """Make collectives fail, those under way and all later ones."""
+        # waits for an executor where no collective ever was; it need not be told then
+        if _is_in_group(context := _context()):
+            from tensorflow.python.framework import errors_impl
+
+            context.abort_collective_ops(
+                errors_impl.UNAVAILABLE, "Collective interrupted by the driver."
+            )
+
+    def teardown(self) -> None:
+        """Remove ``TF_CONFIG``; the process cannot join another group."""
+        os.environ.pop("TF_CONFIG", None)
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+    def is_communication_error(self, error: BaseException) -> bool:
+        """Whether TensorFlow raised `error` because it lost another worker."""
+        if isinstance(error, ConnectionError):
+            return True
+        if "tensorflow" not in sys.modules:
+            return False
+        from tensorflow import errors
+
+        if not isinstance(error, errors.OpError):
+            return False
+        return type(error).__name__ in _LOST or any(sign in str(error) for sign in _SIGNS)
+
+    def close(self) -> None:
+        """Stop listening."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+
+def _held_port(host: str) -> socket.socket:
+    """Return a socket on a free port, on which TensorFlow's server can listen and no other gets.
+
+    TensorFlow listens when it makes the strategy, seconds after all know the address. Linux gives
+    a port that is bound to nobody who asks for any free one, and lets a second socket listen on it
+    where both allow that (SO_REUSEADDR, as gRPC's servers do) and the first does not listen.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+def _context() -> Any:
+    """Return TensorFlow's context; None where TensorFlow is not imported."""
+    if "tensorflow.python.eager.context" not in sys.modules:
+        return None
+    from tensorflow.python.eager import context
+
+    return context.context()
+
+
+def _is_in_group(context: Any) -> bool:
+    """Whether a strategy of several workers was made here, or is being made."""
+    return context is not None and context._collective_ops_server_def is not None
+
+
+def check_tensorflow(asked_by: str) -> None:
+    """Check that TensorFlow can be imported, without importing it.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    if "tensorflow" not in sys.modules and importlib.util.find_spec("tensorflow") is None:
+        raise ImportError(
+            f'{asked_by} needs TensorFlow, which is not installed: pip install "raysgd[tensorflow]"'
+        )
+
+
+def keras_environment() -> dict[str, Any]:
+    """Return the environment variables by which this process chooses its Keras.
+
+    Raises:
+        ValueError: if Keras is to work on another framework than TensorFlow.
+    """
+    chosen = {name: os.environ[name] for name in _CHOICES if name in os.environ}
+    if (framework := chosen.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
+        raise ValueError(
+            f"KERAS_BACKEND={framework!r}: raysgd trains Keras models with TensorFlow. Unset it, "
+            "or set it to 'tensorflow'."
+        )
+    return chosen

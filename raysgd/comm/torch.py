@@ -1,0 +1,220 @@
+"""torch.distributed process groups: gloo on CPU, NCCL on GPU."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from raysgd.comm.backend import Backend
+from raysgd.comm.gloo import Entry, GlooGroup
+from raysgd.comm.mesh import Mesh, MeshAddress
+from raysgd.comm.network import (
+    LOOPBACK,
+    address_of,
+    driver_address,
+    interface_of,
+    is_single_node,
+)
+from raysgd.comm.rendezvous import StoreAddress, StoreClient, StoreServer
+from raysgd.comm.sockets import endpoints, listeners
+from raysgd.config import env_seconds
+from raysgd.context import WorkerContext
+
+__all__ = ["TorchBackend", "TorchRendezvous"]
+
+_CONNECT = datetime.timedelta(seconds=10)
+"""How long connecting to workers that are all there may take; gloo beside NCCL takes it five times
+where one of them dies meanwhile, since it cannot be interrupted there."""
+_NCCL_CONNECT = datetime.timedelta(seconds=60)
+"""The same for torch's own store: before it connects it asks for the name of the store's address,
+and a name server that does not answer costs seconds."""
+_MOST_MESHED = 16
+"""With more workers the connections of each to each cost more than they save."""
+_SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
+"""What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
+
+
+@dataclass(frozen=True)
+class TorchRendezvous:
+    """Where the stores of one generation listen; the one of torch's own is for NCCL alone."""
+
+    store: StoreAddress
+    single_node: bool
+    tcp_store_port: int | None = None
+
+
+class TorchBackend(Backend):
+    """A torch.distributed process group a generation, over a store that the driver hosts.
+
+    The driver hosts the store because it is the one member that is never replaced. Each
+    generation gets a store of its own: keys of an earlier one would be taken for its own.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout = datetime.timedelta(
+            seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
+        )
+        self._server: StoreServer | None = None
+        self._tcp_store: TCPStore | None = None
+        self._client: StoreClient | None = None
+        self._listening: set[tuple[str, int]] = set()
+        self._made = False
+        self._entry: Entry | None = None
+        self._group: GlooGroup | None = None
+        self._mesh: Mesh | None = None
+        self._set_interface = False
+
+    def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
+        """Start the store of a new generation on a free port of the driver."""
+        single_node, host = is_single_node(addresses), driver_address(addresses)
+        self.close()
+        self._server = StoreServer(host)
+        if self._name != "nccl":
+            return TorchRendezvous(self._server.address, single_node)
+        self._tcp_store = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+        return TorchRendezvous(self._server.address, single_node, self._tcp_store.port)
+
+    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
+        """Create the default process group, and note which sockets are its own."""
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialized already in this process, and raysgd makes a "
+                "process group of its own. Call torch.distributed.destroy_process_group() (or "
+                "shut the other trainer with use_local=True down) first."
+            )
+        alone = rendezvous is None
+        entry = self._entry = Entry()
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
+                LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
+            )
+            self._set_interface = True
+        store: Any = HashStore()
+        mesh_addresses: list[MeshAddress] = []
+        if rendezvous is not None:
+            store = self._client = StoreClient(rendezvous.store, self._timeout)
+            if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
+                self._mesh = _mesh(context.world_rank)
+            # All are here before any connects: who waits here is woken when the driver closes the
+            # store, at once, and knows who is missing.
+            everyone = [f"here/{rank}" for rank in range(context.world_size)]
+            address = None if self._mesh is None else self._mesh.address
+            store.set(everyone[context.world_rank], json.dumps(address))
+            addresses = [json.loads(address) for address in store.multi_get(everyone)]
+            if all(addresses):
+                mesh_addresses = [MeshAddress(*address) for address in addresses]
+        before = listeners()
+        self._made = True
+        # one that failed to connect was counted, and ranks meet under the number of their group
+        dist.distributed_c10d._world.group_count = 0
+        ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        if self._name == "gloo":
+            self._group = GlooGroup.init(store, *ranks, entry)
+            if self._mesh is not None and mesh_addresses:
+                self._mesh.connect(mesh_addresses)
+                self._group.use(self._mesh, self._timeout)
+        else:
+            _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
+        dist.distributed_c10d._set_pg_timeout(self._timeout)
+        # gloo connects when its group is made. Its listeners are the only ones that appear in
+        # this window, and each of its connections has one of them at one end.
+        own = sorted(listeners() - before)
+        texts = [json.dumps(own)]
+        if not alone:
+            store.set(f"listening/{context.world_rank}", texts[0])
+            texts = store.multi_get([f"listening/{r}" for r in range(context.world_size)])
+        self._listening = {tuple(address) for text in texts for address in json.loads(text)}
+
+    def interrupt(self) -> None:
+        """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
+
+        gloo's threads notice nothing but their sockets: neither ``abort`` nor
+        ``destroy_process_group`` wakes them.
+        """
+        for endpoint in endpoints():
+            if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
+                endpoint.shut_down()
+        if (client := self._client) is not None:
+            client.interrupt()
+        if (entry := self._entry) is not None:
+            entry.interrupt()
+        if (mesh := self._mesh) is not None:
+            mesh.interrupt()
+        if (group := self._group) is not None:
+            group.interrupt()
+        if self._name == "nccl" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+    def collective(self) -> int | None:
+        """Return the number of gloo's oldest collective under way; NCCL cannot tell."""
+        group = self._group
+        return None if group is None else group.collective()
+
+    def teardown(self) -> None:
+        """Destroy the process group."""
+        self._listening = set()
+        if self._set_interface:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            self._set_interface = False
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            mesh.close()
+        group, self._group = self._group, None
+        if group is not None:
+            group.release()
+        # a group that user code made is not ours to destroy
+        if self._made and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made = False
+        self._client = self._entry = None
+
+    def is_communication_error(self, error: BaseException) -> bool:
+        """Whether gloo, NCCL or the store raised `error`."""
+        return isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+        )
+
+    def close(self) -> None:
+        """Close the store, which ends the waits of all workers for each other."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._tcp_store = None
+
+
+def _mesh(rank: int) -> Mesh | None:
+    """Return a mesh at the address of the interface that gloo uses; None if it has none."""
+    address = address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
+    return None if address is None else Mesh(rank, address, _CONNECT.total_seconds())
+
+
+def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
+    """Return a store that threads of NCCL's in C++ can use, which a client of ours is not for."""
+    if rendezvous is None or rendezvous.tcp_store_port is None:
+        return HashStore()
+    port = rendezvous.tcp_store_port
+    store = TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
+    # NCCL's communicators are made in the first collective, where ranks wait for each other by it
+    store.set_timeout(timeout)
+    return store
+
+
+def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    dist.init_process_group(
+        # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
+        "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )

@@ -1,0 +1,184 @@
+"""What operators are, whatever the framework: their place, their data, what a batch returns."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysgd.loop.registration import Registration
+from raysgd.metrics import NUM_SAMPLES, is_number
+
+__all__ = ["OperatorBase", "checked_metrics", "create_operator", "warn_of_misspelling"]
+
+logger = logging.getLogger(__name__)
+
+_HINTS = {
+    "model": "a single model",
+    "optimizer": "a single optimizer",
+    "criterion": "a criterion",
+}
+
+
+class OperatorBase:
+    """What the operators of all frameworks offer to the methods that users write."""
+
+    _registration: Registration
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = dict(config)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
+        return self._config
+
+    @property
+    def world_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._registration.context.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker among those of its node."""
+        return self._registration.context.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, now."""
+        return self._registration.context.world_size
+
+    @property
+    def use_tqdm(self) -> bool:
+        """Whether the trainer shows a progress bar."""
+        return self._registration.settings.use_tqdm
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, over all epochs and calls: batches of this worker.
+
+        With gradient accumulation it grows by a whole group at each update; each batch has a
+        number of its own in ``batch_info["global_step"]``. Steps are counted for you; loops that
+        count them as well do no harm.
+        """
+        return self._registration.global_step
+
+    @global_step.setter
+    def global_step(self, value: int) -> None:
+        pass
+
+    @property
+    def timers(self) -> Any:
+        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
+        return self._registration.timers
+
+    if TYPE_CHECKING:
+        train_loader: Any
+        """This worker's part of the registered train loader, unless you set it yourself."""
+        validation_loader: Any
+        """This worker's part of the registered validation loader, unless you set it yourself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("train_loader", "validation_loader"):
+            return self._registration.source(name.removesuffix("_loader"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # ---- helpers
+
+    def _batch_info(
+        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
+    ) -> dict[str, Any]:
+        return {
+            **(info or {}),
+            "batch_idx": batch_idx,
+            "global_step": self.global_step + self._registration.group_position,
+            "epoch_idx": epoch_idx,
+            "info": info,
+        }
+
+    def _check_single(self) -> None:
+        """Refuse to train one of several models or optimizers and leave out the others."""
+        for what, held in (
+            ("models", self._registration.given_models),
+            ("optimizers", self._registration.optimizers),
+        ):
+            if len(held) > 1:
+                kind = type(self).__name__
+                raise RuntimeError(
+                    f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
+                    f"model with one optimizer. Override train_batch in {kind}."
+                )
+
+    def _default(self, name: str) -> Any:
+        """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""
+        value = getattr(self, name, None)
+        if value is not None and not isinstance(value, list | tuple):
+            return value
+        kind = type(self).__name__
+        if isinstance(value, list | tuple):
+            raise RuntimeError(
+                f"{kind}.{name} holds {len(value)} objects, and the default train_batch and "
+                f"validate_batch work with {_HINTS[name]}. Override them in {kind}."
+            )
+        raise RuntimeError(
+            f"{kind} has no self.{name}, which the default train_batch and validate_batch need. "
+            f"Set it in setup, for example: self.model, self.optimizer, self.criterion = "
+            f"self.register(models=..., optimizers=..., criterion=...); or override them in {kind}."
+        )
+
+
+def checked_metrics(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
+    """Return what a batch returned, and its weight."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"{method.__qualname__} returned {type(metrics).__name__}; it must return a dict of "
+            "metrics (which may be empty)."
+        )
+    num_samples = metrics.get(NUM_SAMPLES, 1)
+    if not is_number(num_samples):
+        raise TypeError(
+            f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
+        )
+    return metrics, num_samples
+
+
+def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
+    """Make an operator, whose ``setup`` is still to be called.
+
+    Raises:
+        TypeError: if the class has an ``__init__`` that does not fit.
+    """
+    advice = (
+        "Leave __init__ out, and create what the operator needs in setup(self, config), which "
+        "runs on the worker."
+    )
+    try:
+        inspect.signature(operator_cls).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{operator_cls.__name__}.__init__ does not take what raysgd makes operators with "
+            f"({error}). {advice}"
+        ) from error
+    operator = operator_cls(*arguments)
+    if "_config" not in vars(operator):
+        raise TypeError(
+            f"{operator_cls.__name__}.__init__ does not call super().__init__(). {advice}"
+        )
+    return operator
+
+
+def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
+    """Warn of methods with nearly the name of one that `base` would call."""
+    known = [name for name in dir(base) if not name.startswith("_")]
+    for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
+        if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
+            continue
+        if close := difflib.get_close_matches(name, known, 1, cutoff=0.85):
+            logger.warning(
+                "%s.%s is called by nobody but yourself. Is %s meant, which raysgd calls?",
+                operator_cls.__name__,
+                name,
+                close[0],
+            )

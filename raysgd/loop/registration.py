@@ -1,0 +1,282 @@
+"""What an operator registered, and where its training stands, whatever the framework."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raysgd.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.data.source import Source
+from raysgd.metrics import AverageMeterCollection
+from raysgd.timers import TimerCollection
+
+if TYPE_CHECKING:
+    from raysgd.loop.steps import Steps
+
+__all__ = ["Registration", "Settings"]
+
+
+@dataclass
+class Settings:
+    """What the trainer's arguments and the worker's rank mean for an operator."""
+
+    context: WorkerContext = field(default_factory=WorkerContext)
+    add_dist_sampler: bool = True
+    use_tqdm: bool = False
+    batch_share: int | None = None
+    """This worker's share of ``config[BATCH_SIZE]``."""
+
+
+class Registration(ABC):
+    """What an operator registered, its state, and the position in the data."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self.settings = settings
+        self.timers = TimerCollection()
+        self.timers.disable()
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.registered = False
+        self.epoch = 0
+        self.offset = 0
+        self.validation_offset = 0
+        self.global_step = 0
+        self.seed = seed
+        self.meters: AverageMeterCollection | None = None
+        self.steps: Steps | None = None
+        """The segment of training under way."""
+        self._sources: dict[str, Source] = {}
+        self._trains_on = "train"
+
+    @property
+    def context(self) -> WorkerContext:
+        """This worker's ranks in the group."""
+        return self.settings.context
+
+    @property
+    def given_models(self) -> list[Any]:
+        """The models that were registered as such."""
+        return self.models
+
+    # ---- data
+
+    @abstractmethod
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a loader."""
+
+    @abstractmethod
+    def dataset_loader(self, dataset: Dataset) -> Any:
+        """Return a loader over a data set that was given with a call."""
+
+    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
+        """See ``register_data`` of the operator."""
+        for name, loader in (("train", train_loader), ("validation", validation_loader)):
+            if loader is None:
+                continue
+            if not isinstance(loader, Iterable):
+                raise TypeError(
+                    f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
+                )
+            self._sources[name] = self.wrap(loader, training=name == "train")
+
+    def source(self, name: str) -> Source:
+        """Return the registered train or validation loader.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if name not in self._sources:
+            raise RuntimeError(
+                f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
+            )
+        return self._sources[name]
+
+    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
+        """Return what to train on, and whether that is another source than before.
+
+        A data set given with the call takes the place of the registered loader. An epoch that is
+        part-finished on one of them is given up when the other is used.
+        """
+        name = "train" if dataset is None else f"dataset {dataset.uid}"
+        if dataset is not None and name not in self._sources:
+            for old in [key for key in self._sources if key.startswith("dataset ")]:
+                del self._sources[old]
+            source = self.wrap(self.dataset_loader(dataset), training=True)
+            # also where it equals a share, which it may do on some of the workers only
+            source.set_batch_size(dataset.batch_size, follows_share=False)
+            self._sources[name] = source
+        changed = name != self._trains_on
+        if changed:
+            self._trains_on, self.offset = name, 0
+        return self.source(name), changed
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the loaders that are shared out must have in common on all workers."""
+        return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+
+    def batching(self) -> dict[str, tuple[int, bool]]:
+        """Return by what batches the loaders are shared out that raysgd makes the batches of."""
+        batching = {name: source.batching() for name, source in self._sources.items()}
+        return {name: each for name, each in batching.items() if each is not None}
+
+    def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
+        """Share the loaders out by the batches of another worker."""
+        for name in batching.keys() & self._sources.keys():
+            self._sources[name].set_batch_size(*batching[name])
+
+    def release(self) -> None:
+        """Let go of the loaders' worker processes."""
+        for source in self._sources.values():
+            source.renew()
+
+    # ---- position
+
+    def position(self) -> dict[str, Any]:
+        """Return where training stands in the data."""
+        position: dict[str, Any] = {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "validation_offset": self.validation_offset,
+            "seed": self.seed,
+        }
+        seeds = {name: source.own_seed for name, source in self._sources.items()}
+        own = {name: seed for name, seed in seeds.items() if seed is not None}
+        if own:
+            position["loader_seeds"] = own
+        # the offset is one in the data set that was given with the newest call
+        return (
+            position if self._trains_on == "train" else {**position, "trains_on": self._trains_on}
+        )
+
+    def move_to(self, position: dict[str, Any], global_step: int) -> None:
+        """Go to a position in the data."""
+        self.epoch, self.offset = position["epoch"], position["offset"]
+        self.validation_offset = position.get("validation_offset", 0)
+        self._trains_on = position.get("trains_on", "train")
+        self.global_step = global_step
+        self.reseed(position.get("seed", self.seed))
+        for name, seed in position.get("loader_seeds", {}).items():
+            if name in self._sources:
+                self._sources[name].take_own_seed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Let the order of the epochs follow from `seed`."""
+        self.seed = seed
+        for source in self._sources.values():
+            source.reseed(seed)
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        """Enter a new generation: share data out anew."""
+        self.settings.context = context
+        self.settings.batch_share = batch_share
+        for source in self._sources.values():
+            source.reshard(context.world_size, context.world_rank, batch_share)
+
+    def new_meters(self) -> AverageMeterCollection:
+        """Return fresh meters, which the runner can read while an epoch is under way."""
+        self.meters = AverageMeterCollection()
+        return self.meters
+
+    def epoch_is_over(self, iterator: Any) -> bool:
+        """Whether an epoch is, for a loop that has come to the end of `iterator`.
+
+        That may be a wrapper round the iterator that the loop was given, such as a progress bar,
+        or a part of it.
+        """
+        over = getattr(iterator, "epoch_is_over", None)
+        if over is None and self.steps is not None and self.steps.drawn_from:
+            over = self.steps.loop_ends_epoch
+        return over is None or bool(over)
+
+    # ---- committed steps
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches that make one update."""
+        return 1
+
+    @property
+    def group_position(self) -> int:
+        """Batches of the accumulation group before the one under way."""
+        return 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether updates may be skipped since gradients overflowed."""
+        return False
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were."""
+        return 0
+
+    @property
+    @abstractmethod
+    def updated(self) -> bool:
+        """Whether every optimizer has stepped since the last commit."""
+
+    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:  # noqa: B027
+        """Begin a batch of an accumulation group."""
+
+    @abstractmethod
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done."""
+
+    @abstractmethod
+    def roll_back(self) -> None:
+        """Take back what a step that was not committed left behind."""
+
+    def end_segment(self) -> None:  # noqa: B027
+        """Settle what a segment of training leaves open."""
+
+    # ---- the other workers
+
+    @abstractmethod
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Every rank must call it."""
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+        raise NotImplementedError
+
+    def check_averaged(self) -> None:  # noqa: B027
+        """Refuse to train what the workers would not average."""
+
+    def sync_buffers(self) -> None:  # noqa: B027
+        """Give every rank what is not trained, and may differ, of rank 0."""
+
+    def validating(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which nothing communicates."""
+        return contextlib.nullcontext()
+
+    # ---- state
+
+    @abstractmethod
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers and what belongs to them, as they are on this device."""
+
+    @abstractmethod
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that a state fits what is registered.
+
+        Raises:
+            CheckpointError: if it does not.
+        """
+
+    @abstractmethod
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over what `training_state` returned."""
+
+    @property
+    @abstractmethod
+    def copy_leaf(self) -> Callable[[Any], Any]:
+        """Copies a leaf of a state on its device, at a step boundary."""
+
+    @property
+    @abstractmethod
+    def to_cpu(self) -> Callable[[Any], Any]:
+        """Returns a state on CPU, which nothing changes until it is on its way to the driver."""

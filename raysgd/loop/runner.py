@@ -1,0 +1,316 @@
+"""Hosts an operator in a worker: calls, places in the data, state. What all frameworks share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from raysgd.cluster.serialization import unpicklable_key
+from raysgd.context import PausedError, Progress, WorkerContext
+from raysgd.data import Dataset
+from raysgd.data.source import Source
+from raysgd.loop.loop import Loop
+from raysgd.loop.progress import check_position
+from raysgd.loop.registration import Registration
+from raysgd.loop.snapshots import Snapshots, full_state
+from raysgd.metrics import AverageMeterCollection
+
+__all__ = ["LossReader", "OperatorRunner"]
+
+
+class OperatorRunner(ABC):
+    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
+
+    _options: Any
+    """The trainer's arguments, ``operator_cls`` and ``config`` among them."""
+
+    def __init__(self) -> None:
+        self._loop: Loop | None = None
+        self._asked_pause: int | None = None
+        self._own_pause: int | None = None
+        self._loss = LossReader()
+
+    # ---- life
+
+    @abstractmethod
+    def prepare(self, context: WorkerContext) -> None:
+        """Adjust the process before the process group exists."""
+
+    @abstractmethod
+    def setup(self, context: WorkerContext) -> None:
+        """Create the operator and run its ``setup``."""
+
+    @abstractmethod
+    def rejoin(self, context: WorkerContext, leader: int) -> None:
+        """Enter a new generation with the state of rank `leader`."""
+
+    def host(self, operator: Any, snapshot_every: Literal["epoch"] | int | None) -> None:
+        """Take over an operator that is set up."""
+        self._loop = Loop(operator)
+        self._loop.snapshots = Snapshots(snapshot_every)
+
+    def teardown(self) -> None:
+        """Let go of the operator and of the processes of its loaders."""
+        if self._loop is not None:
+            self._loop.forget_iteration()
+            self._registration.release()
+        self._loop = None
+
+    def unpicklable_part(self) -> str:
+        """Say which argument of the trainer cannot be pickled, where one cannot."""
+        key = unpicklable_key(self._options.config)
+        return "training_operator_cls" if key is None else f"config[{key!r}]"
+
+    def _check_data(self, expected: dict[str, str]) -> None:
+        """Check that this worker shares out the same data as the others."""
+        own = self._registration.fingerprint()
+        for name in expected.keys() & own.keys():
+            if own[name] != expected[name]:
+                raise ValueError(
+                    f"The workers registered different data as {name}_loader: {own[name]} on "
+                    f"worker {self.operator.world_rank}, and {expected[name]} on another. A loader "
+                    "that is shared out needs the same data set on every worker: seed what is "
+                    "random in setup (random_split takes a generator). Where each worker reads a "
+                    "part of its own, pass add_dist_sampler=False to the trainer."
+                )
+
+    def _check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
+        """Check that this worker, at the start, has the batch sizes of rank 0.
+
+        Not as one joins: what it made of its share of ``config[BATCH_SIZE]`` in setup, where the
+        size of the group was a guess, need not be what the others made of theirs.
+        """
+        own = self._registration.batching()
+        for name in expected.keys() & own.keys():
+            (size, _), (other, _) = own[name], expected[name]
+            if size != other:
+                raise ValueError(
+                    f"The workers registered different batch sizes with {name}_loader: {size} on "
+                    f"worker {self.operator.world_rank}, and {other} on worker 0. A loader that "
+                    "is shared out needs the same on every worker: config[BATCH_SIZE], or a "
+                    "number that does not depend on the worker. Where each worker reads a part "
+                    "of its own, pass add_dist_sampler=False to the trainer."
+                )
+
+    @property
+    def operator(self) -> Any:
+        """The operator."""
+        return self._running.operator
+
+    @property
+    def _running(self) -> Loop:
+        if self._loop is None:
+            raise RuntimeError("This worker has no operator: its setup has not finished.")
+        return self._loop
+
+    @property
+    def _registration(self) -> Registration:
+        registration: Registration = self.operator._registration
+        return registration
+
+    # ---- read and set from another thread
+
+    def progress(self) -> Progress:
+        """Say how far training is."""
+        if self._loop is None:
+            return Progress()
+        registration, steps = self._registration, self._loop.steps
+        meters = registration.meters if steps is not None else None
+        return Progress(
+            epoch=registration.epoch,
+            in_epoch=registration.offset > 0 or (steps is not None and steps.num_batches > 0),
+            global_step=registration.global_step,
+            num_batches=self._loop.num_batches,
+            total_batches=None if steps is None else steps.total_batches,
+            num_covered=self._loop.num_covered,
+            unshared=self._is_unshared(self._loop.read),
+            num_samples=0 if meters is None else int(meters.num_samples),
+            step_s=0.0 if steps is None else steps.step_s,
+            snapshot=self._loop.snapshots.step,
+            loss=None if meters is None else self._loss.read(meters),
+        )
+
+    def _is_unshared(self, source: Source | None) -> bool:
+        if source is None or source.sharded or not self._registration.settings.add_dist_sampler:
+            return False
+        # a DistributedSampler of the user's shares it out
+        return not hasattr(getattr(source.loader, "sampler", None), "num_replicas")
+
+    def request_stop(self, requested: bool) -> None:
+        """Let the call under way raise at its next batch."""
+        if self._loop is not None:
+            self._loop.request_stop(requested)
+
+    def pause_at(self, step: int | None) -> int:
+        """Let the call under way pause at a step; returns the step that it is at."""
+        self._asked_pause = step
+        return self._apply_pause()
+
+    def _apply_pause(self) -> int:
+        """Let the loop pause at the first step of those that the driver and the call ask for."""
+        while self._loop is not None:
+            asked = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            first = min(asked, default=None)
+            reached = self._loop.pause_at(first)
+            # the other thread may have asked meanwhile; whoever comes last sees what both ask for
+            latest = [step for step in (self._asked_pause, self._own_pause) if step is not None]
+            if min(latest, default=None) == first:
+                return reached
+        return 0
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the newest snapshot, on CPU."""
+        return None if self._loop is None else self._loop.snapshots.get()
+
+    # ---- training
+
+    def train(
+        self,
+        *,
+        call: int,
+        until_epoch: int | None = None,
+        until_step: int | None = None,
+        info: dict[str, Any] | None = None,
+        profile: bool = False,
+        dataset: Dataset | None = None,
+        stop_at: int | None = None,
+    ) -> Mapping[str, Any] | None:
+        """Train until so many epochs are completed, or so many steps are done, in all.
+
+        Returns:
+            The metrics; None if it stopped at the step `stop_at` before it was there. The same
+            call made again goes on, and its metrics cover all of it.
+        """
+        loop = self._running
+        self._own_pause = stop_at
+        self._apply_pause()
+        try:
+            return loop.train(call, until_epoch, until_step, info, profile, dataset)
+        except PausedError:
+            if stop_at is None or self._registration.global_step < stop_at:
+                raise  # it was the driver that asked for this one
+            return None
+        finally:
+            self._own_pause = None
+            self._apply_pause()
+
+    def can_validate(self) -> bool:
+        """Return whether there is a validation loader."""
+        try:
+            self._registration.source("validation")
+        except RuntimeError:
+            return False
+        return True
+
+    def validate(
+        self,
+        *,
+        call: int,
+        num_steps: int | None = None,
+        info: dict[str, Any] | None = None,
+        profile: bool = False,
+    ) -> Mapping[str, Any]:
+        """Evaluate the rest of the validation loader, or `num_steps` steps of it."""
+        return self._running.validate(call, num_steps, info, profile)
+
+    # ---- other calls
+
+    @abstractmethod
+    def update_schedulers(self, metric: float) -> None:
+        """Step every scheduler with a metric."""
+
+    @abstractmethod
+    def models(self) -> Any:
+        """Return copies of the models."""
+
+    def apply(self, function: Callable[[], Any]) -> Any:
+        """Call a function of the user."""
+        return function()
+
+    def apply_operator(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function of the user with the operator."""
+        return function(self.operator)
+
+    # ---- state
+
+    @abstractmethod
+    def rng_state(self) -> dict[str, Any]:
+        """Return the states of this worker's random number generators, as plain data."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rng_state` returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, on CPU."""
+        state: dict[str, Any] = self._registration.to_cpu(
+            full_state(self._registration, self.operator)
+        )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; the place in the data and the random numbers where it has them."""
+        registration = self._registration
+        if registration.context.in_driver:
+            # not pickled on its way here, and training would change the caller's tensors
+            state = copy.deepcopy(state)
+        check_position(state)
+        registration.check_training_state(state)
+        if "operator" in state:  # first: user code may refuse it, and nothing is changed then
+            self.operator.load_state_dict(state["operator"])
+        registration.load_training_state(state)
+        self._running.forget_iteration()
+        self._running.forget_validation()
+        if "call" in state:  # a snapshot, not a saved state: the call goes on
+            self._running.join_call(state["call"])
+        self._running.snapshots.clear()
+        position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+        registration.move_to(position, state.get("global_step", 0))
+        generators = position.get("rng", ())
+        if len(generators) == registration.context.world_size:
+            self.set_rng_state(generators[registration.context.world_rank])
+
+    def _shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank, beside models and optimizers."""
+        registration = self._registration
+        return {
+            "operator": self.operator.state_dict(),
+            "position": registration.position(),
+            "global_step": registration.global_step,
+            "call": self._running.call_state(),
+            "data": registration.fingerprint(),
+            "batching": registration.batching(),
+        }
+
+
+class LossReader:
+    """Reads the newest loss, for who must never wait: its thread answers the driver.
+
+    A GPU gives a number when it has done all before it, and that may be a collective with a worker
+    that is gone. So a thread waits for it, and until then the loss is the one before.
+    """
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def read(self, meters: AverageMeterCollection) -> float | None:
+        """Return the newest loss that is known; None before there is one."""
+        if meters.is_at_hand("train_loss"):
+            return _number(meters.last("train_loss"))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            self._thread.start()
+        return self._value
+
+    def _wait(self, meters: AverageMeterCollection) -> None:
+        with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
+            self._value = _number(meters.last("train_loss"))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,218 @@
+"""The iterator that a training loop draws batches from, and where its steps are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raysgd.data.source import Source
+from raysgd.loop.registration import Registration
+
+__all__ = ["StepInterruptedError", "Steps"]
+
+_NOTHING = object()
+
+
+class StepInterruptedError(Exception):
+    """Raised inside a loop when the driver asked the worker to stop."""
+
+
+class Steps:
+    """Yields the batches of one segment of training, and commits each step as the next begins.
+
+    Asking for the next batch is what says that the step before is done; so loops that users
+    write themselves are counted like the default one. With gradient accumulation batches come
+    in groups, the update follows the last one of a group, and they are committed together.
+
+    Args:
+        parts: where the steps are counted.
+        source: where the batches come from.
+        batches: its batches from ``parts.offset`` on.
+        limit: the most batches of this segment; None for the rest of the epoch.
+        steps_left: steps from ``parts.offset`` to the end of the epoch; None where unknown.
+        go_on: asks all ranks whether each of them has a batch; None where that is certain.
+        on_commit: called after each update.
+    """
+
+    def __init__(
+        self,
+        registration: Registration,
+        source: Source,
+        batches: Iterator[Any],
+        limit: int | None,
+        steps_left: int | None,
+        go_on: Callable[[bool], bool] | None,
+        on_commit: Callable[[], None] | None = None,
+    ) -> None:
+        self._registration = registration
+        self._source = source
+        self._batches = batches
+        self._steps_left = steps_left
+        self._is_limited = limit is not None
+        self._limit = min((n for n in (limit, steps_left) if n is not None), default=None)
+        self._go_on = go_on
+        self._on_commit = on_commit
+        self._start = registration.offset
+        self._start_step = registration.global_step
+        self._started = time.perf_counter()
+        self._pause: int | None = None
+        self._in_flight: list[Any] = []
+        self._is_last = True
+        self._ahead = _NOTHING
+        self._exhausted = False
+        self._ended = False
+        self._timers = registration.timers if registration.timers.enabled else None
+        self.stop_requested = False
+        self.paused = False
+        """Whether it has ended for a pause."""
+        self.num_batches = 0
+        """Batches that are committed."""
+        self.drawn_from = False
+        """Whether a loop has asked for a batch."""
+        self.loader_failed = False
+        """Whether it was the loader that raised; it cannot be asked again then."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a batch so far; 0 before the first is done."""
+        num_finished = self.num_finished
+        if not num_finished:
+            return 0.0
+        return (time.perf_counter() - self._started) / num_finished
+
+    @property
+    def num_finished(self) -> int:
+        """Batches that are finished, also those whose update is still to come."""
+        return self.num_batches + max(0, len(self._in_flight) - 1)
+
+    def pause_at(self, step: int | None) -> None:
+        """Let the segment end once `step` steps are committed. Called from another thread.
+
+        It ends with the group that reaches the step. None takes the request back.
+        """
+        held, asked = self._pause, None if step is None else step - self._start_step
+        self._pause = asked if asked is None or held is None else min(asked, held)
+
+    @property
+    def total_batches(self) -> int | None:
+        """Batches that this segment will have; None where that is unknown."""
+        return self._limit
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether no batch of this epoch is left."""
+        return self._exhausted or self.num_batches == self._steps_left
+
+    @property
+    def loop_ends_epoch(self) -> bool:
+        """Whether the epoch is over, if the loop asks for no further batch.
+
+        One that stops of its own will, where no number of steps was asked for, ends it.
+        """
+        if not self._ended and not self._is_limited:
+            return True
+        return self.epoch_is_over or self.num_batches + len(self._in_flight) == self._steps_left
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        self.drawn_from = True
+        if self._in_flight and self._is_last:
+            self._commit()
+        if self.stop_requested:
+            raise StepInterruptedError("The driver asked this worker to stop.")
+        if not self._in_flight and self._is_at_end():
+            self._ended = True
+            raise StopIteration
+        batch, self._ahead = self._ahead, _NOTHING
+        if batch is _NOTHING:
+            batch = self._take()
+        if batch is _NOTHING:
+            self._ended = True
+            raise StopIteration
+        self._in_flight.append(batch)
+        self._begin_batch()
+        return batch
+
+    def _is_at_end(self) -> bool:
+        if self._exhausted or self.num_batches == self._limit:
+            return True
+        pause = self._pause  # which may be taken back at any moment
+        self.paused = pause is not None and self.num_batches >= pause
+        return self.paused
+
+    def finish(self) -> list[Any]:
+        """Settle the last step, when the loop has returned, and note where the epoch stands.
+
+        Returns:
+            Batches to train again: those of a group that the loop left before its end.
+        """
+        lost = self._give_up() if self._in_flight and not self._is_last else []
+        if self._in_flight:
+            self._commit()
+        self._note_place()
+        self._registration.end_segment()
+        return lost
+
+    def fail(self) -> list[Any]:
+        """Settle the step in flight when the loop has raised; return batches to train again.
+
+        The step counts as done where every optimizer has made its update.
+        """
+        lost = [] if self._registration.updated else self._give_up()
+        self.finish()
+        self._registration.roll_back()
+        return lost
+
+    def _give_up(self) -> list[Any]:
+        """Give up the group in flight; return its batches, and one that was taken ahead."""
+        lost = self._in_flight + ([] if self._ahead is _NOTHING else [self._ahead])
+        self._in_flight, self._ahead = [], _NOTHING
+        self._registration.roll_back()
+        return lost
+
+    def _begin_batch(self) -> None:
+        size, position = self._registration.accumulation_steps, len(self._in_flight) - 1
+        left = None if self._limit is None else self._limit - self.num_batches
+        planned = size if left is None else min(size, left)
+        self._is_last = position + 1 == planned
+        if not self._is_last and not self._source.sharded:
+            # the end of such a loader is known when it is met, whatever length it claims
+            self._ahead = self._take()
+            self._is_last = self._ahead is _NOTHING
+        self._registration.begin_batch(position, planned, self._is_last)
+
+    def _take(self) -> Any:
+        """Return the next batch, or nothing where this rank or another has none left."""
+        batch = self._fetch() if self._timers is None else self._timed_fetch()
+        if self._go_on is not None and not self._go_on(batch is not _NOTHING):
+            batch = _NOTHING
+        if batch is _NOTHING:
+            self._exhausted = True
+        return batch
+
+    def _note_place(self) -> None:
+        self._registration.offset = self._source.offset_after(self._start, self.num_batches)
+
+    def _fetch(self) -> Any:
+        try:
+            return next(self._batches, _NOTHING)
+        except BaseException:
+            self.loader_failed = True
+            raise
+
+    def _timed_fetch(self) -> Any:
+        assert self._timers is not None
+        with self._timers.record("data"):
+            return self._fetch()
+
+    def _commit(self) -> None:
+        size = len(self._in_flight)
+        self._registration.commit(size)
+        self._in_flight = []
+        self.num_batches += size
+        if self._on_commit is not None:
+            self._note_place()
+            self._on_commit()

@@ -1,0 +1,305 @@
+"""The class that users subclass to train Keras models: one epoch and one batch of it.
+
+A worker runs, for each ``trainer.train()``::
+
+    operator.train_epoch(iterator, info, num_steps, epoch_idx)
+        for batch in iterator:                  # this worker's share of the training data
+            operator.train_batch(batch, batch_info)
+                self.minimize(loss_of, batch)       # gradients are averaged over the workers
+
+and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
+Override any of these, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysgd.arguments import suggests
+from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.metrics import NUM_SAMPLES
+
+if TYPE_CHECKING:
+    from raysgd.tf.registration import KerasRegistration
+
+__all__ = ["TrainingOperator"]
+
+
+class TrainingOperator(OperatorBase):
+    """Defines training for :class:`raysgd.TFTrainer`; one copy lives on each worker.
+
+    Only `setup` must be overridden::
+
+        class Classifier(TrainingOperator):
+            def setup(self, config):
+                model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+                self.model, self.optimizer, self.criterion = self.register(
+                    models=model,
+                    optimizers=keras.optimizers.Adam(config["lr"]),
+                    criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+                self.register_data(train_loader=..., validation_loader=...)
+
+    The models may be Keras 3's or tf_keras's, on one worker and on several.
+    """
+
+    _registration: KerasRegistration
+
+    def __init__(self, config: Mapping[str, Any], registration: KerasRegistration) -> None:
+        super().__init__(config)
+        self._registration = registration
+
+    # ---- what users override
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build models, optimizers and data, and register them. Must be overridden.
+
+        It runs in the strategy's scope, so that what is made here is the same on all workers.
+
+        Args:
+            config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
+
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train on every batch of `iterator` and return the metrics.
+
+        Args:
+            iterator: this worker's batches. It ends after `num_steps` batches.
+            info: what the caller of ``trainer.train(info=...)`` gave; an empty dict without.
+            num_steps: number of batches that were asked for; None for a whole epoch.
+            epoch_idx: epochs that were completed before this one.
+
+        Returns:
+            Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
+        """
+        meters = self._registration.new_meters()
+        with self.timers.record("train_epoch"):
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = self._batch_info(info, batch_idx, epoch_idx)
+                metrics = self.train_batch(batch, batch_info)
+                meters.update(*checked_metrics(self.train_batch, _plain(metrics)))
+        return meters.summary()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train on one batch: forward, loss, gradients, update.
+
+        Args:
+            batch: ``(*features, target)``, tensors or arrays.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
+
+        Returns:
+            ``train_loss``, the mean over the batch with what layers add to it, ``num_samples``, and
+            ``train_<name>`` for each registered metric.
+
+        Raises:
+            RuntimeError: if model, optimizer or criterion is missing; operators with several
+                models or optimizers need a ``train_batch`` of their own.
+        """
+        self._check_single()
+        self._criterion()
+        *features, target = batch
+        loss, output = self.minimize(self._loss_and_output, features, target)
+        return {
+            "train_loss": loss,
+            NUM_SAMPLES: _length(target),
+            **self._metrics("train", target, output),
+        }
+
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Evaluate on every batch of `val_iterator`.
+
+        The numbers of batches may differ between workers: nothing here may communicate.
+        """
+        meters = self._registration.new_meters()
+        with self.timers.record("validation"):
+            for batch_idx, batch in enumerate(val_iterator):
+                batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
+                metrics = self.validate_batch(batch, batch_info)
+                meters.update(*checked_metrics(self.validate_batch, _plain(metrics)))
+        return meters.summary()
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch, ``(*features, target)``.
+
+        Returns:
+            ``val_loss``, ``num_samples``, ``val_<name>`` for each registered metric, and
+            ``val_accuracy`` where the output is (batch, ..., classes) and the target whole
+            numbers (batch, ...).
+        """
+        from raysgd.tf.losses import accuracy
+
+        self._criterion()
+        *features, target = batch
+        with self.timers.record("eval_fwd"):
+            loss, output = self.run(self._evaluated, features, target)
+        metrics = {"val_loss": loss, NUM_SAMPLES: _length(target)}
+        share = accuracy(target, output)
+        if share is not None:
+            metrics["val_accuracy"] = share
+        return metrics | self._metrics("val", target, output)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state of your own that is saved with the models: numbers, texts, arrays."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    # ---- what users call
+
+    @suggests
+    def register(
+        self, models: Any, optimizers: Any = None, criterion: Any = None, metrics: Any = None
+    ) -> Any:
+        """Hand over what is trained; call it once, in `setup`.
+
+        Args:
+            models: a Keras model, or a list or tuple of them; all of one Keras. Of one that is
+                compiled the optimizer, the loss and the metrics are taken.
+            optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Its
+                learning rate may be a ``LearningRateSchedule``, which counts updates.
+            criterion: the loss: one of Keras, its name, or a function of (target, output).
+            metrics: metrics of Keras, or their names. They are exact over batches and workers.
+
+        Returns:
+            (models, optimizers) and then criterion and metrics where there are some, each in the
+            shape that it was given in. With ``use_fp16`` in float16 the optimizers are wrapped. The
+            criterion is called as (target, output) and gives the plain mean over the batch.
+
+        Raises:
+            TypeError: if a model is no Keras model, or an optimizer none of Keras, or Horovod's.
+            ValueError: if something is missing that the model was not compiled with.
+        """
+        return self._registration.register(models, optimizers, criterion, metrics)
+
+    @suggests
+    def register_data(
+        self,
+        *,
+        train_loader: Any = None,
+        validation_loader: Any = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        """Hand over the data, in `setup`; a later call replaces those that it is given.
+
+        A ``tf.data.Dataset`` of batches is shared out over the workers: at each step they take its
+        next batches, one each. It must give the same on every worker; shuffles without a seed do.
+        Arrays, ``(features, target)``, are shared out sample by sample. Any other iterable is left
+        as it is: let each worker read its own part, by ``self.world_rank``.
+
+        Args:
+            train_loader: what to train on; its batches are ``(*features, target)``.
+            validation_loader: what to evaluate on. No sample of it counts twice.
+            batch_size: samples of a worker's batch of arrays; None: ``config[BATCH_SIZE]``, or 32.
+            shuffle: whether to shuffle arrays anew for each epoch of training.
+        """
+        self._registration.batch_size, self._registration.shuffle = batch_size, shuffle
+        self._registration.register_data(train_loader, validation_loader)
+
+    def minimize(
+        self,
+        loss_of: Callable[..., Any],
+        *tensors: Any,
+        optimizer: Any = None,
+        model: Any = None,
+    ) -> Any:
+        """Make one update that lowers a loss: the step of a ``train_batch`` of your own.
+
+        The loss is computed in a graph, under the strategy; gradients are averaged over the
+        workers, and applied on all of them or, where one fails, on none.
+
+        Args:
+            loss_of: function of `tensors` that returns the mean loss of the batch, or a tuple that
+                begins with it. It is traced: pass a method or a function that stays the same.
+            tensors: its arguments; nests of tensors and arrays.
+            optimizer: a registered optimizer; None: the only one.
+            model: the model, or list of models, whose variables are trained; None: the only one.
+
+        Returns:
+            What `loss_of` returned.
+        """
+        registration, timers = self._registration, self.timers
+        optimizer = self._the_only("optimizer") if optimizer is None else optimizer
+        models = [self._the_only("model")] if model is None else model
+        models = models if isinstance(models, list | tuple) else [models]
+        variables = [variable for each in models for variable in each.trainable_variables]
+        with timers.record("grad"):
+            result, gradients, indices = registration.engine.gradients(
+                loss_of, tensors, optimizer, variables
+            )
+        with timers.record("apply"):
+            registration.step(optimizer, gradients, [variables[index] for index in indices])
+        return result
+
+    def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
+        """Run a function of tensors in a graph, under the strategy, without an update."""
+        return self._registration.engine.call(function, tensors)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that steps run under: TensorFlow's default one with one worker."""
+        return self._registration.communication.strategy
+
+    @property
+    def use_fp16(self) -> bool:
+        """Whether models compute in mixed precision."""
+        return self._registration.settings.use_fp16 is not False
+
+    # ---- helpers
+
+    def _the_only(self, what: str) -> Any:
+        held = self._registration.models if what == "model" else self._registration.optimizers
+        if len(held) != 1:
+            raise RuntimeError(
+                f"{type(self).__name__} registered {len(held)} {what}s: pass minimize({what}=...)."
+            )
+        return held[0]
+
+    def _criterion(self) -> Any:
+        own = getattr(self, "criterion", None)
+        if self._registration.criterion is None and own is not None:
+            from raysgd.tf.losses import loss_function
+
+            self._registration.criterion = loss_function(self._registration.keras, own)
+        if self._registration.criterion is None:
+            return self._default("criterion")
+        return self._registration.criterion
+
+    def _loss_and_output(self, features: Any, target: Any) -> Any:
+        model = self._the_only("model")
+        output = model(features[0] if len(features) == 1 else features, training=True)
+        return self._registration.total_loss(model, target, output), output
+
+    def _evaluated(self, features: Any, target: Any) -> Any:
+        model = self._the_only("model")
+        output = model(features[0] if len(features) == 1 else features, training=False)
+        return self._registration.total_loss(model, target, output), output
+
+    def _metrics(self, prefix: str, target: Any, output: Any) -> dict[str, Any]:
+        return self._registration.measured(prefix, target, output)
+
+
+def _plain(metrics: Any) -> Any:
+    """Return metrics with arrays in place of tensors, which cannot be summed like them."""
+    if not isinstance(metrics, Mapping):
+        return metrics
+    return {
+        name: value.numpy() if hasattr(value, "numpy") and hasattr(value, "__array__") else value
+        for name, value in metrics.items()
+    }
+
+
+def _length(target: Any) -> int:
+    while isinstance(target, dict | list | tuple):
+        target = next(iter(target.values() if isinstance(target, dict) else target))
+    return int(target.shape[0])

@@ -1,0 +1,339 @@
+"""What a TensorFlow operator registered, and where its training stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raysgd.data import Dataset
+from raysgd.data.source import PlainLoader, Source
+from raysgd.errors import CheckpointError
+from raysgd.loop.registration import Registration, Settings
+from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
+from raysgd.tf.communication import Communication, HorovodGroup
+from raysgd.tf.engine import Engine
+from raysgd.tf.keras import (
+    flavor_of,
+    is_keras_model,
+    local_variable,
+    named_arrays,
+    set_arrays,
+)
+from raysgd.tf.losses import batch_metric, loss_function, own_metrics
+from raysgd.tf.precision import scaled_optimizer
+from raysgd.tf.sources import DatasetSource, plain_spec
+from raysgd.tf.state import copied_tree
+from raysgd.trees import deep_copied
+
+__all__ = ["KerasRegistration", "TFSettings"]
+
+_DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass
+class TFSettings(Settings):
+    """What the trainer's arguments and the worker's rank mean for a TensorFlow operator."""
+
+    use_fp16: bool | str = False
+    splits_batches: bool = False
+    """Whether a batch of a ``tf.data.Dataset`` is one of the whole group."""
+
+
+class KerasRegistration(Registration):
+    """What a Keras operator registered, its state, and the position in the data."""
+
+    settings: TFSettings
+
+    def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
+        super().__init__(settings, seed)
+        self.communication = communication
+        self.engine = Engine(communication)
+        self.criterion: Callable[[Any, Any], Any] | None = None
+        self.metrics: list[Any] = []
+        self.batch_size: int | None = None
+        self.shuffle = True
+        self._stepped: set[int] = set()
+        self._own_metrics: list[Any] | None = None
+
+    # ---- registering
+
+    def register(self, models: Any, optimizers: Any, criterion: Any, metrics: Any) -> Any:
+        """See :meth:`TrainingOperator.register`."""
+        if self.registered:
+            raise RuntimeError(
+                "register() was called twice; pass lists to register several models."
+            )
+        self.models = _listed(models)
+        for model in self.models:
+            if not is_keras_model(model):
+                raise TypeError(
+                    "register(models=...) must be one or a list of Keras models, but got "
+                    f"{model!r}."
+                )
+        self.keras = flavor_of(self.models[0])
+        if optimizers is None:
+            optimizers = self._compiled("optimizer", models)
+        self.optimizers = [self._placed(optimizer) for optimizer in _listed(optimizers)]
+        if criterion is None:
+            criterion = getattr(self.models[0], "loss", None)
+        if criterion is not None:
+            self.criterion = loss_function(self.keras, criterion)
+        self.metrics = _listed(metrics) if metrics is not None else self._compiled_metrics()
+        self.registered = True
+        given = [_shaped_like(models, self.models), _shaped_like(optimizers, self.optimizers)]
+        return tuple(
+            given
+            # not Keras's own loss, which divides by the number of workers, or refuses to work
+            + ([self.criterion] if self.criterion is not None else [])
+            + ([metrics] if metrics is not None else [])
+        )
+
+    def _placed(self, optimizer: Any) -> Any:
+        if isinstance(optimizer, str | dict):
+            optimizer = self.keras.optimizers.get(optimizer)
+        if not hasattr(optimizer, "apply_gradients"):
+            raise TypeError(
+                "register(optimizers=...) must be one or a list of optimizers of Keras, but got "
+                f"{optimizer!r}."
+            )
+        if type(optimizer).__module__.startswith("horovod"):
+            raise TypeError(
+                "register(optimizers=...) got Horovod's DistributedOptimizer. TFTrainer exchanges "
+                "gradients itself, with backend='horovod' through Horovod; with Keras 3 Horovod's "
+                "optimizer does not synchronize in fit(), and says nothing. Pass the optimizer "
+                "that you gave it."
+            )
+        if not hasattr(optimizer, "build"):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"register(optimizers=...) got a legacy optimizer, {name}. Use "
+                f"tf_keras.optimizers.{name}."
+            )
+        return scaled_optimizer(self.keras, optimizer, self.settings.use_fp16)
+
+    def _compiled(self, name: str, models: Any) -> Any:
+        found = getattr(self.models[0], name, None)
+        if isinstance(models, list | tuple) or found is None:
+            raise ValueError(
+                f"register(models=..., {name}s=None) takes one model that has been compiled: call "
+                f"model.compile({name}=..., loss=...) before, or pass {name}s."
+            )
+        return found
+
+    def _compiled_metrics(self) -> list[Any]:
+        model = self.models[0]
+        held = getattr(model, "_compile_metrics", None) or getattr(model, "compiled_metrics", None)
+        given = getattr(held, "_user_metrics", None)
+        return [m for m in tf.nest.flatten(given) if m is not None] if given else []
+
+    def complete(self) -> None:
+        """Build what was registered unbuilt, once the data is known; runs in the strategy's scope.
+
+        Raises:
+            RuntimeError: if a model cannot be built without data.
+        """
+        if any(not model.built for model in self.models) and len(self.models) == 1:
+            source = self._sources.get("train") or self._sources.get("validation")
+            spec = None if source is None else _spec_of(source)
+            if spec is not None:
+                *features, _ = spec if isinstance(spec, tuple | list) else (spec, None)
+                sample = tf.nest.map_structure(_sample_of, features)
+                self.models[0](sample[0] if len(sample) == 1 else sample)
+        for model in self.models:
+            if not model.built:
+                raise RuntimeError(
+                    f"The model {model.name!r} has no variables yet. Give it an Input layer, call "
+                    "it once in setup, or register the data that it is for."
+                )
+        if len(self.models) == len(self.optimizers):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                optimizer.build(model.trainable_variables)
+
+    def broadcast_initial_state(self) -> None:
+        """Take over the models and optimizers of rank 0. A strategy has done it already."""
+        if isinstance(self.communication, HorovodGroup):
+            self.load_training_state(self.communication.share(self.training_state, 0))
+
+    # ---- data
+
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a data set, arrays, or another iterable."""
+        context, share = self.context, self.settings.batch_share
+        size_and_rank = {"world_size": context.world_size, "rank": context.world_rank}
+        if isinstance(loader, ItemSource):
+            return loader
+        if is_arrays(loader):
+            return ArraySource(
+                loader,
+                training=training,
+                batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
+                shuffle=self.shuffle,
+                seed=self.seed,
+                follows_share=self.batch_size is None or self.batch_size == share,
+                **size_and_rank,
+            )
+        if isinstance(loader, tf.data.Dataset) and self.settings.add_dist_sampler:
+            splits = self.settings.splits_batches
+            return DatasetSource(loader, training=training, splits=splits, **size_and_rank)
+        return PlainLoader(loader)
+
+    def dataset_loader(self, dataset: Dataset) -> ItemSource:
+        """Return a source over a data set that was given with a call."""
+        context = self.context
+        return ItemSource(dataset, world_size=context.world_size, rank=context.world_rank)
+
+    # ---- steps
+
+    @property
+    def updated(self) -> bool:
+        """Whether every optimizer has stepped since the last commit."""
+        return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
+
+    def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """Average gradients and update."""
+        self.engine.update(optimizer, gradients, variables)
+        self._stepped.add(id(optimizer))
+
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done."""
+        self._stepped.clear()
+        self.global_step += num_batches
+
+    def roll_back(self) -> None:
+        """Forget a step that was not committed; it has changed no trained variable."""
+        self._stepped.clear()
+
+    def total_loss(self, model: Any, target: Any, output: Any) -> Any:
+        """Return the mean loss of a batch and what layers add to it, such as regularization."""
+        assert self.criterion is not None
+        return tf.add_n([self.criterion(target, output), *_floats(model.losses)])
+
+    def measured(self, prefix: str, target: Any, output: Any) -> dict[str, Any]:
+        """Return what the registered metrics say about a batch, by name."""
+        if not self.metrics:
+            return {}
+        if self._own_metrics is None:
+            self._own_metrics = own_metrics(self.keras, self.metrics, target, output)
+        return {
+            f"{prefix}_{metric.name}": batch_metric(self.keras, metric, target, output)
+            for metric in self._own_metrics
+        }
+
+    # ---- the other workers
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks."""
+        return min(self.communication.gather(value))
+
+    def sync_buffers(self) -> None:
+        """Give every rank the mean of the statistics that are not trained."""
+        if self.communication.size == 1:
+            return
+        held = [local_variable(v) for model in self.models for v in model.non_trainable_variables]
+        floats = [variable for variable in held if variable.dtype.is_floating]
+        if floats:
+            means = self.engine.call(self._averaged, [[tf.identity(v) for v in floats]])
+            for variable, mean in zip(floats, means, strict=True):
+                variable.assign(mean)
+
+    def _averaged(self, tensors: Any) -> Any:
+        return self.communication.mean(tensors)
+
+    # ---- state
+
+    @property
+    def copy_leaf(self) -> Callable[[Any], Any]:
+        """Copies an array, or anything else."""
+        return lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else deep_copied(leaf)
+
+    @property
+    def to_cpu(self) -> Callable[[Any], Any]:
+        """Returns a copy of a state."""
+        return copied_tree
+
+    def training_state(self) -> dict[str, Any]:
+        """Return models and optimizers as arrays, by number and name."""
+        return {
+            "models": [named_arrays(model.weights) for model in self.models],
+            "optimizers": [named_arrays(_variables_of(o)) for o in self.optimizers],
+        }
+
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that models and optimizers fit what is registered.
+
+        Raises:
+            CheckpointError: if they do not.
+        """
+        held = {
+            "models": [list(model.weights) for model in self.models],
+            "optimizers": [_variables_of(optimizer) for optimizer in self.optimizers],
+        }
+        for name, objects in held.items():
+            saved = state.get(name)
+            if not isinstance(saved, list | tuple) or len(saved) != len(objects):
+                count = len(saved) if isinstance(saved, list | tuple) else "no list of"
+                raise CheckpointError(
+                    f"The state has {count} {name}, and the operator registered {len(objects)}."
+                )
+            for index, (variables, arrays) in enumerate(zip(objects, saved, strict=True)):
+                problem = _problem(variables, arrays)
+                if problem:
+                    raise CheckpointError(
+                        f"The state is of another trainer: its {name}[{index}] does not fit: "
+                        f"{problem}."
+                    )
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over models and optimizers."""
+        for model, arrays in zip(self.models, state["models"], strict=True):
+            set_arrays(model.weights, arrays)
+        for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
+            set_arrays(_variables_of(optimizer), arrays)
+
+
+def _floats(losses: Any) -> list[Any]:
+    return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _shaped_like(given: Any, members: list[Any]) -> Any:
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]
+
+
+def _variables_of(optimizer: Any) -> list[Any]:
+    """Return all variables of an optimizer, its learning rate among them."""
+    variables = list(optimizer.variables)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    rate = getattr(inner or optimizer, "_learning_rate", None)
+    if isinstance(rate, tf.Variable) and not any(rate is v for v in variables):
+        variables.append(rate)  # tf_keras does not list it
+    return variables
+
+
+def _spec_of(source: Source) -> Any:
+    return plain_spec(source) if isinstance(source, PlainLoader) else source.reads()
+
+
+def _sample_of(spec: Any) -> Any:
+    shape = [1 if size is None else size for size in spec.shape[1:]]
+    return tf.zeros([1, *shape], spec.dtype)
+
+
+def _problem(variables: list[Any], arrays: Any) -> str:
+    if not isinstance(arrays, dict) or len(arrays) != len(variables):
+        count = len(arrays) if isinstance(arrays, dict) else "no"
+        return f"{count} variables, not {len(variables)}"
+    for variable, (name, array) in zip(variables, arrays.items(), strict=True):
+        found, expected = np.shape(array), tuple(variable.shape)
+        if found != expected:
+            return f"{name} is of shape {found}, not of shape {expected}"
+    return ""

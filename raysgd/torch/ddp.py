@@ -1,0 +1,407 @@
+"""Models that are the same on every worker: DistributedDataParallel, and state from one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch import collectives
+from raysgd.trees import map_leaves
+
+__all__ = [
+    "ReplicatedCriterion",
+    "ReplicatedModel",
+    "Wrapping",
+    "agree_on_minimum",
+    "broadcast_state",
+    "broadcast_tensors",
+    "fingerprint",
+    "no_forward_sync",
+    "only_running_statistics",
+    "rebuild",
+    "replicated",
+    "required_gradients",
+    "running_statistics",
+    "unwrap",
+    "without_buffers",
+    "wrapping",
+    "wrapping_arguments",
+]
+
+
+# the wrapper's own hooks and mode, which the constructor of a module resets
+_KEPT = [name for name in vars(torch.nn.Module()) if "hook" in name or name == "training"]
+
+
+# stands for the process group of the time, of which a reference would keep the connections open
+_THE_GROUP = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapping:
+    """How a model was wrapped in DistributedDataParallel."""
+
+    arguments: dict[str, Any]
+    """The arguments of DistributedDataParallel."""
+    required: dict[str, bool]
+    """Whether a parameter required gradients then, by its name: those are averaged."""
+    comm_hooks: tuple[tuple[Callable[..., Any], Any], ...] = ()
+    """Communication hooks that user code registered, each with its state."""
+
+
+class ReplicatedModel(DistributedDataParallel):
+    """DistributedDataParallel whose forward communicates only where gradients follow.
+
+    Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
+    buffers there as well, and block for good when workers validate uneven numbers of batches.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        return self.module(*inputs, **kwargs)
+
+
+class ReplicatedCriterion(ReplicatedModel):
+    """A loss that learns, with the attributes of the loss."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._wrapped = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Give access to what the loss has, as where there is one worker."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set there what the loss has, as where there is one worker."""
+        own = vars(self)
+        # its constructor, also as it is built anew, sets what is the wrapper's
+        is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
+        if is_own or name == "module" or not hasattr(self.module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+
+def only_running_statistics(model: torch.nn.Module) -> bool:
+    """Whether all buffers of `model` are running statistics of batch normalization.
+
+    Training does not read these, so that they need not be the same on all ranks at each step:
+    rank 0's are the same with and without, and all get them when a call ends. Not broadcasting
+    them in each forward pass saves time.
+    """
+    return all(
+        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+        for module in model.modules()
+        if any(buffer is not None for buffer in module._buffers.values())
+    )
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of DistributedDataParallel, or `model` itself."""
+    module: torch.nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return module
+
+
+def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state dict of `model` has beside buffers."""
+    buffers = {name for name, _ in unwrap(model).named_buffers()}
+    return {name: value for name, value in state.items() if name not in buffers}
+
+
+def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what batch normalization in `model` has measured.
+
+    Other buffers may be caches, whose sizes follow each worker's batches.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
+
+
+def replicated(model: torch.nn.Module) -> bool:
+    """Whether `model` is held equal on all workers by DistributedDataParallel."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def rebuild(model: DistributedDataParallel, wrapping: Wrapping) -> None:
+    """Build DistributedDataParallel anew, in place, for the process group that exists now.
+
+    The object stays the same, so that references to it in user code stay good, and so do the
+    hooks of a module that user code gave it. What communicates is new, on every rank: a survivor's
+    bucket order follows the order in which gradients came in its first step and that of a
+    replacement worker does not, so that a reducer that was kept would add up the wrong parameters
+    without an error.
+    """
+    module = model.module
+    held = {name: vars(model)[name] for name in _KEPT}
+    _remove_hooks_of(model)
+    try:
+        with _requiring_gradients(module, wrapping.required):
+            DistributedDataParallel.__init__(
+                model, module, **{**wrapping.arguments, "init_sync": False}
+            )
+    finally:
+        vars(model).update(held)
+    for hook, state in wrapping.comm_hooks:
+        if state is None or state is _THE_GROUP:
+            model.register_comm_hook(None if state is None else model.process_group, hook)
+        else:
+            warnings.warn(
+                f"The communication hook {getattr(hook, '__name__', hook)!r} is left out from now "
+                f"on, since workers have left or joined: its state, of {type(state).__name__}, "
+                "would not be the same on all of them. Gradients are averaged without it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _remove_hooks_of(model: DistributedDataParallel) -> None:
+    """Remove the hooks of mixed precision, which DistributedDataParallel sets anew."""
+    for module in model.module.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is model:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@contextlib.contextmanager
+def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> Iterator[None]:
+    """Let the same parameters require gradients for a while as when `required` was taken."""
+    parameters = dict(module.named_parameters())
+    held = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(required.get(name, held[name]))
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(held[name])
+
+
+def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
+    """Return which parameters of `module` require gradients, by their names."""
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+
+def wrapping(model: DistributedDataParallel, required: dict[str, bool] | None = None) -> Wrapping:
+    """Return how `model` was wrapped, so that it can be built anew.
+
+    Args:
+        model: as it is at the end of `setup`, which is the same on replacement workers.
+        required: which parameters required gradients when it was wrapped; None for those of now.
+    """
+    required = required_gradients(model.module) if required is None else required
+    averaged = [name for name, is_set in required.items() if is_set]
+    num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
+    if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
+        # user code wrapped it, and has frozen others since: any may be averaged
+        required = {name: _can_be_trained(p) for name, p in model.module.named_parameters()}
+    return Wrapping(
+        arguments=wrapping_arguments(model),
+        required=required,
+        comm_hooks=tuple(
+            (hook, _THE_GROUP if state is model.process_group else state)
+            for hook, state in model._comm_hooks
+            if model.mixed_precision is None  # which registers a hook of its own
+        ),
+    )
+
+
+def _can_be_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def wrapping_arguments(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the arguments with which a wrapped model can be built anew.
+
+    Those that name a process group are not among them: it is gone when they are used.
+    """
+    caps = [cap / 2**20 for cap in model.bucket_bytes_cap_list]
+    cap = None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20
+    return {
+        "device_ids": model.device_ids,
+        "output_device": model.output_device,
+        "dim": model.dim,
+        "bucket_cap_mb": cap,
+        "bucket_cap_mb_list": caps or None,
+        "find_unused_parameters": model.find_unused_parameters,
+        "gradient_as_bucket_view": model.gradient_as_bucket_view,
+        "static_graph": model.static_graph,
+        "forward_sync_buffers": model.forward_sync_buffers,
+        "mixed_precision": model.mixed_precision,
+        "skip_all_reduce_unused_params": model.skip_all_reduce_unused_params,
+        "batched_grad_copy": model.batched_grad_copy,
+    }
+
+
+def agree_on_minimum(value: int, device: torch.device) -> int:
+    """Return the smallest `value` of all ranks. Every rank must call it."""
+    return collectives.minimum(value, device)
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
+) -> None:
+    """Overwrite `tensors` with those of rank `source`, in few large messages.
+
+    Tensors of one dtype and device travel together, in messages of at most 64 MiB.
+
+    Args:
+        tensors: of the same sizes on all ranks.
+        source: the rank that has them.
+        to: the only ranks that take part beside; None for all.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for members in groups.values():
+        start, size = 0, 0
+        for stop, tensor in enumerate(members, start=1):
+            size += tensor.numel() * tensor.element_size()
+            if size >= 64 * 2**20 or stop == len(members):
+                _broadcast_flat(members[start:stop], source, to)
+                start, size = stop, 0
+
+
+def _broadcast_flat(
+    tensors: list[torch.Tensor], source: int, to: Sequence[int] | None = None
+) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    collectives.broadcast(flat, source, to)
+    if collectives.rank() == source:
+        return
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel()
+        tensor.copy_(flat[start:stop].view_as(tensor))
+        start = stop
+
+
+def broadcast_state(
+    make_state: Callable[[], Any],
+    source: int,
+    device: torch.device,
+    to: Sequence[int] | None = None,
+) -> Any:
+    """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
+
+    The structure travels as a pickle, the tensors by themselves; `make_state` is called on
+    rank `source` alone. Tensors come back on the device kind that they have there.
+
+    Args:
+        make_state: returns the state.
+        source: the rank that has it.
+        device: this rank's.
+        to: the only ranks that take part beside; None for all.
+    """
+    leads = collectives.rank() == source
+    state = make_state() if leads else None
+    tensors: list[torch.Tensor] = []
+    structure = _take_tensors(state, tensors) if leads else None
+    structure = collectives.broadcast_object(structure, source, to)
+    if leads:
+        broadcast_tensors(tensors, source, to)
+        return state
+    received: list[torch.Tensor] = []
+    result = _make_tensors(structure, received, device)
+    broadcast_tensors(received, source, to)
+    return result
+
+
+def fingerprint(state: Any) -> bytes:
+    """Return what two ranks can compare instead of nested dicts, lists and tuples with tensors.
+
+    Of each tensor it has the sum and the exclusive or of its bits, in words of 64. That is blind to
+    words that change places, which ranks do not do that come apart by training, and costs no more
+    than to read the tensor, on its device. What cannot be compared is equal to nothing.
+    """
+
+    def summary(leaf: Any) -> Any:
+        return _bits(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    with io.BytesIO() as file:
+        pickler = pickle.Pickler(file)
+        pickler.fast = True  # else equal texts that are one object differ from two
+        try:
+            pickler.dump(map_leaves(state, summary))
+        except Exception:  # cycles, most likely: a scheduler that holds a method of its own
+            return os.urandom(32)
+        return hashlib.sha256(file.getvalue()).digest()
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    if content.storage_offset() % 8:
+        content = content.clone()  # words begin at multiples of their size
+    num_whole = content.numel() // 8 * 8
+    words, rest = content[:num_whole].view(torch.int64), content[num_whole:].tolist()
+    bits = (int(words.sum()), int(torch.hash_tensor(words).view(torch.int64))) if num_whole else ()
+    return (str(tensor.dtype), tuple(tensor.shape), *bits, *rest)
+
+
+class _Slot:
+    """Stands for a tensor in the structure that travels."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
+
+
+def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(leaf)
+
+    return map_leaves(tree, take)
+
+
+def _make_tensors(tree: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        target = torch.device("cpu") if leaf.on_cpu else device
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=target))
+        return tensors[-1]
+
+    return map_leaves(tree, make)
+
+
+@contextlib.contextmanager
+def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
+    wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
+    held = [model.require_forward_param_sync for model in wrapped]
+    for model in wrapped:
+        model.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for model, value in zip(wrapped, held, strict=True):
+            model.require_forward_param_sync = value

@@ -1,0 +1,302 @@
+"""The class that users subclass: what is trained, and how one epoch and one batch of it go.
+
+A worker runs, for each ``trainer.train()``::
+
+    operator.train_epoch(iterator, info, num_steps, epoch_idx)
+        for batch in iterator:                  # this worker's share of the train loader
+            operator.train_batch(batch, batch_info)
+                forward and loss, under self.autocast()
+                self.backward(loss)                 # gradients are averaged over the workers
+                self.optimizer_step(optimizer)      # with accumulation at the last of a group
+            schedulers step, if scheduler_step_freq == "batch" and an update was made
+        schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
+
+and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
+Override any of these, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.arguments import suggests
+from raysgd.loop.operator_base import checked_metrics
+from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch.operator_tools import OperatorTools
+
+if TYPE_CHECKING:
+    from raysgd.torch.creators import CreatorOperator
+
+__all__ = ["TrainingOperator"]
+
+
+class TrainingOperator(OperatorTools):
+    """Defines training for :class:`raysgd.TorchTrainer`; one copy lives on each worker.
+
+    Only `setup` must be overridden::
+
+        class Classifier(TrainingOperator):
+            def setup(self, config):
+                model = torch.nn.Linear(64, 10)
+                optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+                self.model, self.optimizer, self.criterion = self.register(
+                    models=model, optimizers=optimizer, criterion=torch.nn.CrossEntropyLoss())
+                self.register_data(train_loader=..., validation_loader=...)
+
+    An operator is a plain Python object. ``raysgd.testing.run_operator`` makes one in this
+    process, without Ray.
+    """
+
+    # ---- what users override
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build models, optimizers and loaders, and register them. Must be overridden.
+
+        Args:
+            config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
+
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train on every batch of `iterator` and return the metrics.
+
+        Override it for a loop of your own; an override with the older signature
+        ``(self, iterator, info)`` works as well. It then also steps its own schedulers.
+
+        Args:
+            iterator: this worker's batches. It ends after `num_steps` batches.
+            info: what the caller of ``trainer.train(info=...)`` gave; an empty dict without.
+            num_steps: number of batches that were asked for; None for a whole epoch.
+            epoch_idx: epochs that were completed before this one.
+
+        Returns:
+            Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
+        """
+        self.train_mode(True)
+        epoch_idx = (
+            epoch_idx or self._registration.epoch
+        )  # an override that calls this may not know it
+        meters = self._registration.new_meters()
+        timers = self.timers
+        per_batch = self.scheduler_step_freq == "batch"
+        with timers.record("train_epoch"):
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = self._batch_info(info, batch_idx, epoch_idx)
+                metrics = self.train_batch(batch, batch_info)
+                meters.update(*checked_metrics(self.train_batch, metrics))
+                if per_batch and self._registration.optimization.group.is_last:
+                    self.step_schedulers()
+        if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over(iterator):
+            self.step_schedulers()
+        return meters.summary()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train on one batch: forward, loss, backward, optimizer step.
+
+        An override gets mixed precision, gradient accumulation and clipping by the same calls::
+
+            with self.autocast():
+                loss = ...
+            self.backward(loss, num_samples=len(target))
+            self.optimizer_step(self.optimizer)
+
+        Args:
+            batch: ``(*features, target)``, tensors on any device.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
+
+        Returns:
+            ``train_loss``, the mean over the batch, and ``num_samples``.
+
+        Raises:
+            RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing;
+                operators with several models or optimizers need a ``train_batch`` of their own.
+        """
+        self._check_single()
+        model, criterion = self._default("model"), self._default("criterion")
+        optimizer = self._default("optimizer")
+        timers = self.timers
+        *features, target = self.to_device(batch)
+        with timers.record("fwd"), self.autocast():
+            loss = criterion(model(*features), target)
+        with timers.record("grad"):
+            self.backward(loss, num_samples=len(target))
+        with timers.record("apply"):
+            self.optimizer_step(optimizer)
+        return {"train_loss": loss.detach(), NUM_SAMPLES: len(target)}
+
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
+
+        The numbers of batches may differ between workers: nothing here may communicate.
+        """
+        self.train_mode(False)
+        meters = self._registration.new_meters()
+        with torch.no_grad(), self.timers.record("validation"):
+            for batch_idx, batch in enumerate(val_iterator):
+                batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
+                metrics = self.validate_batch(batch, batch_info)
+                meters.update(*checked_metrics(self.validate_batch, metrics))
+        return meters.summary()
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch, ``(*features, target)``.
+
+        Returns:
+            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
+            (batch, classes, ...) and the target (batch, ...): the share of positions at which
+            the largest entry along dimension 1 is the target.
+        """
+        model, criterion = self._default("model"), self._default("criterion")
+        *features, target = self.to_device(batch)
+        with self.timers.record("eval_fwd"), self.autocast():
+            output = model(*features)
+            loss = criterion(output, target)
+        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: len(target)}
+        accuracy = _accuracy(output, target)
+        if accuracy is not None:
+            metrics["val_accuracy"] = accuracy
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state of your own that is saved with the models and given to new workers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    # ---- what users call in setup
+
+    @suggests
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: dict[str, Any] | None = None,
+        apex_args: dict[str, Any] | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        horovod_args: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand over what is trained; call it once, in `setup`.
+
+        Models and criterion go to this worker's device; with several workers each model is
+        wrapped in DistributedDataParallel (unless the trainer has ``wrap_ddp=False``).
+
+        Args:
+            models: a module, or a list or tuple of modules.
+            optimizers: an optimizer, or a list or tuple of optimizers.
+            criterion: the loss, called with (output, target). One with parameters that an optimizer
+                trains is a model as well: its gradients are averaged, and its state is the last of
+                the models'.
+            schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
+            ddp_args: further arguments of DistributedDataParallel.
+            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            gradient_accumulation_steps: batches of this worker that make one update together, as
+                one batch of so many times the size would. Workers exchange gradients once for it.
+            max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
+                which they are clipped before each step; None for no clipping.
+            horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
+                ``compression``, for ``backend="horovod"``.
+
+        Returns:
+            (models, optimizers) and then criterion and schedulers where they were given, each in
+            the shape that it was given in: a single one, a list or a tuple.
+
+        Raises:
+            TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
+                name says, ddp_args or apex_args not a dict, or a number not a number.
+            ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
+                apex_args but no Apex, fewer than 1 accumulation step, or a norm that is not
+                above 0 and finite.
+        """
+        return self._registration.register(
+            models,
+            optimizers,
+            criterion,
+            schedulers,
+            ddp_args,
+            apex_args,
+            gradient_accumulation_steps,
+            max_grad_norm,
+            horovod_args,
+        )
+
+    @suggests
+    def register_data(
+        self,
+        *,
+        train_loader: Iterable[Any] | None = None,
+        validation_loader: Iterable[Any] | None = None,
+    ) -> None:
+        """Hand over the loaders, in `setup`; a later call replaces those that it is given.
+
+        A map-style DataLoader is shared out over the workers, with all of its settings kept:
+        training in the loader's own order (shuffled anew each epoch if it shuffles), validation
+        in its order and without counting a sample twice. Any other iterable, and a loader with a
+        batch sampler of its own, is left as it is: let each worker read its own part of the
+        data, by ``self.world_rank`` and ``self.world_size``. ``add_dist_sampler=False`` of the
+        trainer leaves all loaders as they are.
+
+        Raises:
+            TypeError: if one is not iterable, or a DataLoader over a generator.
+        """
+        self._registration.register_data(train_loader, validation_loader)
+
+    @classmethod
+    def from_creators(
+        cls,
+        model_creator: Callable[..., Any],
+        optimizer_creator: Callable[..., Any],
+        data_creator: Callable[..., Any] | None = None,
+        loss_creator: Callable[..., Any] | type | None = None,
+        scheduler_creator: Callable[..., Any] | None = None,
+        serialize_data_creation: bool = True,
+    ) -> type[CreatorOperator]:
+        """Make an operator class from creator functions, see :class:`CreatorOperator`."""
+        from raysgd.torch.creators import creator_operator
+
+        return creator_operator(
+            cls,
+            model_creator,
+            optimizer_creator,
+            data_creator,
+            loss_creator,
+            scheduler_creator,
+            serialize_data_creation,
+        )
+
+    def _seed_worker(self) -> None:
+        """Seed what this worker draws from now on; called after `setup`. Leaves it as it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CreatorOperator":  # where older scripts import it from
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from raysgd.torch.creators import CreatorOperator
+
+    return CreatorOperator
+
+
+def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
+    """Return the share of positions where the largest entry along dimension 1 is the target."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    if output.dim() < 2 or output.shape[:1] + output.shape[2:] != target.shape:
+        return None
+    if target.is_floating_point() or target.is_complex():
+        return None
+    return (output.argmax(dim=1) == target).double().mean()

@@ -1,0 +1,316 @@
+"""From losses to updates: scaled, accumulated, clipped; and which updates are done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch.accumulation import Group, check_count
+from raysgd.torch.horovod import HorovodExchange
+from raysgd.torch.precision import Precision
+from raysgd.torch.undo import UndoLog
+
+__all__ = ["Optimization"]
+
+_CLOSURE = (
+    "optimizer_step() cannot step {0}, which calls the model several times itself. Override "
+    "train_batch, and call the step(closure) of {0} there, in full precision and without "
+    "accumulation or clipping."
+)
+
+
+class Optimization:
+    """Makes the updates of one operator.
+
+    Batches come in groups of ``accumulation_steps``, of which the last one makes the update; the
+    iterator that a loop draws from says where a group ends. Without such an iterator each batch
+    is a group of its own.
+
+    Args:
+        precision: how a step computes.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.group = Group()
+        self.accumulation_steps = 1
+        self.max_grad_norm: float | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._models: list[torch.nn.Module] = []
+        self._stepped: set[int] = set()
+        self._asked: set[int] = set()
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._witnesses: dict[int, torch.nn.Parameter] = {}
+        self._undo_log = UndoLog()
+        self._in_batch = False
+        self._in_group = False
+        self._in_helper = False
+        self._used = False
+        self._scheduled = False
+        self.exchanges: dict[int, HorovodExchange] = {}
+        """Of Horovod, by the ids of the optimizers; without it there are none."""
+
+    def register(
+        self, optimizers: list[torch.optim.Optimizer], accumulation_steps: Any, max_grad_norm: Any
+    ) -> None:
+        """Take over what ``register`` was given.
+
+        Raises:
+            TypeError, ValueError: if one of them is not what it must be.
+        """
+        if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
+            raise TypeError(
+                f"register(gradient_accumulation_steps={accumulation_steps!r}): must be an int."
+            )
+        if accumulation_steps < 1:
+            raise ValueError(
+                f"register(gradient_accumulation_steps={accumulation_steps}): must be at least 1."
+            )
+        if max_grad_norm is not None:
+            if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
+                raise TypeError(
+                    f"register(max_grad_norm={max_grad_norm!r}): must be a number or None."
+                )
+            if not 0 < max_grad_norm < math.inf:
+                raise ValueError(
+                    f"register(max_grad_norm={max_grad_norm!r}): must be above 0 and finite."
+                )
+        self.accumulation_steps, self.max_grad_norm = accumulation_steps, max_grad_norm
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._on_step)
+            if accumulation_steps > 1 or max_grad_norm is not None or self.precision.scales:
+                optimizer.register_step_pre_hook(self._check_step)
+            if len(optimizers) > 1:
+                optimizer.register_step_pre_hook(self._remember)
+
+    # ---- batches
+
+    def begin_batch(
+        self, models: list[torch.nn.Module], position: int, planned: int, is_last: bool
+    ) -> None:
+        """Begin a batch of a group, see :meth:`Group.begin`."""
+        self._in_batch = True
+        if position == 0:
+            self._stepped.clear()  # of steps that user code made outside of any batch
+        if self.accumulation_steps == 1:
+            return
+        self._in_group = True
+        self.group.begin(position, planned, is_last)
+        self._models = models
+        self._exchange(is_last)
+        self._asked.clear()
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
+        self._witnesses = {}
+        if self.group.holds:
+            for optimizer in self._optimizers:
+                held = (p for g in optimizer.param_groups for p in g["params"])
+                witness = next((p for p in held if p.grad is not None), None)
+                if witness is not None:
+                    self._witnesses[id(optimizer)] = witness
+
+    def _exchange(self, wanted: bool) -> None:
+        """Say whether DistributedDataParallel exchanges gradients in what follows.
+
+        It asks in the forward pass as well as in the backward pass, so that a whole batch has to
+        be one or the other, as with its ``no_sync``.
+        """
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = wanted
+
+    @property
+    def updated(self) -> bool:
+        """Whether every optimizer has made its update since the last commit."""
+        return bool(self._optimizers) and len(self._stepped) == len(self._optimizers)
+
+    def check_complete(self) -> None:
+        """Check that no gradients are left over at the end of a group.
+
+        Raises:
+            RuntimeError: if there are some, which would be lost.
+        """
+        if self.group.holds and not self._stepped:
+            raise RuntimeError(
+                "The gradients of several batches were accumulated, but train_batch made no "
+                "update with the last one. Call self.backward(loss) and "
+                "self.optimizer_step(optimizer) for every batch; the latter knows when to step."
+            )
+
+    def commit(self) -> None:
+        """Close a group whose update is done."""
+        self.precision.commit()
+        if self._used and self._stepped and len(self._optimizers) > 1:
+            # one loss may leave gradients in the parameters of another's optimizer; where nothing
+            # stepped, a loop accumulates them by itself
+            self._zero_gradients()
+        self._reset()
+
+    def roll_back(self) -> None:
+        """Take back what a group that was given up has left behind."""
+        self._undo_log.roll_back()
+        self.precision.abandon()
+        for exchange in self.exchanges.values():
+            exchange.abandon()
+        self._zero_gradients()
+        self._reset()
+
+    def end(self) -> None:
+        """Let models exchange gradients again in whatever follows a segment of training."""
+        self._exchange(True)
+
+    def _reset(self) -> None:
+        self._stepped.clear()
+        self._asked.clear()
+        self._aside.clear()
+        self._witnesses = {}
+        self._undo_log.forget()
+        self._used = self._in_batch = self._in_group = False
+        self.group.reset()
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    # ---- within a batch
+
+    def backward(self, loss: torch.Tensor, num_samples: float | None) -> None:
+        """See :meth:`TrainingOperator.backward`."""
+        check_count(num_samples)
+        correction = weight = 1.0
+        if self._in_group:
+            self._check_held()
+            correction, weight = self.group.weigh(num_samples)
+        if correction != 1.0:
+            self._multiply_gradients(correction)
+        self._used = True
+        self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`TrainingOperator.optimizer_step`."""
+        if _needs_closure(type(optimizer).step):
+            raise TypeError(_CLOSURE.format(type(optimizer).__name__))
+        if self._in_group:
+            self._check_asked_once(optimizer)
+            self._witnesses.pop(id(optimizer), None)
+        if not self.group.is_last:
+            self._set_aside(optimizer)
+            return
+        if self.group.holds and not self.group.has_backward:
+            raise RuntimeError(
+                "optimizer_step() at the end of an accumulation group without self.backward(loss) "
+                "for its last batch: the workers exchange gradients in that one. Call it for "
+                "every batch."
+            )
+        self._in_helper = True
+        try:
+            if (exchange := self.exchanges.get(id(optimizer))) is not None:
+                exchange.synchronize()
+            if self.max_grad_norm is not None:
+                self.precision.unscale(optimizer)
+                parameters = self.precision.parameters(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            self.precision.step(optimizer)
+        finally:
+            self._in_helper = False
+        self._on_step(optimizer)  # also where an overflow made the precision skip it
+        optimizer.zero_grad(set_to_none=True)
+
+    def _multiply_gradients(self, factor: float) -> None:
+        of_models = (p for model in self._models for p in model.parameters())
+        stepped = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
+        held = {id(p): p.grad for p in itertools.chain(of_models, stepped) if p.grad is not None}
+        if held:
+            torch._foreach_mul_(list(held.values()), factor)
+
+    def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the gradients of an optimizer from what other losses of the same batch add to them.
+
+        They are put back when the next batch begins.
+        """
+        if len(self._optimizers) == 1:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._aside.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _remember(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Remember what a step changes that is taken back unless the others step as well."""
+        others = (other for other in self._optimizers if other is not optimizer)
+        if self._in_batch and any(id(other) not in self._stepped for other in others):
+            self._undo_log.remember(optimizer)
+
+    @contextlib.contextmanager
+    def tolerating_a_skipped_step(self) -> Iterator[None]:
+        """Keep torch from warning that schedulers step before the optimizer.
+
+        They do where the very first step overflows, which is how a scale is found.
+        """
+        if not self.precision.scales or self._scheduled:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+        self._scheduled = True
+
+    # ---- what users may get wrong
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(optimizer is registered for registered in self._optimizers):
+            self._stepped.add(id(optimizer))
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step that would skip what only the helper does."""
+        if self._in_helper:
+            return
+        if self.accumulation_steps > 1:
+            why = f"gradient_accumulation_steps={self.accumulation_steps}"
+        elif self.max_grad_norm is not None:
+            why = f"max_grad_norm={self.max_grad_norm}"
+        elif self._used:
+            why = f"the scaled gradients of self.backward(loss) under {self.precision.name}"
+        else:
+            return
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called, which does not heed {why}. Use "
+            "self.backward(loss) and self.optimizer_step(optimizer) in train_batch."
+        )
+
+    def _check_held(self) -> None:
+        """Find out when gradients of earlier batches of the group have gone."""
+        if any(witness.grad is None for witness in self._witnesses.values()):
+            raise RuntimeError(
+                "zero_grad() in the middle of an accumulation group has dropped the gradients of "
+                "earlier batches. Leave it out: self.optimizer_step(optimizer) zeroes the "
+                "gradients when they have been used."
+            )
+
+    def _check_asked_once(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._asked:
+            raise RuntimeError(
+                f"optimizer_step() was called twice in one batch with the same "
+                f"{type(optimizer).__name__}, and with gradient_accumulation_steps="
+                f"{self.accumulation_steps} an optimizer makes one update for a group of batches. "
+                "Accumulate less, or step once."
+            )
+        self._asked.add(id(optimizer))
+
+
+@functools.cache
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

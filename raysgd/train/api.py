@@ -1,0 +1,233 @@
+"""What a training function calls: its place among the workers, its reports and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.context import WorkerContext
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.session import Session, current, is_left_behind, worker_context
+
+__all__ = [
+    "TrainContext",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+]
+
+logger = logging.getLogger(__name__)
+
+_WARNED: set[str] = set()
+
+
+def _within_run(name: str) -> Session | None:
+    """Return the session; without one warn, once for each function.
+
+    Raises:
+        RuntimeError: in a thread that an earlier run has left behind.
+    """
+    if is_left_behind():
+        raise RuntimeError(
+            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
+            "that a training function has started and left behind when it ended. Join its threads "
+            "before the function returns."
+        )
+    if current() is None and name not in _WARNED:
+        _WARNED.add(name)
+        logger.warning(
+            "raysgd.train.%s() does nothing here: it is meant for a training function, which a "
+            "Trainer runs on its workers.",
+            name,
+        )
+    return current()
+
+
+def report(
+    metrics: Mapping[str, Any] | None = None,
+    /,
+    checkpoint: Checkpoint | None = None,
+    **named: Any,
+) -> None:
+    """Report metrics from a training function, on every worker and equally often.
+
+    Both ways of writing it are taken: ``report(loss=0.1, epoch=1)``, and ``report({"loss": 0.1},
+    checkpoint=...)``. Returns at once unless the report before has not been taken yet, which is so
+    while another worker is slower; with a checkpoint it returns when that is safe. ``_timestamp``
+    (seconds since the epoch), ``_time_this_iter_s`` and ``_training_iteration`` (from 1) are added.
+    Outside of a run it warns once and does nothing.
+
+    Args:
+        metrics: anything that can be pickled, by name. As a keyword, ``metrics=`` with a dict
+            means the same where it is the only one.
+        checkpoint: a :class:`Checkpoint`, from worker 0 or from all; that of the lowest rank is
+            kept.
+        named: the metrics themselves.
+
+    Raises:
+        TypeError: if `metrics` is no dict, or `checkpoint` no Checkpoint, or cannot be pickled.
+    """
+    if metrics is None and isinstance(named.get("metrics"), Mapping) and len(named) == 1:
+        metrics, named = named["metrics"], {}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"report({metrics!r}): takes a dict, or metrics by name: report(loss=0.1).")
+    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
+        if metrics is not None:
+            raise TypeError(
+                f"report(..., checkpoint={checkpoint!r}): must be a Checkpoint, such as "
+                "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
+            )
+        # by name alone it is a metric like any other
+        checkpoint, named = None, {"checkpoint": checkpoint, **named}
+    session = _within_run("report")
+    if session is not None:
+        taken = None if checkpoint is None else Checkpoint.taken_from(checkpoint)
+        session.report({**(metrics or {}), **named}, taken)
+
+
+def save_checkpoint(**state: Any) -> None:
+    """Save a checkpoint, on every worker and equally often; that of worker 0 is kept.
+
+    Returns when the driver has it, so that it survives whatever happens to workers from then on.
+    Outside of a run it warns once and does nothing.
+
+    Args:
+        state: anything that can be pickled, by name; `load_checkpoint` returns it as a dict.
+
+    Raises:
+        TypeError: if it cannot be pickled.
+    """
+    session = _within_run("save_checkpoint")
+    if session is not None:
+        session.save(state)
+
+
+def load_checkpoint() -> dict[str, Any] | None:
+    """Return the newest checkpoint as a dict: of this run, or the one that it was started with.
+
+    None where there is none. Outside of a run it warns once and returns None.
+    """
+    session = _within_run("load_checkpoint")
+    state = None if session is None else session.load()
+    return None if state is None else Checkpoint.from_packed(state).to_dict()
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the newest checkpoint as a :class:`Checkpoint`, or None, as `load_checkpoint` does."""
+    session = _within_run("get_checkpoint")
+    state = None if session is None else session.load()
+    return None if state is None else Checkpoint.from_packed(state)
+
+
+def _worker_context() -> WorkerContext:
+    return worker_context() or WorkerContext()
+
+
+def world_rank() -> int:
+    """Return this worker's rank among all, from 0; 0 outside of a worker."""
+    return _worker_context().world_rank
+
+
+def local_rank() -> int:
+    """Return this worker's rank among those on its node, from 0; 0 outside of a worker."""
+    return _worker_context().local_rank
+
+
+def world_size() -> int:
+    """Return the number of workers; 1 outside of a worker. It changes only with a restart."""
+    return _worker_context().world_size
+
+
+def get_dataset_shard(dataset_name: str | None = None) -> Any:
+    """Return this worker's part of a data set that the trainer was given.
+
+    It stays the same over restarts with as many workers; with others it is shared out anew.
+    Outside of a run it warns once and returns None.
+
+    Args:
+        dataset_name: which one, where the trainer was given several by name.
+
+    Raises:
+        RuntimeError: if the name is missing although there are several data sets.
+    """
+    session = _within_run("get_dataset_shard")
+    shards = None if session is None else session.shards
+    if not isinstance(shards, dict):
+        return shards
+    if dataset_name is None:
+        raise RuntimeError(
+            "get_dataset_shard() needs the name of one of the data sets that the trainer was "
+            f"given: {', '.join(map(repr, shards))}."
+        )
+    return shards.get(dataset_name)
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """This worker's place, as `get_context` returns it; the defaults hold outside of a worker."""
+
+    worker: WorkerContext = field(default_factory=WorkerContext)
+    local_world_size: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, str] = field(default_factory=dict)
+
+    def get_world_size(self) -> int:
+        """Return the number of workers."""
+        return self.worker.world_size
+
+    def get_world_rank(self) -> int:
+        """Return the rank among all workers."""
+        return self.worker.world_rank
+
+    def get_local_rank(self) -> int:
+        """Return the rank among the workers of this node."""
+        return self.worker.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Return the number of workers on this node."""
+        return self.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Return the rank of this node among those that have workers."""
+        return self.worker.node_rank
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the trainer's ``metadata``."""
+        return dict(self.metadata)
+
+    def get_experiment_name(self) -> str:
+        """Return the name of the run."""
+        return self.experiment.get("name", "")
+
+    def get_trial_name(self) -> str:
+        """Return the name of the trial; of the run where there is no search."""
+        return self.experiment.get("trial_name", self.get_experiment_name())
+
+    def get_trial_id(self) -> str:
+        """Return the id of the trial; the name of the run where there is no search."""
+        return self.experiment.get("trial_id", self.get_experiment_name())
+
+    def get_trial_dir(self) -> str:
+        """Return the folder of the run on the driver's node."""
+        return self.experiment.get("dir", "")
+
+    def get_storage(self) -> str:
+        """Return where the run is kept: the same as `get_trial_dir`."""
+        return self.get_trial_dir()
+
+
+def get_context() -> TrainContext:
+    """Return this worker's place; outside of a worker that of a single one."""
+    session, worker = current(), _worker_context()
+    if session is None:
+        return TrainContext(worker, worker.local_world_size)
+    return TrainContext(worker, worker.local_world_size, session.metadata, session.experiment)

@@ -1,0 +1,69 @@
+"""Telling callbacks about a run, its end included."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd.train.callbacks.callback import TrainingCallback
+
+__all__ = ["CallbackHandler"]
+
+logger = logging.getLogger(__name__)
+
+
+class CallbackHandler:
+    """The callbacks of one run.
+
+    Raises:
+        TypeError: if one is no TrainingCallback.
+    """
+
+    def __init__(self, callbacks: Sequence[TrainingCallback] | None) -> None:
+        if callbacks is not None and not isinstance(callbacks, Sequence):
+            raise TypeError(f"callbacks={callbacks!r}: must be a list of TrainingCallbacks.")
+        self._callbacks = list(callbacks or ())
+        for callback in self._callbacks:
+            if not isinstance(callback, TrainingCallback):
+                raise TypeError(f"callbacks=[{callback!r}]: each must be a TrainingCallback.")
+
+    @contextlib.contextmanager
+    def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:
+        """Tell them that a run begins, and in the end that it is over, and how."""
+        begun: list[TrainingCallback] = []
+        failed = True
+        try:
+            for callback in self._callbacks:
+                begun.append(callback)
+                callback.start_training(logdir=str(logdir), config=config)
+            yield
+            failed = False
+        finally:
+            self._finish(begun, failed)
+
+    def handle(self, results: list[dict[str, Any]]) -> None:
+        """Show them what the workers reported; each gets dicts of its own."""
+        for callback in self._callbacks:
+            callback.process_results([dict(result) for result in results])
+
+    def _finish(self, begun: Sequence[TrainingCallback], failed: bool) -> None:
+        """Tell all of them, also where one raises."""
+        first: BaseException | None = None
+        interrupt: BaseException | None = None
+        for callback in begun:
+            try:
+                callback.finish_training(error=failed)
+            except Exception as error:
+                if first is None and not failed:
+                    first = error
+                else:
+                    logger.exception("%s failed as it ended.", type(callback).__name__)
+            except BaseException as error:  # Ctrl-C: the others still have files to close
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt from first
+        if first is not None:
+            raise first

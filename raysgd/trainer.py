@@ -1,0 +1,591 @@
+"""What trainers of operators share, whatever the framework: the calls that users make."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from raysgd import checkpoint
+from raysgd.arguments import suggests
+from raysgd.callbacks.base import Callback, History, LastCall
+from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
+from raysgd.callbacks.values import scalars
+from raysgd.calls import Calls
+from raysgd.checkpoint.location import locate
+from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.members import InlineMember
+from raysgd.config import rounded_config, warn_of_rounding
+from raysgd.data import Dataset
+from raysgd.elastic.events import Event
+from raysgd.errors import CallbackError, CheckpointError
+from raysgd.fit import Validations, run_epochs
+
+__all__ = ["OperatorTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class OperatorTrainer:
+    """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        controller: Controller,
+        operator_name: str = "",
+        callbacks: Sequence[Callback] = (),
+        logdir: Path | None = None,
+    ) -> None:
+        self._user_config = dict(config)
+        self._operator_name = operator_name
+        self._writer = checkpoint.BackgroundWriter()
+        self._controller = controller
+        self._callback_list = CallbackList(callbacks)
+        self._logdir = logdir
+        self._calls = Calls(controller, self._callback_list)
+        self._latest_metrics: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
+        self._last_call: LastCall | None = None
+        self._stop_reason: str | None = None
+        self._validations = Validations(lambda: controller.progress)
+        warn_of_rounding(config, controller.max_workers)
+        # also when the trainer is dropped without shutdown(), or the driver's script ends
+        self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
+        controller.on_event = _telling(weakref.ref(self))
+        controller.start()
+
+    # ---- training
+
+    @suggests
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: dict[str, Any] | None = None,
+        dataset: Dataset | None = None,
+    ) -> Any:
+        """Train for one epoch, or for the rest of one that is part-finished.
+
+        Args:
+            num_steps: train for that many batches on each worker instead, going on where the last
+                call stopped and starting over as the loader ends.
+            profile: add ``profile``, the mean seconds of the stages of a step.
+            reduce_results: whether to merge the workers' metrics into one dict.
+            max_retries: how often workers may be lost in this call; those that are lost together
+                count once. The survivors go on with what is left, as long as there are
+                ``min_workers``.
+            info: handed to ``train_epoch`` and, in ``batch_info["info"]``, to ``train_batch``.
+            dataset: trains on it instead of the registered train loader.
+
+        Returns:
+            A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, and the mean and the
+            last value of what the batches returned; with a loss scaler also ``num_skipped_steps``,
+            how many updates it skipped after an overflow. Or a list of one such dict a worker.
+
+        Raises:
+            ValueError: if `num_steps` is below 1 or `max_retries` below 0.
+            WorkerLostError: if workers are lost more often than `max_retries`, or too few are left.
+            BaseException: what user code raised. The steps that were done stay done, and the
+                trainer can be used on.
+        """
+        _check_count("num_steps", num_steps, 1)
+        _check_count("max_retries", max_retries, 0)
+        _check_info("train", info)
+        if dataset is not None and not isinstance(dataset, Dataset):
+            raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
+        self._check_open(moves=True)
+        with self._callback_list.calling(self):
+            result = self._calls.train(
+                self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
+            )
+            epoch = self.epoch
+            metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
+            hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+            self._show(hook, metrics, result.call)
+        if reduce_results:
+            return metrics
+        return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
+
+    @suggests
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: dict[str, Any] | None = None,
+    ) -> Any:
+        """Evaluate on the validation loader.
+
+        Args:
+            num_steps: that many batches on each worker; the next call goes on from there, and
+                starts over as the loader ends.
+            profile: add ``profile``, the mean seconds of the stages.
+            reduce_results: whether to merge the workers' metrics into one dict.
+            info: handed to ``validate`` and, in ``batch_info["info"]``, to ``validate_batch``.
+
+        Returns:
+            A dict with ``num_samples``, ``batch_count``, and the mean and the last value of what
+            the batches returned; or a list of one such dict a worker.
+
+        Raises:
+            ValueError: if `num_steps` is below 1.
+            WorkerLostError: as in `train`.
+            BaseException: what user code raised.
+        """
+        _check_count("num_steps", num_steps, 1)
+        _check_info("validate", info)
+        self._check_open(moves=True)
+        with self._callback_list.calling(self):
+            result = self._calls.validate(self, num_steps, profile=profile, info=info)
+            self._validations.note_validated()
+            self._show("on_validation_end", result.merged, result.call)
+        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
+
+    @suggests
+    def fit(
+        self,
+        num_epochs: int,
+        validate_every: int | None = 1,
+        callbacks: Iterable[Callback] = (),
+        *,
+        max_retries: int = 3,
+        info: dict[str, Any] | None = None,
+    ) -> History:
+        """Train until `num_epochs` are completed in all, and validate on the way.
+
+        `num_epochs` counts from the first epoch of all: a trainer that was loaded at epoch 3, or
+        that a CheckpointCallback has brought there, trains 7 more for ``fit(10)``. So a script
+        that is started again after a crash ends where it would have ended. An epoch that is
+        part-finished is finished first, and one that was saved, or ended by an exception, before
+        its validation is validated first.
+
+        Args:
+            num_epochs: how many epochs shall be completed.
+            validate_every: validate after each epoch whose number it divides, and after the
+                last one; None for never. Without a validation loader there is no validation.
+            callbacks: called in this `fit` alone, after those that the trainer was made with.
+            max_retries: how often workers may be lost in one epoch. (A validation allows three
+                losses, as `validate` does.)
+            info: handed to the operator, as in `train`.
+
+        Returns:
+            A list of one dict an epoch, with the metrics of training and validation. It ends
+            early where a callback asked for it; ``stop_reason`` of the list says why.
+
+        Raises:
+            ValueError: if a number is below 1, or a callback does not know where to write.
+            CallbackError: if a callback raised.
+            BaseException: what `train` and `validate` raise. The trainer can be used on, also
+                after Ctrl-C.
+        """
+        _check_count("num_epochs", num_epochs, 1)
+        if num_epochs is None:
+            raise TypeError("num_epochs must be an int, but it is None.")
+        _check_count("validate_every", validate_every, 1)
+        _check_count("max_retries", max_retries, 0)
+        _check_info("fit", info)
+        where = f"{type(self).__name__}.fit(callbacks=...)"
+        own = checked_callbacks(where, callbacks, self._logdir)
+        self._check_open(moves=True)
+        if self._callback_list.inside:
+            raise RuntimeError(
+                f"fit() cannot be called in {self._callback_list.inside[-1]} of a callback."
+            )
+        self._stop_reason = None
+        with self._callback_list.attached(self, own):
+            if validate_every and not any(self._call("can_validate", max_losses=3)):
+                logger.info("fit() does not validate: there is no validation loader.")
+                validate_every = None
+            with self._validations.of_fit(num_epochs, validate_every):
+                return run_epochs(
+                    self,
+                    num_epochs,
+                    self._validations,
+                    completed=lambda: self._num_completed,
+                    train=lambda: self.train(max_retries=max_retries, info=info),
+                    validate=lambda: self.validate(info=info),
+                )
+
+    def request_stop(self, reason: str) -> None:
+        """Ask `fit` to end after the epoch under way. Other calls take no notice.
+
+        Args:
+            reason: why; the first one counts, and `stop_reason` returns it.
+        """
+        if self._stop_reason is None:
+            self._stop_reason = str(reason)
+
+    def update_scheduler(self, metric: float) -> None:
+        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker.
+
+        Raises:
+            WorkerLostError: if a worker is lost; it is not repeated.
+        """
+        self._call("update_schedulers", metric=metric)
+
+    # ---- state
+
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
+
+        It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
+        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
+        or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
+        data, and the states of the workers' random number generators, ``callbacks``, what
+        callbacks want to be saved, and between an epoch of `fit` and its validation, also where
+        an exception has ended `fit` there, ``validation_due``, the newest metrics.
+
+        Args:
+            copy: False leaves large tensors and arrays of workers that are Ray actors in Ray's
+                shared memory, which is enough for what is to be written to a file. Do not write
+                to them, and let go of them soon: they fill that memory, and end with it.
+
+        Raises:
+            CallbackError: if the ``state_dict`` of a callback raised.
+        """
+        self._check_open()
+        return self._state(own=copy)
+
+    def _state(self, own: bool) -> dict[str, Any]:
+        callbacks = self._callback_list.state_dict()
+        state = self._workers_state(own)
+        if callbacks:
+            state["callbacks"] = callbacks
+        if self._validations.missing:
+            # with what was measured before, which callbacks look at when they see a validation
+            state["validation_due"] = scalars(self.latest_metrics)
+        return state
+
+    def _workers_state(self, own: bool) -> dict[str, Any]:
+        if not self._controller.members and (snapshot := self._controller.snapshots.state()):
+            # no worker lives; this is what is left, and it may be what the user gave to load
+            return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
+        generators = self._call("rng_state", max_losses=3, any_size=True)
+        states = self._call("state_dict", rank=0, max_losses=3, any_size=True, own=own)
+        state: dict[str, Any] = states[0]
+        state["data"]["rng"] = generators
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
+        """Take over a state, on any number of workers.
+
+        Args:
+            state: what `state_dict` returned, or that of an older library, without ``data``.
+            blocking: there for older scripts; the workers always have the state on return.
+
+        Raises:
+            CheckpointError: if it is no state of a trainer, or of one with other models.
+            CallbackError: if the ``load_state_dict`` of a callback raised; all else is loaded.
+        """
+        del blocking
+        self._check_open(moves=True)
+        missing = [
+            key
+            for key in ("models", "optimizers", "epoch")
+            if not isinstance(state, Mapping) or key not in state
+        ]
+        if missing:
+            raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
+        of_driver = ("callbacks", "validation_due")
+        own = {key: value for key, value in state.items() if key not in of_driver}
+        self._call("load_state_dict", state=own, max_losses=3)
+        self._controller.snapshots.set(own)
+        self._latest_metrics.update(state.get("validation_due", {}))
+        # also where it is empty: saved before anything had been measured
+        self._validations.note_owed("validation_due" in state)
+        self._callback_list.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
+
+    def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
+        """Write the state to one file, whole or not at all.
+
+        Args:
+            path: where to; a path, or a URL such as ``s3://bucket/state.pt``.
+            blocking: False: copy the state, and write it while training goes on. If that fails,
+                the next call of the trainer says so. One write at a time: the next save waits.
+
+        Returns:
+            The absolute path, or the URL.
+
+        Raises:
+            CheckpointError: if it cannot be written there, or the write before it failed.
+        """
+        self._check_open()
+        target = checkpoint.check_writable(path)
+        self._writer.wait()  # before the copy, so that there is one at a time
+        state = self._state(own=False)  # a copy, which nothing but the write uses
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self._operator_name)
+        write = checkpoint.prepare_write(state, target, manifest)
+        if blocking:
+            return write()
+        self._writer.submit(write, locate(target).shown)
+        return target
+
+    def save_model(self, path: str | os.PathLike[str]) -> str:
+        """Write the models' weights alone as a ``.safetensors`` file, whole or not at all.
+
+        With several models the keys begin with ``0.``, ``1.``, ….
+
+        Args:
+            path: where to; a path, or a URL.
+
+        Returns:
+            The absolute path, or the URL.
+
+        Raises:
+            CheckpointError: if it cannot be written there.
+            ImportError: if safetensors is not installed.
+        """
+        self._check_open()
+        target = checkpoint.check_writable(path)
+        return checkpoint.save_model(self._saved_weights(), target)
+
+    def _saved_weights(self) -> Any:
+        """Return the models, or their arrays by name, for `save_model`."""
+        models = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        return models[0] if len(models) == 1 else models
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over the state in a file that `save` wrote. No code from the file is run.
+
+        Waits for a write of ``save(blocking=False)`` that is under way.
+
+        Args:
+            path: a path or a URL.
+
+        Raises:
+            CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
+                if that write failed.
+        """
+        self._check_open(moves=True)
+        self._writer.wait()  # whatever the path: one file may have several
+        self.load_state_dict(checkpoint.read_file(path))
+
+    # ---- workers
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call `fn` on every worker and return what it returned, by rank.
+
+        Args:
+            fn: function of no arguments. It is pickled, and so is what it returns.
+
+        Raises:
+            TypeError: if it cannot be called, or one of the two cannot be pickled.
+            WorkerLostError: if a worker is lost; it is not repeated.
+            BaseException: what it raised.
+        """
+        return self._call("apply", function=_callable("apply_all_workers", fn))
+
+    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Call `fn` with the operator of every worker and return what it returned, by rank.
+
+        Arguments and errors are those of `apply_all_workers`.
+        """
+        return self._call("apply_operator", function=_callable("apply_all_operators", fn))
+
+    def get_local_operator(self) -> Any:
+        """Return the operator in this process.
+
+        Raises:
+            NotImplementedError: unless the trainer was made with ``use_local=True``.
+        """
+        self._check_open()
+        member = self._controller.members[0]
+        if not isinstance(member, InlineMember):
+            raise NotImplementedError(
+                f"get_local_operator() needs {type(self).__name__}(use_local=True): all "
+                "operators live in worker processes. Use apply_all_operators(fn) to reach them."
+            )
+        runner: Any = member.worker.runner
+        return runner.operator
+
+    def shutdown(self, force: bool = False) -> None:
+        """End callbacks and workers and give the resources back; they are free when this returns.
+
+        Waits for a write of ``save(blocking=False)`` that is under way.
+
+        Args:
+            force: kill the workers at once instead of letting them clean up first.
+
+        Raises:
+            CheckpointError: if that write failed; the workers are ended all the same.
+            CallbackError: if a callback failed in ``on_train_end``, likewise.
+        """
+        try:
+            if self._controller.state is not State.CLOSED:
+                self._callback_list.end(self)
+        finally:  # also when Ctrl-C ends the callbacks
+            self._controller.shutdown(force)
+            self._finalizer.detach()
+            self._writer.wait()
+        self._callback_list.raise_failures()
+
+    def __repr__(self) -> str:
+        if self._controller.state is State.CLOSED:
+            where = "shut down"
+        else:
+            where = f"{self.num_workers} of {self.max_workers} workers"
+        within = ", in another" if self._controller.progress.in_epoch else ""
+        done = f"{self._num_completed} epoch{'s' * (self._num_completed != 1)} done{within}"
+        return (
+            f"<{type(self).__name__} of {self._operator_name}: {where}, {done}, "
+            f"step {self.global_step}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.shutdown(force=kind is not None)
+        except (CheckpointError, CallbackError) as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # what went wrong first is what the caller shall see
+
+    # ---- properties
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config; ``BATCH_SIZE`` is the global batch that the workers there are now share."""
+        return rounded_config(self._user_config, max(1, self.num_workers))
+
+    @property
+    def num_workers(self) -> int:
+        """Workers there are now."""
+        return len(self._controller.members)
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers, ``num_workers`` of the constructor."""
+        return self._controller.max_workers
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._controller.min_workers
+
+    @property
+    def operator_name(self) -> str:
+        """Name of the operator's class."""
+        return self._operator_name
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in or has just finished, from 1; 0 before the first."""
+        progress = self._controller.progress
+        return progress.epoch + progress.in_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Training steps that are done, over all calls."""
+        return self._controller.progress.global_step
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened to the group of workers: start, losses, resizes, errors; oldest first."""
+        return list(self._controller.events)
+
+    @property
+    def latest_metrics(self) -> dict[str, Any]:
+        """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
+        return {**self._latest_metrics, **self._shown}
+
+    @property
+    def last_call(self) -> LastCall | None:
+        """Kind, time of the end and seconds of the newest `train` or `validate` that returned."""
+        return self._last_call
+
+    @property
+    def logdir(self) -> Path | None:
+        """The run folder."""
+        return self._logdir
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why `fit` was asked to stop (`request_stop`); None if nobody has since it began."""
+        return self._stop_reason
+
+    # ---- helpers
+
+    @property
+    def _num_completed(self) -> int:
+        """Epochs that are completed."""
+        return self._controller.progress.epoch
+
+    def _show(self, hook: str, metrics: dict[str, Any], call: LastCall) -> None:
+        """Show the result of a call to the callbacks, which may add to it."""
+        self._last_call = call
+        before, self._shown = self._shown, metrics
+        try:
+            self._callback_list.call(hook, self, metrics)
+        finally:
+            self._shown = before
+            self._latest_metrics.update(metrics)
+
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        self._check_open()
+        return self._calls.make(method, **arguments)
+
+    def _check_open(self, moves: bool = False) -> None:
+        """Check that the workers may be called now, and for what `moves` the state."""
+        for hook in self._callback_list.inside:
+            if hook in ("on_event", "on_progress"):
+                raise RuntimeError(
+                    f"A callback cannot call the workers in {hook}, in the midst of another call. "
+                    "Set a mark there, and make the call at the next on_epoch_end."
+                )
+            if hook == "on_pause" and moves:
+                raise RuntimeError(
+                    "In on_pause a callback can read and save the state, but not train, validate "
+                    "or load: the call of train() under way would lose its place."
+                )
+        if self._controller.state is State.CLOSED:
+            raise RuntimeError(
+                f"This {type(self).__name__} is shut down, and what its workers held is gone: call "
+                "save() or get_model() before, and create a new one to train on."
+            )
+        self._writer.raise_failure()
+
+
+def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
+    """Return a function that tells callbacks of events and does not keep the trainer alive."""
+
+    def tell() -> None:
+        alive = trainer()
+        if alive is not None:
+            alive._callback_list.tell_events(alive)
+
+    return tell
+
+
+def _check_count(name: str, value: Any, lowest: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, but it is {value!r}.")
+    if value < lowest:
+        raise ValueError(f"{name}={value}: must be at least {lowest}.")
+
+
+def _check_info(method: str, info: Any) -> None:
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method}(info=...) must be a dict, but it is {info!r}.")
+
+
+def _callable(method: str, function: Any) -> Any:
+    if not callable(function):
+        raise TypeError(f"{method}() takes a function, but got {function!r}.")
+    return function

@@ -1,0 +1,288 @@
+"""Trainers as trials of Ray Tune: what ``TorchTrainer.as_trainable`` returns.
+
+A trial is an actor of Tune's. The trainer lives in it, its workers in the same placement group::
+
+    bundle 0              bundle 1   bundle 2   ...   use_local=False
+    the trial's actor     worker 0   worker 1
+                          ────────────────────────────
+    bundle 0              bundle 1   bundle 2   ...   use_local=True
+    actor and worker 0    worker 1   worker 2
+
+Tune calls ``setup`` once, ``step`` for each result, and ``save_checkpoint`` and ``load_checkpoint``
+where a scheduler or a failure asks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raysgd.cluster import placement
+from raysgd.cluster.worker_group import GroupOptions
+from raysgd.trainer import OperatorTrainer
+
+try:
+    from ray.tune import PlacementGroupFactory, Trainable
+except ImportError as error:
+    raise RuntimeError(
+        f"as_trainable() needs Ray Tune, which cannot be imported ({error}). Install it: "
+        'pip install "raysgd[tune]"'
+    ) from error
+
+__all__ = ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"]
+
+_STATE = "trainer.checkpoint"
+_OPTIONS = "optimizer_options.json"
+
+TuneStep = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+class BaseTrainable(Trainable):
+    """A trial that trains with a trainer. `trainable_class` fills in which one.
+
+    Subclasses may override what Tune calls, and reach the trainer as ``self.trainer``.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_workers": 1,
+        "num_cpus_per_worker": 1,
+        "use_gpu": "auto",
+    }
+    """The arguments of the trainer that a trial's config may set too, and its defaults for them."""
+    trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
+    trainer_kwargs: ClassVar[Mapping[str, Any]]
+    override_tune_step: ClassVar[TuneStep | None] = None
+
+    @property
+    def trainer(self) -> OperatorTrainer:
+        """The trainer of this trial."""
+        return self._trainer
+
+    # ---- what Tune calls
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        """Return the room of a trial: its workers, and a CPU for its actor unless that is one.
+
+        Runs in the process that calls ``Tuner.fit()``, and asks the cluster whether it has GPUs
+        where ``use_gpu`` is "auto".
+
+        Raises:
+            ValueError: if `config` or the trainer's arguments ask for what cannot be.
+        """
+        arguments = cls.trainer_arguments(config)
+        worker = _worker_bundle(arguments)
+        bundles = [dict(worker) for _ in range(arguments["num_workers"])]
+        if not arguments.get("use_local", False):
+            bundles.insert(0, {"CPU": 1})
+        return PlacementGroupFactory(bundles, strategy="PACK")
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Create the trainer, with the trial's config merged over that of the trainer."""
+        arguments = self.trainer_arguments(config)
+        if "callbacks" in arguments:  # with reuse_actors the next trial is to have fresh ones
+            arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
+        if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
+            # decided when the room was requested: the cluster may have GPUs by now, and we not
+            arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
+        self._trainer = type(self).trainer_cls(**arguments)
+        self._has_validation, self._options = self.look_at_operator()
+
+    def step(self) -> dict[str, Any]:
+        """Train for one epoch and validate; or do what ``override_tune_step`` does.
+
+        Without a validation loader it trains alone. Of names that both give, ``num_samples`` and
+        ``batch_count``, those of the validation are kept, as in ``trainer.latest_metrics``.
+        """
+        override = type(self).override_tune_step
+        if override is not None:
+            result = override(self.trainer, {"iteration": self.training_iteration})
+            if not isinstance(result, dict):
+                raise TypeError(f"override_tune_step must return a dict, but got {result!r}.")
+            return result
+        metrics: dict[str, Any] = self.trainer.train()
+        if self._has_validation:
+            metrics = {**metrics, **self.trainer.validate()}
+        return metrics
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save the trainer's state to a file in `checkpoint_dir`."""
+        self.trainer.save(Path(checkpoint_dir) / _STATE)
+        if self._options is not None:
+            (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._options))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Load what `save_checkpoint` wrote, perhaps in a trial with another config (PBT)."""
+        self.trainer.load(Path(checkpoint) / _STATE)
+        saved = Path(checkpoint) / _OPTIONS
+        if self._options is None or not saved.exists():
+            return
+        if (then := json.loads(saved.read_text())) != self._options:
+            state = self.trainer.state_dict()
+            self.trainer.load_state_dict(self.with_options(state, then, self._options))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Go on as another trial, with ``TuneConfig(reuse_actors=True)``: with a new trainer.
+
+        What is reused is the trial's own process and its room.
+        """
+        self.cleanup()
+        self.setup(copy.deepcopy(new_config))
+        return True
+
+    def cleanup(self) -> None:
+        """Shut the trainer down."""
+        self._trainer.shutdown()
+
+    # ---- what families of trainers define
+
+    def look_at_operator(self) -> tuple[bool, Any]:
+        """Return what a trial needs to know of its operator.
+
+        Returns:
+            Whether there is a validation loader; and the options that ``setup`` gave the
+            optimizers, as JSON can hold them, or None where `with_options` cannot change them.
+        """
+        raise NotImplementedError
+
+    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
+        """Return a trainer's state, changed to the options that this trial's config asks for.
+
+        Args:
+            state: the state of a trainer that had another config.
+            then: the options that ``setup`` made of that config.
+            now: those that it makes of this trial's.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the trainer of a trial.
+
+        Raises:
+            ValueError: if the number of workers, their CPUs or GPUs cannot be.
+        """
+        given = dict(cls.trainer_kwargs)
+        arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
+        for name in cls.defaults.keys() & config.keys():
+            value = config[name]
+            # what numpy drew is a number as well
+            arguments[name] = value.item() if isinstance(value, np.generic) else value
+        _check(arguments)
+        return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
+
+
+class BaseTorchTrainable(BaseTrainable):
+    """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
+
+    # Not among the options, which checkpoints carry: it is the same for all trials of a script.
+    _owners: Sequence[int | None] = ()
+
+    def look_at_operator(self) -> tuple[bool, Any]:
+        """See :meth:`BaseTrainable.look_at_operator`."""
+        from raysgd.torch import options
+
+        has_validation, found, self._owners = self.trainer.apply_all_operators(options.inspect)[0]
+        return has_validation, found
+
+    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
+        """See :func:`raysgd.torch.options.with_options`."""
+        from raysgd.torch import options
+
+        return options.with_options(state, then, now, self._owners)
+
+
+class TFTrainable(BaseTrainable):
+    """A trial that trains with a TFTrainer: the base of what its ``as_trainable`` returns."""
+
+    def look_at_operator(self) -> tuple[bool, Any]:
+        """See :meth:`BaseTrainable.look_at_operator`."""
+        from raysgd.tf import options
+
+        found: tuple[bool, Any] = self.trainer.apply_all_operators(options.inspect)[0]
+        return found
+
+    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
+        """See :func:`raysgd.tf.options.with_options`."""
+        from raysgd.tf import options
+
+        return options.with_options(state, then, now)
+
+
+def trainable_class(
+    base: type[BaseTrainable],
+    trainer_cls: Callable[..., OperatorTrainer],
+    override_tune_step: TuneStep | None,
+    trainer_kwargs: Mapping[str, Any],
+) -> type[BaseTrainable]:
+    """Make a Trainable class for one trainer class and its arguments.
+
+    Args:
+        base: what the trainers of the family have in common.
+        trainer_cls: creates the trainer; takes ``config`` and what `base.defaults` has as keywords.
+        override_tune_step: replaces ``step``; called with the trainer and ``{"iteration": n}``, the
+            results that were reported before.
+        trainer_kwargs: arguments of the trainer.
+
+    Raises:
+        ValueError: if `override_tune_step` does not take two arguments, or the trainer's arguments
+            ask for what cannot be.
+    """
+    if override_tune_step is not None:
+        _check_step(override_tune_step)
+
+    class TrainerTrainable(base):  # type: ignore[valid-type, misc]
+        pass
+
+    step = None if override_tune_step is None else staticmethod(override_tune_step)
+    TrainerTrainable.trainer_cls = trainer_cls
+    TrainerTrainable.trainer_kwargs = dict(trainer_kwargs)
+    TrainerTrainable.override_tune_step = step
+    # Tune names folders and trials after it, and finds it again by its name on Tuner.restore
+    name = getattr(trainer_cls, "__name__", "Trainer").removesuffix("Trainer") + "Trainable"
+    TrainerTrainable.__name__ = TrainerTrainable.__qualname__ = name
+    TrainerTrainable.trainer_arguments({})
+    return TrainerTrainable
+
+
+def _check_step(step: Any) -> None:
+    try:
+        inspect.signature(step).bind("trainer", {})
+    except TypeError as error:
+        raise ValueError(
+            f"override_tune_step must be a function of two arguments, (trainer, info), but it is "
+            f"{step!r}: {error}."
+        ) from error
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Check what the room of a trial follows from: before Tune waits for room that cannot be."""
+    workers, cpus = arguments["num_workers"], arguments["num_cpus_per_worker"]
+    gpu = arguments["use_gpu"]
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"num_workers={workers!r} of a trial: must be an int of at least 1.")
+    if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not cpus > 0:
+        raise ValueError(f"num_cpus_per_worker={cpus!r} of a trial: must be a number above 0.")
+    if not isinstance(gpu, bool) and not (isinstance(gpu, str) and gpu == "auto"):
+        raise ValueError(f'use_gpu={gpu!r} of a trial: must be True, False or "auto".')
+
+
+def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
+    resources = dict(arguments.get("resources_per_worker") or {})
+    use_gpu = arguments["use_gpu"]
+    if use_gpu == "auto":
+        placement.connect()
+        use_gpu = "GPU" in resources or placement.gpus_in_cluster() > 0
+    num_gpus = resources.pop("GPU", 1) if use_gpu else 0
+    return GroupOptions(
+        num_workers=arguments["num_workers"],
+        num_cpus=arguments["num_cpus_per_worker"],
+        num_gpus=num_gpus,
+        resources=resources,
+    ).bundle

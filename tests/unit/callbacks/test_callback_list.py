@@ -1,0 +1,623 @@
+"""When callbacks are called, in which order, and what follows if one of them raises."""
+
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.callbacks import Callback
+from raysgd.errors import CallbackError, CheckpointError
+from tests.unit.callbacks.spy import Late, Spy, Unloadable
+from tests.unit.recorder import Recorder, Streaming
+
+
+def failing_at(step):
+    def fail(batch_info, when):
+        if batch_info["global_step"] == step:
+            raise ValueError("bad batch")
+
+    return fail
+
+
+# ---- plain calls
+
+
+def test_the_first_call_starts_a_callback_and_shutdown_ends_it(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    assert spy.calls == []
+    trainer.train()
+    trainer.validate()
+    trainer.train()
+    trainer.shutdown()
+    trainer.shutdown()
+    assert [call[1:] for call in spy.calls] == [
+        ("on_train_start", 0),
+        ("on_event", "started"),
+        ("on_epoch_end", 1),
+        ("on_validation_end", 40),
+        ("on_epoch_end", 2),
+        ("on_train_end", 2),
+    ]
+
+
+def test_a_trainer_that_never_trained_ends_nothing(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    trainer.state_dict()
+    trainer.shutdown()
+    assert spy.calls == []
+
+
+def test_a_call_of_steps_ends_an_epoch_only_where_it_did(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    for num_steps in (2, 3, 5, 7):
+        trainer.train(num_steps=num_steps)
+    assert spy.calls[2:] == [
+        ("spy", "on_steps_end", 2),
+        ("spy", "on_epoch_end", 1),
+        ("spy", "on_epoch_end", 2),
+        ("spy", "on_epoch_end", 4),  # to the end of the third, and two steps of the fourth
+    ]
+
+
+def test_what_a_call_returns_is_what_callbacks_saw_and_added_to(make_trainer):
+    class Adding(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            metrics["added"] = trainer.latest_metrics["num_samples"]
+
+    class Reading(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            self.seen = metrics
+
+    reading = Reading()
+    trainer = make_trainer(callbacks=[Adding(), reading])
+    result = trainer.train()
+    assert result is reading.seen
+    assert result["added"] == 40
+    assert trainer.latest_metrics["added"] == 40
+    (by_worker,) = trainer.train(reduce_results=False)
+    assert set(by_worker) == set(result) - {"added"}
+    assert reading.seen["epoch"] == 2
+
+
+def test_the_newest_call_says_how_long_it_took(make_trainer):
+    trainer = make_trainer()
+    assert trainer.last_call is None
+    trainer.train()
+    kind, when, seconds = trainer.last_call
+    assert kind == "train"
+    assert 0 < seconds < 60
+    trainer.validate()
+    assert trainer.last_call.kind == "validate"
+    assert trainer.last_call.time > when
+
+
+# ---- order
+
+
+def test_callbacks_are_called_in_order_and_later_stages_start_first(make_trainer):
+    calls = []
+    given_order = [Late("last", calls), Spy("first", calls), Spy("second", calls)]
+    trainer = make_trainer(callbacks=given_order)
+    trainer.train()
+    by_hook = {}
+    for name, hook, _ in calls:
+        by_hook.setdefault(hook, []).append(name)
+    assert by_hook["on_train_start"] == ["last", "first", "second"]
+    assert by_hook["on_epoch_end"] == ["first", "second", "last"]
+    hooks = [hook for _, hook, _ in calls]
+    assert hooks.index("on_event") > 2, "all have started before the first event is told"
+
+
+OPERATIONS = st.lists(
+    st.sampled_from(["epoch", "steps", "validate", "fit", "fail", "save"]), max_size=6
+)
+
+
+@given(operations=OPERATIONS, pause_every=st.sampled_from([None, 2, 5, 7]))
+def test_the_order_of_calls_follows_the_rules_whatever_is_called(
+    make_trainer, operations, pause_every
+):
+    """Starts and ends alternate, and between them each call is told of, once."""
+    calls = []
+    spies = [Spy("one", calls, pause_every=pause_every), Spy("two", calls)]
+    trainer = make_trainer(Recorder, callbacks=spies)
+    operator = trainer.get_local_operator()
+    expected = {"on_epoch_end": 0, "on_steps_end": 0, "on_validation_end": 0, "on_exception": 0}
+    for operation in operations:
+        done = trainer._controller.progress.epoch
+        if operation == "epoch":
+            trainer.train()
+            expected["on_epoch_end"] += 1
+        elif operation == "steps":
+            trainer.train(num_steps=3)
+            completed = trainer._controller.progress.epoch > done
+            expected["on_epoch_end" if completed else "on_steps_end"] += 1
+        elif operation == "validate":
+            trainer.validate()
+            expected["on_validation_end"] += 1
+        elif operation == "fit":
+            trainer.fit(done + 1)
+            expected["on_epoch_end"] += 1
+            expected["on_validation_end"] += 1
+        elif operation == "fail":
+            operator.fail = failing_at(trainer.global_step)
+            with pytest.raises(ValueError, match="bad batch"):
+                trainer.train()
+            operator.fail = lambda *arguments: None
+            expected["on_exception"] += 1
+        else:
+            trainer.state_dict()
+    trainer.shutdown()
+
+    for spy in spies:
+        hooks = spy.hooks
+        for hook, count in expected.items():
+            assert hooks.count(hook) == count, hook
+        running = False
+        for hook in hooks:
+            assert running == (hook != "on_train_start"), hooks
+            running = hook != "on_train_end"
+        assert not running
+        told = [detail for name, hook, detail in calls if (name, hook) == (spy.name, "on_event")]
+        assert told == ([event.kind for event in trainer.events] if hooks else [])
+    others = ("on_pause", "on_event", "on_train_start", "on_train_end")
+    pairs = [call for call in calls if call[1] not in others]
+    assert [name for name, _, _ in pairs] == ["one", "two"] * (len(pairs) // 2)
+    paused = [detail for _, hook, detail in calls if hook == "on_pause"]
+    steps = range(1, trainer.global_step + 1)
+    assert paused == [step for step in steps if pause_every and step % pause_every == 0]
+
+
+# ---- pauses
+
+
+@pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 100])
+def test_a_pause_changes_nothing_but_the_time(make_trainer, operator_cls, every):
+    """Also of a loader without a length, which ends exactly where one of the pauses is."""
+    plain = make_trainer(operator_cls)
+    spy = Spy(pause_every=every)
+    paused = make_trainer(operator_cls, callbacks=[spy])
+    for _ in range(3):
+        assert paused.train() == plain.train()
+        assert (paused.epoch, paused.global_step) == (plain.epoch, plain.global_step)
+    assert paused.train(num_steps=7) == plain.train(num_steps=7)
+    seen = [trainer.get_local_operator().trained for trainer in (paused, plain)]
+    assert seen[0] == seen[1]
+    steps = [detail for _, hook, detail in spy.calls if hook == "on_pause"]
+    assert steps == list(range(every, 23, every))
+
+
+def test_several_callbacks_pause_where_each_of_them_asks_to(make_trainer):
+    calls = []
+    spies = [Spy("twos", calls, pause_every=2), Spy("threes", calls, pause_every=3)]
+    make_trainer(callbacks=spies).train(num_steps=6)
+    assert [(name, step) for name, hook, step in calls if hook == "on_pause"] == [
+        ("twos", 2),
+        ("threes", 3),
+        ("twos", 4),
+        ("twos", 6),
+        ("threes", 6),
+    ]
+
+
+def test_the_state_that_is_saved_in_a_pause_goes_on_with_the_next_sample(make_trainer, tmp_path):
+    class Saving(Spy):
+        def on_pause(self, trainer):
+            trainer.save(tmp_path / f"{trainer.global_step}.pt")
+
+    config = {"shuffle": True, "dropout": 0.5}
+    trainer = make_trainer(Recorder, config, callbacks=[Saving(pause_every=3)])
+    result = trainer.train()
+    other = make_trainer(Recorder, {**config, "seed": 9})
+    other.load(tmp_path / "3.pt")
+    assert (other.epoch, other.global_step) == (1, 3)
+    assert other.train()["num_samples"] == 16
+    rest = trainer.get_local_operator().trained[24:]
+    assert rest == other.get_local_operator().trained
+    assert result["num_samples"] == 40
+    left, right = (each.get_local_operator().model.state_dict() for each in (trainer, other))
+    assert all(bool((left[name] == right[name]).all()) for name in left)
+
+
+@pytest.mark.parametrize("method", ["train", "validate", "load_state_dict", "fit"])
+def test_what_moves_the_state_is_refused_in_a_pause(make_trainer, method):
+    class Moving(Spy):
+        def on_pause(self, trainer):
+            arguments = {"load_state_dict": [{}], "fit": [1]}.get(method, [])
+            getattr(trainer, method)(*arguments)
+
+    trainer = make_trainer(callbacks=[Moving(pause_every=2)])
+    with pytest.raises(CallbackError, match="on_pause") as caught:
+        trainer.train()
+    assert "cannot" in str(caught.value.__cause__) or "not train" in str(caught.value.__cause__)
+    assert trainer.global_step == 5
+
+
+def test_a_pause_that_is_not_ahead_is_an_error_and_no_endless_loop(make_trainer):
+    class Stuck(Callback):
+        def next_pause(self, global_step):
+            return global_step
+
+    trainer = make_trainer(callbacks=[Stuck()])
+    with pytest.raises(CallbackError, match=r"next_pause.*above global_step=0"):
+        trainer.train()
+    assert trainer.global_step == 5
+
+
+# ---- events
+
+
+def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer.get_local_operator().fail = failing_at(2)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert spy.calls[1:] == [
+        ("spy", "on_event", "started"),
+        ("spy", "on_event", "user_error"),
+        ("spy", "on_exception", "ValueError"),
+    ]
+    trainer.get_local_operator().fail = lambda *arguments: None
+    trainer.train()
+    assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
+
+
+def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
+    trainer = make_trainer(Recorder)
+    trainer.get_local_operator().fail = failing_at(2)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    trainer.get_local_operator().fail = lambda *arguments: None
+    spy = Spy()
+    trainer.fit(1, callbacks=[spy])
+    trainer.fit(2)
+    assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
+
+
+def test_events_between_two_runs_are_told_too_and_once(make_trainer, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
+    trainer.fit(1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.apply_all_workers(lambda: 1 / 0)
+    assert spy.calls[-2:] == [("spy", "on_train_end", 1), ("spy", "on_event", "user_error")]
+    trainer.fit(2)
+    told = [detail for _, hook, detail in spy.calls if hook == "on_event"]
+    assert told == [event.kind for event in trainer.events]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
+
+
+def test_what_fails_in_an_event_of_another_call_is_raised_by_the_next(make_trainer, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(callbacks=[spy])
+    trainer.train()
+    spy.fail_in = ["on_event"]
+    with pytest.raises(ZeroDivisionError):
+        trainer.apply_all_workers(lambda: 1 / 0)
+    trainer.save(tmp_path / "state.pt")
+    with pytest.raises(CallbackError, match="on_event"):
+        trainer.train()
+    assert trainer.train()["epoch"] == 2
+
+
+def test_an_event_says_how_many_workers_there_are(make_trainer):
+    assert [event.num_workers for event in make_trainer().events] == [1]
+
+
+def test_the_workers_cannot_be_called_in_the_midst_of_a_call(make_trainer, tmp_path):
+    class Saving(Callback):
+        def on_event(self, trainer, event):
+            trainer.save(tmp_path / "state.pt")
+
+    trainer = make_trainer(callbacks=[Saving()])
+    with pytest.raises(CallbackError, match="on_event") as caught:
+        trainer.train()
+    assert "on_epoch_end" in str(caught.value.__cause__)
+    assert trainer.train()["epoch"] == 1
+
+
+# ---- callbacks that raise
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_event", "on_pause"])
+def test_an_exception_names_the_callback_and_spoils_nothing(make_trainer, caplog, hook):
+    calls = []
+    spies = [
+        Spy("bad", calls, fail_in=[hook], pause_every=3),
+        Spy("good", calls, pause_every=3),
+    ]
+    trainer = make_trainer(Recorder, callbacks=spies)
+    with pytest.raises(CallbackError, match=rf"Spy failed in {hook}: KeyError") as caught:
+        trainer.train()
+    assert (caught.value.callback, caught.value.hook) == ("Spy", hook)
+    assert "What was trained is trained." in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert hook in spies[1].hooks, "the other one was called"
+    assert spies[1].hooks[-1] == "on_exception"
+    assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "said at once"
+    assert not any(record.exc_info for record in caplog.records), "its traceback is the raised one"
+    done = 0 if hook == "on_event" else 5  # the first event is told before the first step
+    assert trainer.global_step == done
+    assert trainer.latest_metrics.get("num_samples") == (40 if done else None)
+
+    spies[0].fail_in = ()
+    trainer.train()
+    plain = make_trainer(Recorder)
+    for _ in range(trainer.epoch):
+        plain.train()
+    assert trainer.global_step == plain.global_step == done + 5
+    assert trainer.get_local_operator().trained == plain.get_local_operator().trained
+
+
+def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer):
+    calls = []
+    spies = [Spy("bad", calls, fail_in=["on_train_start"]), Spy("good", calls)]
+    trainer = make_trainer(callbacks=spies)
+    with pytest.raises(CallbackError, match="on_train_start"):
+        trainer.train()
+    assert trainer.global_step == 0
+    spies[0].fail_in = ()
+    trainer.train()
+    assert spies[0].hooks == [
+        "on_train_start",
+        "on_train_start",
+        "on_event",
+        "on_epoch_end",
+    ]
+    assert spies[1].hooks.count("on_train_start") == 1
+
+
+def test_the_errors_of_several_callbacks_are_all_told(make_trainer, caplog):
+    spies = [Spy(name, fail_in=["on_epoch_end"]) for name in ("one", "two")]
+    with pytest.raises(CallbackError, match="one fails") as caught:
+        make_trainer(callbacks=spies).train()
+    assert "two fails" in caught.value.__notes__[0]
+    shown = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert shown == [str(KeyError("two fails"))], "the traceback that nobody raises, once"
+
+
+def test_an_error_of_training_comes_first(make_trainer):
+    spy = Spy(fail_in=["on_exception", "on_event"])
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    with pytest.raises(CallbackError):
+        trainer.train()  # "started" is told
+    trainer.get_local_operator().fail = failing_at(0)
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        trainer.train()
+    assert "on_event" in "".join(caught.value.__notes__)
+    assert "on_exception" in "".join(caught.value.__notes__)
+
+
+def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
+    trainer = make_trainer(callbacks=[Spy(fail_in=["on_train_end"])])
+    trainer.train()
+    with pytest.raises(CallbackError, match="on_train_end"):
+        trainer.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        trainer.train()
+    trainer.shutdown()
+
+
+def test_an_error_in_the_end_does_not_hide_the_one_before(make_trainer):
+    trainer = make_trainer(callbacks=[Spy(fail_in=["on_train_end"])])
+
+    def use():
+        with trainer:
+            trainer.train()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        use()
+    assert "on_train_end" in caught.value.__notes__[0]
+
+
+def test_progress_that_fails_is_told_once_a_call(make_trainer):
+    class Failing(Callback):
+        num_calls = 0
+
+        def on_progress(self, trainer, kind, progress):
+            self.num_calls += 1
+            raise ValueError("no terminal")
+
+    callback = Failing()
+    trainer = make_trainer(callbacks=[callback])
+    with pytest.raises(CallbackError, match="on_progress"):
+        trainer.train()
+    assert callback.num_calls == 1
+    tell = trainer._callback_list.watcher(trainer, "train")
+    tell([])
+    assert callback.num_calls == 2, "once when the call began, and not again"
+    with pytest.raises(CallbackError, match="on_progress"):
+        trainer.shutdown()
+
+
+# ---- what is refused
+
+
+class Wrong(Callback):
+    def on_epoch_end(self, metrics):
+        """Lacks the trainer."""
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([3], "3 is no callback"),
+        ([Spy], r"write Spy\(...\)"),
+        (Spy(), "takes a list"),
+        (7, "takes a list"),
+        ("spy", "takes a list"),
+        ([Wrong()], r"Wrong.on_epoch_end must take \(trainer, metrics\)"),
+    ],
+)
+def test_what_is_no_callback_is_refused(make_trainer, callbacks, message):
+    with pytest.raises(TypeError, match=message):
+        make_trainer(callbacks=callbacks)
+    with pytest.raises(TypeError, match=message):
+        make_trainer().fit(1, callbacks=callbacks)
+
+
+def test_a_callback_is_attached_once(make_trainer):
+    spy = Spy()
+    with pytest.raises(ValueError, match="Spy is given twice"):
+        make_trainer(callbacks=[spy, spy])
+    trainer, other = make_trainer(callbacks=[spy]), Spy()
+    with pytest.raises(ValueError, match="Spy is given twice"):
+        trainer.fit(1, callbacks=[other, spy])
+    trainer.fit(1)
+    assert spy.hooks.count("on_epoch_end") == 1
+    assert other.hooks == [], "what is refused leaves none attached"
+
+
+def test_a_hook_that_nothing_calls_is_pointed_out(make_trainer, caplog):
+    class Misspelled(Callback):
+        def on_batch_end(self, trainer):
+            """Is none of ours."""
+
+    with caplog.at_level(logging.WARNING):
+        make_trainer(callbacks=[Misspelled()])
+    assert "Misspelled has on_batch_end, which nothing calls" in caplog.text
+
+
+# ---- state
+
+
+def test_the_state_of_callbacks_survives_a_file(make_trainer, tmp_path):
+    spies = [Spy(state={"best": 0.5}), Spy(state={"best": 0.25}), Late(), Spy()]
+    path = make_trainer(callbacks=spies).save(tmp_path / "state.pt")
+    others = [Spy(), Spy(), Late(), Spy()]
+    make_trainer(callbacks=others).load(path)
+    assert [spy.loaded for spy in others] == [[{"best": 0.5}], [{"best": 0.25}], [], []]
+
+
+def test_a_state_without_callbacks_is_as_before(make_trainer):
+    assert "callbacks" not in make_trainer(callbacks=[Spy()]).state_dict()
+
+
+def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
+    state = make_trainer(callbacks=[Spy(state={"best": 0.5})]).state_dict()
+    trainer = make_trainer()
+    trainer.load_state_dict(state)
+    assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 0.5}}
+    spy = Spy(state={"best": 0.1})
+    trainer.fit(1, callbacks=[spy])
+    assert spy.loaded == [{"best": 0.5}]
+    assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 0.1}}
+    fresh = Spy()
+    trainer.fit(2, callbacks=[fresh])
+    assert fresh.loaded == [], "what another fit left is for those who load it"
+
+
+def test_a_state_is_apart_from_what_callbacks_go_on_with(make_trainer):
+    """Of those of the trainer, and of one that has gone with its `fit` and is used again."""
+    always, own = Spy(state={"seen": [1]}), Late(state={"seen": [1], "mean": torch.ones(1)})
+    trainer = make_trainer(callbacks=[always])
+    trainer.fit(1, callbacks=[own])
+    state = trainer.state_dict()
+    for spy in (always, own):
+        spy.state["seen"].append(2)
+    own.state["mean"] += 1
+    expected = {"Spy": {"seen": [1]}, "Late": {"seen": [1], "mean": torch.ones(1)}}
+    assert state["callbacks"] == expected
+    assert trainer.state_dict()["callbacks"] == {**expected, "Spy": {"seen": [1, 2]}}
+
+
+def test_a_state_is_apart_from_one_that_waits(make_trainer):
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": {"Spy": {"seen": [1]}}})
+    state = trainer.state_dict()
+    spy = Spy()
+    trainer.fit(1, callbacks=[spy])
+    spy.loaded[0]["seen"].append(2)
+    assert state["callbacks"] == {"Spy": {"seen": [1]}}
+
+
+def test_a_state_that_cannot_be_copied_is_refused_when_it_is_saved(make_trainer, tmp_path):
+    lock = threading.Lock()
+    trainer = make_trainer(callbacks=[Spy(state={"lock": lock, "seen": [1]})])
+    assert trainer.state_dict()["callbacks"]["Spy"] == {"lock": lock, "seen": [1]}
+    with pytest.raises(CheckpointError, match=r"callbacks' state_dict\(\) returned"):
+        trainer.save(tmp_path / "state.pt")
+
+
+def test_state_that_would_not_load_again_is_refused_when_it_is_saved(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[Spy(state={"odd": Recorder})])
+    with pytest.raises(CheckpointError, match="callbacks"):
+        trainer.save(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("hook", ["state_dict", "load_state_dict"])
+def test_a_callback_whose_state_fails_is_named(make_trainer, hook):
+    state = make_trainer(callbacks=[Spy(state={"best": 0.5})]).state_dict()
+    spy = Spy()
+
+    def fail(*arguments):
+        raise KeyError("best")
+
+    setattr(spy, hook, fail)
+    trainer = make_trainer(callbacks=[spy])
+    with pytest.raises(CallbackError, match=f"Spy failed in {hook}"):
+        getattr(trainer, hook)(*([state] if hook == "load_state_dict" else []))
+
+
+def test_one_that_cannot_load_keeps_no_other_from_loading(make_trainer, caplog):
+    bad, good, worse = Unloadable(), Spy(), Unloadable()
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}, "Unloadable-2": {"best": 3}}
+    trainer = make_trainer(callbacks=[bad, good, worse])
+    state = trainer.state_dict()
+    with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict") as caught:
+        trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
+    assert isinstance(caught.value.__cause__, KeyError)
+    (note,) = caught.value.__notes__
+    assert "Unloadable failed in load_state_dict" in note, "the other one"
+    assert sum(record.exc_info is not None for record in caplog.records) == 1, "its traceback"
+    assert good.loaded == [{"best": 2}]
+    assert trainer.state_dict()["callbacks"] == {"Other": {"best": 4}}, "what they have now"
+    assert trainer.train()["epoch"] == 1
+
+
+def test_states_wait_on_where_one_of_a_fit_cannot_load(make_trainer):
+    """Whether it is the same callbacks that come again, or others."""
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
+    bad, good = Unloadable(state={"best": 9}), Spy(state={"best": 9})
+    for _ in range(2):
+        with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
+            trainer.fit(1, callbacks=[bad, good])
+        assert good.loaded[-1] == {"best": 2}
+        assert trainer.epoch == 0
+        assert trainer.state_dict()["callbacks"] == saved
+    bad.mended, other = True, Spy(state={"best": 9})
+    trainer.fit(1, callbacks=[bad, other])
+    assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
+    assert trainer.state_dict()["callbacks"] == {"Unloadable": {"best": 9}, "Spy": {"best": 9}}
+
+
+def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
+    """A trainer that is dropped ends its workers, which needs nothing to refer to it."""
+    from raysgd import TorchTrainer
+
+    trainer = TorchTrainer(
+        training_operator_cls=Recorder,
+        config={"num_samples": 40, "batch_size": 8},
+        use_local=True,
+        use_gpu=False,
+        callbacks=[Spy()],
+    )
+    trainer.train()
+    controller, ref = trainer._controller, weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert ref() is None
+    assert controller.state.name == "CLOSED"

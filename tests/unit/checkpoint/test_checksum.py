@@ -1,0 +1,238 @@
+"""Hashes over every byte: no damage, wherever it is, passes for the state."""
+
+import io
+import itertools
+import re
+import warnings
+import zipfile
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.checkpoint import Manifest, read_file, read_manifest, write_file
+from raysgd.checkpoint.checksum import DamageError, add_checksums, find_manifest, verify
+from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.states import STATE, state_at
+
+
+def sealed(state=STATE):
+    """The content of a checkpoint."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    add_checksums(file, Manifest(epoch=2), {"data/0": "models/0/weight"})
+    return file.getvalue()
+
+
+SMALL = sealed()
+LARGER = sealed({**state_at(3), "text": "x" * 3000})
+
+
+def check(content):
+    """Verify a content and return the part that is named as damaged."""
+    with pytest.raises(DamageError) as caught:
+        verify(io.BytesIO(content))
+    return str(caught.value)
+
+
+def damaged(content, place, bits):
+    return content[:place] + bytes([content[place] ^ bits]) + content[place + 1 :]
+
+
+def test_what_is_in_order_passes():
+    for content in (SMALL, LARGER):
+        assert verify(io.BytesIO(content)).epoch == 2
+        assert find_manifest(io.BytesIO(content)).epoch == 2
+
+
+@pytest.mark.parametrize("bits", [0xFF, 0x01, 0x20, 0x80])
+def test_no_flipped_byte_of_a_small_file_passes(bits):
+    """Every byte, one after the other; 0x20 makes another letter of the same hash."""
+    for place in range(len(SMALL)):
+        check(damaged(SMALL, place, bits))
+
+
+@given(place=st.integers(0, len(LARGER) - 1), bits=st.integers(1, 255))
+def test_no_flipped_byte_passes(place, bits):
+    check(damaged(LARGER, place, bits))
+
+
+@given(
+    start=st.integers(0, len(LARGER) - 1),
+    size=st.integers(1, 3000),
+    byte=st.sampled_from(b"\0\xffP"),
+)
+def test_no_overwritten_segment_passes(start, size, byte):
+    segment = LARGER[start : start + size]
+    if segment.strip(bytes([byte])):
+        check(LARGER[:start] + bytes([byte]) * len(segment) + LARGER[start + size :])
+
+
+def test_no_truncated_file_passes():
+    for size in range(len(SMALL)):
+        try:
+            assert verify(io.BytesIO(SMALL[:size])) is None
+        except DamageError:
+            continue
+        # what has no sign left of an archive is for torch to refuse
+        assert size < 4
+
+
+@given(content=st.sampled_from([SMALL, LARGER]), added=st.binary(min_size=1, max_size=2000))
+def test_nothing_may_be_added(content, added):
+    check(content + added)
+    check(added + content)
+
+
+@given(
+    places=st.lists(st.integers(0, len(LARGER) - 1), min_size=2, max_size=6, unique=True),
+    data=st.data(),
+)
+def test_several_flipped_bytes_do_not_pass(places, data):
+    content = LARGER
+    for place in places:
+        content = damaged(content, place, data.draw(st.integers(1, 255)))
+    check(content)
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, 5000])
+def test_a_damaged_file_is_never_loaded(tmp_path, size):
+    """The way that users go, with places all over the file."""
+    path = tmp_path / "state.pt"
+    write_file({**STATE, "models": [{"w": torch.randn(size)}]}, path)
+    content = path.read_bytes()
+    places = itertools.chain(range(0, len(content), 37), range(len(content) - 500, len(content), 3))
+    for place in places:
+        path.write_bytes(damaged(content, place, 0x10))
+        with pytest.raises(CheckpointError, match=r"state\.pt: .* damaged"):
+            read_file(path)
+        path.write_bytes(content[:place])
+        with pytest.raises(CheckpointError, match=r"state\.pt: .* damaged"):
+            read_file(path)
+
+
+# ---- which part it is
+
+
+def places_of(pattern):
+    match = re.search(pattern, SMALL, re.DOTALL)
+    return match.start(), (match.start() + match.end()) // 2, match.end() - 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        (re.escape(torch.arange(4.0).numpy().tobytes()), "models/0/weight"),
+        (rb"param_groups", "record archive/data.pkl"),
+        (rb"\{\n \"format\".*\]\n\}", "manifest"),
+        (rb"raysgd-checkpoint manifest.*", "trailer"),
+        (rb"PK\x01\x02.*PK\x05\x06.{16}", "headers"),
+        (rb"PK\x03\x04", "headers"),
+        (rb"ZZZZZZ", "headers"),  # the padding
+    ],
+    ids=["tensor", "structure", "manifest", "trailer", "directory", "header", "padding"],
+)
+def test_the_damaged_part_is_named(pattern, part):
+    for place in places_of(pattern):
+        assert part in check(damaged(SMALL, place, 0x11))
+
+
+def test_all_damaged_parts_are_named():
+    content = SMALL
+    for pattern in (re.escape(torch.arange(4.0).numpy().tobytes()), rb"param_groups"):
+        content = damaged(content, places_of(pattern)[0], 1)
+    said = check(content)
+    assert "models/0/weight" in said
+    assert "data.pkl" in said
+
+
+def test_damage_elsewhere_does_not_hide_the_manifest():
+    content = damaged(SMALL, places_of(rb"param_groups")[0], 1)
+    assert find_manifest(io.BytesIO(content)).epoch == 2
+
+
+# ---- files without a seal
+
+
+def torch_saved(**arguments):
+    file = io.BytesIO()
+    torch.save(STATE, file, **arguments)
+    return file.getvalue()
+
+
+def test_what_torch_alone_wrote_has_no_manifest():
+    for legacy in (False, True):
+        content = torch_saved(_use_new_zipfile_serialization=not legacy)
+        assert verify(io.BytesIO(content)) is None
+        assert find_manifest(io.BytesIO(content)) is None
+
+
+def test_a_file_that_lost_its_trailer_does_not_pass_for_an_older_one():
+    """Also one that looks well otherwise: another program has written the directory anew."""
+    file = io.BytesIO(SMALL)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.comment = b""
+    assert b"raysgd-checkpoint" not in file.getvalue()
+    assert "has a manifest" in check(file.getvalue())
+
+
+def test_a_trailer_that_is_not_at_the_end_is_told_from_a_missing_one():
+    assert "its trailer is not as it was written" in check(SMALL + b"\n")
+    assert "its trailer is missing, as if it was cut off" in check(
+        SMALL[: SMALL.rfind(b"raysgd-checkpoint") + 5]
+    )
+
+
+def test_a_comment_of_another_kind_is_none_of_an_older_library():
+    """All else that tells a sealed file is gone, and each checksum of the archive is right."""
+    content = SMALL.replace(b"raysgd-manifest.json", b"raysgd-manifest.jsox")
+    start = content.rfind(b"raysgd-checkpoint")
+    content = content[:start] + bytes(len(content) - start)
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    assert "trailer" in check(content)
+
+
+def test_an_archive_within_a_truncated_file_does_not_pass():
+    """A tensor holds a whole archive, and the file ends with it."""
+    inner = torch_saved()
+    content = sealed({**STATE, "models": [torch.frombuffer(bytearray(inner), dtype=torch.uint8)]})
+    end = content.find(inner) + len(inner)
+    check(content[:end])
+
+
+def test_an_older_file_with_another_checksum_is_damaged():
+    content = torch_saved()
+    place = content.find(torch.arange(4.0).numpy().tobytes())
+    assert "record archive/data/0" in check(damaged(content, place, 1))
+
+
+# ---- the cost
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are read from it."""
+
+    num_read = 0
+
+    def read(self, size=-1):
+        chunk = super().read(size)
+        self.num_read += len(chunk)
+        return chunk
+
+
+def test_every_byte_is_read_once_to_be_checked():
+    content = sealed({**STATE, "models": [{"w": torch.randn(300_000)}]})
+    file = Counting(content)
+    verify(file)
+    assert len(content) <= file.num_read < len(content) + 10_000
+    file = Counting(content)
+    find_manifest(file)
+    assert file.num_read < 10_000
+
+
+def test_a_manifest_is_found_in_a_file_on_disk_without_reading_it(tmp_path):
+    path = write_file(STATE, tmp_path / "state.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a file left open would be one
+        assert read_manifest(path).epoch == 2

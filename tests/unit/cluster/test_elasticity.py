@@ -1,0 +1,912 @@
+"""Losses, replacements, restarts and hangs, on a simulated cluster with a clock of its own."""
+
+import itertools
+import logging
+
+import pytest
+
+from raysgd.cluster import controller as controller_module
+from raysgd.cluster.controller import State
+from raysgd.errors import CollectiveError, InsufficientResourcesError, WorkerLostError
+from tests.blackbox.simulation.seam import BadBatchError, LostError
+from tests.blackbox.simulation.world import TICK_S, World
+
+
+def run_until(controller, step, **arguments):
+    """Train up to a step, as the trainer does."""
+    return controller.call("train", until_step=step, **arguments)
+
+
+def kinds(controller):
+    return [event.kind for event in controller.events]
+
+
+@pytest.fixture
+def world():
+    """Room for three workers."""
+    return World(room=3)
+
+
+def steps_of(outcomes):
+    return [outcome.progress.global_step for outcome in outcomes]
+
+
+def every_new(world, **values):
+    """Let all workers that start from now on have these attributes."""
+
+    def change(member):
+        for name, value in values.items():
+            setattr(member, name, value)
+
+    world.on_new_worker.append(change)
+
+
+# ---- lost workers are replaced
+
+
+def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
+    controller = world.drive(3).controller
+    survivors = [controller.members[0], controller.members[2]]
+    world.at_step(20, lambda: world.lose(1))
+    outcomes = run_until(controller, 100, max_losses=1)
+    assert steps_of(outcomes) == [100] * 3
+    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
+    assert set(survivors) < set(controller.members)
+    assert [member.num_joins for member in controller.members if member not in survivors] == [1]
+    assert world.trained == list(range(1, 101))
+    assert controller.losses_in_call == 1
+    lost, resumed, grown = controller.events[1:]
+    assert (lost.ranks, resumed.ranks, lost.cause) == (
+        (1,),
+        (0, 1),
+        "process 1: The actor died: OOM",
+    )
+    first = controller.events[0].generation
+    assert [e.generation - first for e in (lost, resumed, grown)] == [0, 1, 2]
+    # the replacement takes the place by its node: rank 1, on the node of the one that was lost
+    assert grown.nodes == ("node0",)
+    assert grown.ranks == (1,)
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said[-2:] == [
+        "Going on with 2 of 3 workers.",
+        "Worker 1 joined: going on with 3 of 3.",
+    ]
+
+
+def test_survivors_train_on_before_the_replacement_is_ready(world):
+    controller = world.drive(3).controller
+    every_new(world, setup_s=5.0)
+    sizes = {}
+
+    def look():
+        sizes.setdefault(len(controller.members), world.furthest)
+        world.plan(0.0, look)
+
+    look()
+    world.at_step(20, lambda: world.lose(1))
+    run_until(controller, 300, max_losses=1)
+    assert sizes[2] == 20
+    # five seconds are a hundred steps
+    replacement_joined = max(
+        event.step for event in controller.events if event.kind in ("grown", "resumed")
+    )
+    assert 110 <= replacement_joined <= 200
+
+
+def test_all_are_in_one_generation_with_dense_ranks_after_growing(world):
+    controller = world.drive(3).controller
+    world.at_step(20, lambda: world.lose(0))
+    run_until(controller, 100, max_losses=1)
+    contexts = [member.context for member in controller.members]
+    assert [c.world_rank for c in contexts] == [0, 1, 2]
+    assert {c.world_size for c in contexts} == {3}
+    assert {c.generation for c in contexts} == {controller.events[-1].generation}
+
+
+def test_growing_costs_no_retry_and_redoes_no_step(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=1.0).controller
+    first_two = list(controller.members)
+    world.at_step(20, lambda: setattr(world, "room", 3))
+    assert steps_of(run_until(controller, 200, max_losses=0)) == [200] * 3
+    assert kinds(controller) == ["started", "grown"]
+    assert controller.losses_in_call == 0
+    assert world.trained == list(range(1, 201))
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+def test_the_group_never_becomes_larger_than_asked_for(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.at_step(5, lambda: setattr(world, "room", 50))
+    run_until(controller, 200)
+    assert len(controller.members) == 3
+    assert len(world.workers) == 3
+
+
+def test_a_replacement_that_does_not_replace_a_lost_one_waits_for_the_cooldown(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=5.0).controller
+    world.room = 3
+    run_until(controller, 400)
+    (grown,) = [event for event in controller.events if event.kind == "grown"]
+    assert 5.0 / TICK_S <= grown.step <= 8.0 / TICK_S
+
+
+def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    run_until(controller, 3)
+    assert len(controller.members) == 2
+    world.room = 3
+    run_until(controller, 6)
+    for _ in range(5):
+        controller.call("validate")
+        world.sleep(1.0)
+    assert len(controller.members) == 3
+    assert steps_of(run_until(controller, 9)) == [9] * 3
+
+
+def test_other_calls_than_training_are_not_paused(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+    for _ in range(20):
+        controller.call("validate")
+        world.sleep(0.2)
+    assert all(member.interruptions == 0 for member in world.workers)
+    assert len(controller.members) == 3
+
+
+def test_with_grow_off_nobody_is_added(world):
+    controller = world.drive(3, grow=False).controller
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 200, max_losses=1)) == [200] * 2
+    assert len(world.workers) == 3
+
+
+def test_two_of_three_are_lost_at_once_and_both_replaced(world):
+    controller = world.drive(3).controller
+
+    def lose_two():
+        world.lose(2)
+        world.lose(1)
+
+    world.at_step(20, lose_two)
+    assert steps_of(run_until(controller, 200, max_losses=1)) == [200] * 3
+    assert kinds(controller).count("lost") == 2
+    assert controller.losses_in_call == 1
+
+
+def test_the_step_that_a_survivor_had_committed_is_kept(world):
+    controller = world.drive(3, grow=False).controller
+    world.at_step(20, lambda: world.lose(1, ahead=[2]))
+    run_until(controller, 40, max_losses=1)
+    resumed = next(event for event in controller.events if event.kind == "resumed")
+    assert resumed.step == 21
+    assert world.trained == list(range(1, 41))
+
+
+def test_a_straggler_that_does_not_come_back_is_lost_too(world):
+    controller = world.drive(3).controller
+    controller.members[2].deaf = True
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 100, max_losses=2)) == [100] * 3
+    causes = [event.cause for event in controller.events if event.kind == "lost"]
+    assert len(causes) == 2
+    assert "still busy 60 s after" in causes[1]
+
+
+def test_a_pause_ends_with_the_call(world):
+    """A replacement worker may become ready when the call is nearly over."""
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    run_until(controller, 5)
+    world.room = 3
+    for goal in range(6, 60):
+        assert set(steps_of(run_until(controller, goal))) == {goal}
+    assert len(controller.members) == 3
+    assert world.trained == list(range(1, 60))
+
+
+def test_slow_steps_are_given_the_time_that_they_take(world):
+    """Growing redoes no step, however long a step is."""
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.step_s = 4.0
+    first_two = list(controller.members)
+    world.at_step(2, lambda: setattr(world, "room", 3))
+    run_until(controller, 12)
+    assert len(controller.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+def test_one_long_step_among_short_ones_is_waited_for_too(world):
+    """Such as one in which a worker evaluates for minutes."""
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    first_two = list(controller.members)
+    world.at_step(4, lambda: setattr(world, "room", 3))
+
+    def hold_up():
+        member = first_two[0]
+        if member.pause is None:
+            world.plan(0.0, hold_up)
+        else:
+            member.silent = True
+            world.plan(120.0, go_on)
+
+    def go_on():
+        first_two[0].silent = False
+        first_two[0].go_on()
+
+    world.at_step(4, hold_up)
+    run_until(controller, 100, max_losses=0)
+    assert len(controller.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+    assert "lost" not in kinds(controller)
+    assert world.trained == list(range(1, 101))
+
+
+def test_nobody_is_paused_while_a_worker_does_not_answer(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    first_two = list(controller.members)
+    world.room = 3
+    world.at_step(4, lambda: setattr(first_two[1], "silent", True))
+    world.plan(5.0, lambda: setattr(first_two[1], "silent", False))
+    run_until(controller, 100)
+    assert len(controller.members) == 3
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+# ---- replacement workers that fail
+
+
+def test_a_replacement_whose_setup_fails_is_tried_again_after_a_while(world):
+    controller = world.drive(3, initial_s=2.0).controller
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    world.plan(4.0, world.on_new_worker.clear)
+    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
+    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert failed
+    assert all(event.cause == "no such file" for event in failed)
+    assert controller.losses_in_call == 1
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_replacement_that_never_starts_stops_nobody_and_is_given_up(world):
+    controller = world.drive(3, initial_s=0.5, max_attempts=4).controller
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
+    assert kinds(controller).count("newcomer_failed") == 4
+    assert len(world.workers) == 3 + 4
+    assert all(member.dead for member in world.workers[3:])
+
+
+def test_a_replacement_that_dies_while_it_sets_up_is_no_loss(world):
+    controller = world.drive(3).controller
+    every_new(world, setup_s=2.0)
+    world.at_step(20, lambda: world.lose(1))
+    world.at_step(40, lambda: world.workers[3].die("OOM in setup"))
+    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
+    assert controller.losses_in_call == 1
+    assert kinds(controller).count("newcomer_failed") == 1
+
+
+def test_a_replacement_that_dies_when_it_is_ready_is_no_loss(world):
+    """It waits to join; that it is gone is found as it does."""
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=4.0).controller
+    world.room = 3
+    world.at_step(60, lambda: world.workers[2].die("OOM while waiting"))
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    assert kinds(controller).count("newcomer_failed") == 1
+    assert controller.losses_in_call == 0
+
+
+def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+    world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    assert kinds(controller).count("newcomer_failed") == 1
+    assert controller.losses_in_call == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_replacement_that_raises_as_it_joins_stays_out_and_the_others_go_on(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    every_new(world, join_error=ValueError("cannot load"))
+    world.room = 3
+    world.plan(2.0, world.on_new_worker.clear)
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert failed
+    assert failed[0].cause == "cannot load"
+    assert controller.losses_in_call == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_member_that_is_lost_while_replacements_join_is_one_loss_and_they_join_next_time(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+    doomed = controller.members[1]
+    world.on_meeting.append(lambda: doomed.die("OOM"))
+    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
+    assert doomed not in controller.members
+    assert controller.losses_in_call == 1
+    assert "newcomer_failed" not in kinds(controller)
+
+
+def test_a_replacement_that_is_stopped_as_it_joins_is_given_up(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+
+    def stop_the_replacement():
+        world.workers[2].silent = True
+
+    every_new(world, setup_s=0.5)
+    world.plan(0.0, lambda: setattr(world, "room", 3))
+    world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
+    assert steps_of(run_until(controller, 4000, max_losses=0)) == [4000] * 3
+    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert [event.cause for event in failed] == ["no answer within 10 s"]
+    assert world.workers[2] not in controller.members
+    assert world.trained == list(range(1, 4001))
+
+
+def break_with_an_error(world, controller):
+    controller.members[0].error = BadBatchError("bad")
+    with pytest.raises(BadBatchError):
+        run_until(controller, 10)
+
+
+def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
+    controller = world.drive(3).controller
+    break_with_an_error(world, controller)
+    world.lose(1)
+    assert steps_of(run_until(controller, 20, max_losses=0)) == [20] * 3
+    lost = next(event for event in controller.events if event.kind == "lost")
+    assert (lost.num_batches, controller.losses_in_call) == (0, 0)
+
+
+def test_losses_without_end_before_a_call_are_given_up(world):
+    world.room = 30
+    controller = world.drive(30, grow=False, max_attempts=3).controller
+    break_with_an_error(world, controller)
+
+    def lose_again():
+        world.lose(0)
+        world.on_meeting.append(lose_again)
+
+    world.on_meeting.append(lose_again)
+    with pytest.raises(WorkerLostError, match="again and again"):
+        run_until(controller, 20, max_losses=0)
+
+
+def test_an_event_says_how_many_batches_lost_their_metrics(world):
+    controller = world.drive(3).controller
+    run_until(controller, 10)
+    world.at_step(30, lambda: world.lose(1))
+    replacement = []
+
+    def lose_the_replacement():
+        replacement.append(next(e for e in controller.events if e.kind == "grown"))
+        world.lose(replacement[0].ranks[0])
+
+    world.at_step(300, lose_the_replacement)
+    run_until(controller, 400, max_losses=2)
+    first, second = (event for event in controller.events if event.kind == "lost")
+    assert (first.step, first.num_batches) == (first.step, first.step - 10)
+    assert second.num_batches == second.step - replacement[0].step
+
+
+def test_after_a_restart_they_are_counted_from_there(world):
+    controller = world.drive(3, in_place=False).controller
+    world.at_step(30, lambda: world.lose(1))
+    world.at_step(60, lambda: world.lose(1))
+    run_until(controller, 100, max_losses=2)
+    _, second = (event for event in controller.events if event.kind == "lost")
+    restarted = next(event for event in controller.events if event.kind == "restarted")
+    assert second.num_batches == second.step - restarted.step > 0
+
+
+def hold_when_ready(world, action):
+    """Do something as soon as the replacement worker has set up."""
+
+    def look():
+        if len(world.workers) > 2 and world.workers[2].is_set_up:
+            action()
+        else:
+            world.plan(0.0, look)
+
+    look()
+
+
+def test_a_replacement_that_never_joins_does_not_take_the_others_along(world):
+    """Those that came to the rendezvous are waiting for it; the bound of a join ends that."""
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0, timeout_s=20.0).controller
+    first_two = list(controller.members)
+    world.plan(0.0, lambda: setattr(world, "room", 3))
+    world.at_step(
+        2, lambda: hold_when_ready(world, lambda: setattr(world.workers[2], "silent", True))
+    )
+    goal = 400
+    assert set(steps_of(run_until(controller, goal))) == {goal}
+    assert len(set(controller.members)) == len(controller.members)
+    assert set(first_two) <= set(controller.members)
+    # the next call goes on, and counts nobody as lost
+    outcomes = run_until(controller, goal, max_losses=0)
+    assert set(steps_of(outcomes)) == {goal}
+    assert "lost" not in kinds(controller)
+
+
+def test_ctrl_c_while_replacements_join_leaves_a_group_that_can_be_used(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    world.on_meeting.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(controller, 400)
+    world.plan(0.0, lambda: [m.end("stopped") for m in world.workers if m.is_at("enter")])
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    assert len(world.workers) == 3
+
+
+# ---- errors of the user
+
+
+def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
+    controller = world.drive(3).controller
+    members = list(controller.members)
+    world.at_step(20, lambda: setattr(members[1], "error", BadBatchError("bad")))
+    with pytest.raises(BadBatchError, match="bad"):
+        run_until(controller, 100, max_losses=3)
+    assert controller.members == members
+    assert kinds(controller) == ["started", "user_error"]
+    assert controller.progress.global_step == 20
+    assert steps_of(run_until(controller, 100, max_losses=0)) == [100] * 3
+    assert world.trained == list(range(1, 101))
+
+
+def test_an_error_of_the_user_reaches_the_caller_within_two_seconds(world):
+    controller = world.drive(3).controller
+    since = []
+
+    def fail():
+        controller.members[1].error = BadBatchError("bad")
+        since.append(world.now)
+
+    world.at_step(20, fail)
+    with pytest.raises(BadBatchError):
+        run_until(controller, 100)
+    assert world.now - since[0] <= 2.0
+
+
+def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world, monkeypatch):
+    """The pause was heard too late, and as the step is given up a worker raises in it."""
+    monkeypatch.setattr(controller_module, "pause_step", lambda progress: 0)
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    first = controller.members[0]
+    world.at_step(2, lambda: setattr(world, "room", 3))
+
+    def fail_in_time():
+        if first.pause is not None:
+            first.error = BadBatchError("bad")
+        else:
+            world.plan(0.0, fail_in_time)
+
+    fail_in_time()
+    with pytest.raises(BadBatchError):
+        run_until(controller, 400)
+
+
+# ---- all are lost
+
+
+def lose_all(world):
+    for rank in reversed(range(len(world.driver.controller.members))):
+        world.lose(rank)
+
+
+def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
+    controller = world.drive(3).controller
+    world.at_step(25, lambda: lose_all(world))
+    outcomes = run_until(controller, 60, max_losses=1)
+    assert steps_of(outcomes) == [60] * 3
+    assert kinds(controller) == ["started", "lost", "lost", "lost", "restarted"]
+    assert controller.events[-1].step in (10, 20)  # not the start, and nothing that was not done
+    lost = [event.step for event in controller.events if event.kind == "lost"]
+    assert all(controller.events[-1].step <= step <= 25 for step in lost)
+    assert controller.losses_in_call == 1
+    assert controller._group.num_starts == 2
+
+
+def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
+    controller = world.drive(3).controller
+    for member in controller.members:
+        member.die("OOM")
+    outcomes = run_until(controller, 30, max_losses=1)
+    assert steps_of(outcomes) == [30] * 3
+    assert controller.events[-1].step == 0
+
+
+def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
+    controller = world.drive(3).controller
+    controller.call("load_state_dict", state={"step": 7})
+    controller.snapshots.set({"step": 7})
+    lose_all(world)
+    run_until(controller, 30, max_losses=1)
+    assert next(e for e in controller.events if e.kind == "restarted").step == 7
+
+
+def test_without_snapshots_losing_all_ends_the_call(world):
+    controller = world.drive(3, snapshot_every=None).controller
+    run_until(controller, 10)
+    lose_all(world)
+    with pytest.raises(WorkerLostError, match="no snapshot_every to go back to") as caught:
+        run_until(controller, 30, max_losses=1)
+    assert str(caught.value).count("OOM") == 3
+    assert controller.progress.global_step == 10
+
+
+def test_losing_all_more_often_than_allowed_ends_the_call(world):
+    controller = world.drive(3).controller
+    world.at_step(45, lambda: lose_all(world))
+    with pytest.raises(WorkerLostError, match="1 loss in one call, which allows 0"):
+        run_until(controller, 60, max_losses=0)
+    # the state is kept, and the next call goes on from it
+    assert controller.snapshots.state() is not None
+    assert steps_of(run_until(controller, 60)) == [60] * 3
+
+
+def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
+    controller = world.drive(3).controller
+    world.at_step(5, lambda: world.lose(1))
+    run_until(controller, 20, max_losses=1)
+    before = controller.losses_in_call, controller.causes_in_call
+    world.at_step(35, lambda: world.lose(0))
+    with pytest.raises(WorkerLostError, match="2 losses in one call, which allows 1") as caught:
+        run_until(controller, 60, max_losses=1, losses_before=before)
+    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["1", "0"]
+
+
+def test_a_restart_waits_for_room_longer_each_time(world):
+    controller = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).controller
+    began = []
+
+    def lose_room():
+        world.room = 0
+        began.append(world.now)
+        lose_all(world)
+        world.plan(12.0, lambda: setattr(world, "room", 2))
+
+    world.at_step(15, lose_room)
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 2
+    waits = [event.seconds for event in controller.events if event.kind == "waiting"]
+    assert waits == [1, 2, 4]
+    assert kinds(controller)[-1] == "restarted"
+
+
+def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
+    controller = world.drive(3, min_workers=2, initial_s=0.5, max_attempts=3).controller
+    run_until(controller, 15)
+    world.room = 0
+    lose_all(world)
+    with pytest.raises(WorkerLostError, match=r"no 2 workers to be had: room for 0") as caught:
+        run_until(controller, 60, max_losses=1)
+    assert isinstance(caught.value.__cause__, InsufficientResourcesError)
+    assert kinds(controller).count("waiting") == 3
+    assert controller.snapshots.state() == {"step": 10}
+    world.room = 3
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+
+
+def test_a_start_that_fails_at_once_is_tried_again_later_and_later(world):
+    """Workers that die as they start need no time for it: ten tries would be over at once."""
+    controller = world.drive(3, initial_s=1.0, max_attempts=10).controller
+    run_until(controller, 15)
+    lose_all(world)
+    starts = []
+    start = controller._group.start
+
+    def start_and_die(*arguments):
+        starts.append(world.now)
+        start(*arguments)
+        if len(starts) < 5:
+            controller.members[0].die("no memory")
+
+    controller._group.start = start_and_die
+    run_until(controller, 60, max_losses=1)
+    waited = [after - before for before, after in itertools.pairwise(starts)]
+    assert len(waited) == 4
+    assert all(wait >= 0.9 * 2**n for n, wait in enumerate(waited))
+
+
+def test_a_worker_that_dies_before_it_has_said_where_it_is_does_not_end_a_restart(world):
+    controller = world.drive(
+        3, grow=False
+    ).controller  # so that it is none of the replacement workers
+    run_until(controller, 15)
+    lose_all(world)
+    dying = [1]
+
+    def die(member):
+        if dying:
+            dying.pop()
+            member.die("its node is gone")
+
+    world.on_new_worker.append(die)
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+
+
+def test_a_second_loss_during_the_restart_begins_it_anew(world):
+    controller = world.drive(3).controller
+    run_until(controller, 15)
+    lose_all(world)
+    world.on_meeting.append(lambda: world.driver.controller.members[1].die("again"))
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+    assert kinds(controller)[-1] == "restarted"
+
+
+def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_starts_anew(world):
+    controller = world.drive(3).controller
+    run_until(controller, 15)
+    lose_all(world)
+    every_new(world, join_error=ValueError("the data is not there"))
+    with pytest.raises(ValueError, match="the data is not there"):
+        run_until(controller, 60, max_losses=1)
+    world.on_new_worker.clear()
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+    assert all(member.is_set_up for member in controller.members)
+
+
+def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
+    controller = world.drive(3, in_place=False).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+    assert not set(before) & set(controller.members)
+    assert all(member.dead for member in before)
+    assert kinds(controller) == ["started", "lost", "restarted"]
+    assert controller.losses_in_call == 1
+
+
+# ---- too few are left
+
+
+def test_too_few_workers_wait_for_replacements(world):
+    controller = world.drive(3, min_workers=3).controller
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
+    assert kinds(controller) == ["started", "lost", "waiting", "grown"]
+    assert "2 left, and min_workers=3" in controller.events[2].cause
+    assert all(m.context.world_size == 3 for m in controller.members)
+
+
+def test_each_wait_for_replacements_is_longer_than_the_one_before(world):
+    controller = world.drive(3, min_workers=3, initial_s=1.0, factor=3.0, max_s=20.0).controller
+
+    def lose_with_its_node():
+        world.room = 2
+        world.lose(2)
+        world.plan(30.0, lambda: setattr(world, "room", 3))
+
+    world.at_step(20, lose_with_its_node)
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
+    waits = [event.seconds for event in controller.events if event.kind == "waiting"]
+    assert waits == [1, 3, 9, 20]
+
+
+def test_without_replacements_in_the_end_the_call_fails_and_the_state_can_be_read(world):
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
+
+    def lose_with_its_node():
+        world.room = 2
+        world.lose(2)
+
+    world.at_step(20, lose_with_its_node)
+    with pytest.raises(WorkerLostError, match="no room for more: room for 2") as caught:
+        run_until(controller, 100, max_losses=1)
+    assert "OOM" in str(caught.value)
+    assert kinds(controller).count("waiting") == 3
+    assert len(controller.members) == 2
+    assert len(controller.call("work", any_size=True)) == 2
+
+
+def test_a_later_call_tries_replacements_again_that_were_given_up(world):
+    """The user may have mended what `setup` complained of."""
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(controller, 100, max_losses=1)
+    every_new(world, setup_error=None)
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
+
+
+def test_replacements_that_never_manage_to_join_end_the_call(world):
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
+    every_new(world, join_error=ValueError("no way in"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(controller, 100, max_losses=1)
+    assert kinds(controller).count("newcomer_failed") == 3
+
+
+def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=1).controller
+    world.room = 2
+    world.lose(2)
+    with (
+        caplog.at_level(logging.WARNING, "raysgd.cluster.controller"),
+        pytest.raises(WorkerLostError),
+    ):
+        run_until(controller, 100, max_losses=1)
+    assert "Too few workers (2 left, and min_workers=3). Try 1 of 1" in caplog.text
+    assert "room for 2" in caplog.text
+
+
+# ---- hangs
+
+
+def test_workers_whose_call_ended_although_they_were_interrupted_enter_anew(world):
+    """They may have been told to stop, or their process group be of no use any more."""
+    controller = world.drive(2, hang_timeout_s=5.0, grow=False).controller
+    members = list(controller.members)
+    for member in members:
+        member.deaf, member.stack = True, "in all_reduce"
+    world.step_s = 7.0
+    assert steps_of(run_until(controller, 1)) == [1, 1]
+    assert [member.interruptions for member in members] == [1, 1]
+    world.step_s = 0.1
+    joins = [member.num_joins for member in members]
+    assert steps_of(run_until(controller, 2)) == [2, 2]
+    assert [member.num_joins for member in members] == [n + 1 for n in joins]
+
+
+def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
+    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
+    stuck = controller.members[1]
+    world.at_step(20, lambda: setattr(stuck, "silent", True))
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert kinds(controller) == ["started", "hung", "lost", "resumed"]
+    assert controller.events[1].ranks == (1,)
+    assert stuck.dead
+    assert controller.losses_in_call == 1
+
+
+def test_workers_that_wait_for_the_one_that_hangs_are_left_alone(world):
+    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
+    for rank, member in enumerate(controller.members):
+        member.stack = "in user code" if rank == 1 else "torch: all_reduce"
+    stuck = controller.members[1]
+    world.at_step(20, lambda: setattr(stuck, "deaf", True))
+    world.at_step(20, lambda: hold(stuck))
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert stuck not in controller.members
+
+
+def hold(member):
+    """Let a worker's step never end, while it answers what it is asked."""
+    method, member.queue[0].method = member.queue[0].method, "held"
+    assert method == "call"
+
+
+def test_workers_that_wait_for_each_other_get_a_new_generation_and_lose_nobody(world):
+    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
+    for member in controller.members:
+        member.stack = "torch: all_reduce"
+    world.at_step(20, lambda: [hold(member) for member in controller.members])
+    assert steps_of(run_until(controller, 100, max_losses=0)) == [100] * 3
+    assert kinds(controller) == ["started", "resumed"]
+
+
+def test_workers_that_always_wait_for_each_other_end_the_call(world):
+    """User code that deadlocks does so again in the next generation, and in the one after."""
+    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
+    deadlocks = [0]
+
+    def deadlock():
+        members = controller.members
+        if all(m.is_at("train") for m in members):
+            deadlocks[0] += 1
+            assert deadlocks[0] < 50, "the call is repeated for ever"
+            for member in members:
+                member.stack = "torch: all_reduce"
+                hold(member)
+        world.plan(0.0, deadlock)
+
+    world.at_step(20, deadlock)
+    with pytest.raises(CollectiveError, match="all wait for each other"):
+        run_until(controller, 100, max_losses=3)
+
+
+def test_work_without_batches_is_not_taken_for_a_hang(world):
+    """A function that the user applies may take longer than a batch."""
+    controller = world.drive(3, hang_timeout_s=5.0).controller
+    members = list(controller.members)
+    for member in members:
+        member.work_s = 20.0
+    assert len(controller.call("work")) == 3
+    assert controller.members == members
+    assert kinds(controller) == ["started"]
+
+
+# ---- the end
+
+
+def test_shutdown_ends_replacements_too(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    every_new(world, setup_s=1e6)
+    world.room = 3
+    run_until(controller, 100)
+    assert len(world.workers) == 3
+    assert not world.workers[2].dead
+    controller.shutdown()
+    assert controller.state is State.CLOSED
+    assert all(isinstance(member.dead, LostError) for member in world.workers)
+    assert world.reservations[0].slots == []
+
+
+# ---- workers that cannot be joined
+
+
+def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(world):
+    world.room = 2
+    controller = world.drive(3, can_join=False, resize_cooldown_s=1.0).controller
+    started = []
+    controller.on_start = lambda: started.append(len(controller.members))
+    assert not controller.grow()
+    world.room = 3
+    assert not controller.grow()  # it has started just now
+    world.sleep(1.5)
+    controller.snapshots.set({"step": 7})
+    assert controller.grow()
+    assert (len(controller.members), started) == (3, [3])
+    assert kinds(controller) == ["started", "grown"]
+    assert steps_of(run_until(controller, 9)) == [9] * 3
+    assert not controller.grow()
+
+
+def test_no_replacement_is_started_for_a_group_that_cannot_be_joined(world):
+    world.room = 2
+    controller = world.drive(3, can_join=False, resize_cooldown_s=0.0).controller
+    world.room = 3
+    run_until(controller, 100)
+    assert len(world.workers) == 2
+
+
+def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
+    controller = world.drive(2).controller
+    controller.stop("work")
+    assert [member.interruptions for member in controller.members] == [1, 1]
+    assert controller.state is State.BROKEN
+    assert steps_of(run_until(controller, 5)) == [5, 5]
+    assert kinds(controller) == ["started", "resumed"]
+
+
+def test_a_worker_that_does_not_stop_is_waited_for_a_little_and_then_replaced(world):
+    controller = world.drive(2, can_join=False, in_place=False).controller
+    slow = controller.members[1]
+    slow.work_s, slow.deaf = 1000.0, True
+    before = world.now
+    controller.stop("work")
+    assert world.now - before < 1.0
+    assert steps_of(run_until(controller, 5)) == [5, 5]
+    assert world.now - before < 10.0
+    assert slow.dead
+    assert kinds(controller) == ["started", "lost", "restarted"]

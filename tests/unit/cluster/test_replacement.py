@@ -1,0 +1,202 @@
+"""A replacement on its way: from room to a worker that is ready to join, without any waiting."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from raysgd.cluster.scaling import Replacement
+from raysgd.cluster.worker import Outcome
+from raysgd.context import Progress, WorkerContext
+from raysgd.elastic.policies import WorkerInfo
+from tests.unit.cluster.clock import ManualClock
+
+PLACE = WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))
+CONTEXT = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True, num_cpus=2)
+
+
+class FakeSlot:
+    def __init__(self):
+        self.ready = True
+        self.num_looks = 0
+
+    @property
+    def is_ready(self):
+        self.num_looks += 1
+        return self.ready
+
+
+class FakeMember:
+    """A worker whose answers the test gives."""
+
+    def __init__(self):
+        self.asked = {}
+        self.arguments = {}
+
+    def work(self, method, *arguments):
+        self.arguments[method] = arguments
+        self.asked[method] = Future()
+        return self.asked[method]
+
+    control = work
+
+    def answer(self, method, kind="ok", payload=None):
+        result = PLACE if method == "info" else Outcome(kind, payload, Progress())
+        self.asked[method].set_result(result)
+
+
+class FakeGroup:
+    def __init__(self, clock):
+        self.clock = clock
+        self.made = []
+        self.error = None
+
+    def new_member(self, slot):
+        if self.error is not None:
+            raise self.error
+        self.made.append((slot, FakeMember()))
+        return self.made[-1][1]
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def group(clock):
+    return FakeGroup(clock)
+
+
+@pytest.fixture
+def replacement(group):
+    return Replacement(group, FakeSlot(), CONTEXT, ("hook", "runner"), replaces_lost=True)
+
+
+def answer_all(replacement, *methods):
+    replacement.advance()
+    for method in methods:
+        replacement.member.answer(method)
+        replacement.advance()
+
+
+def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
+    replacement.slot.ready = False
+    for _ in range(5):
+        replacement.advance()
+        clock.now += 1
+    assert (group.made, replacement.member, replacement.is_ready) == ([], None, False)
+    replacement.slot.ready = True
+    replacement.advance()
+    assert group.made == [(replacement.slot, replacement.member)]
+
+
+def test_room_is_looked_for_only_so_often(replacement, clock):
+    replacement.slot.ready = False
+    for _ in range(100):
+        replacement.advance()
+        clock.now += 0.01
+    assert 3 <= replacement.slot.num_looks <= 6
+
+
+def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
+    replacement.advance()
+    for method in ("info", "create", "prepare"):
+        replacement.member.answer(method)
+        replacement.advance()
+        replacement.advance()
+        assert not replacement.is_ready
+    replacement.member.answer("enter")
+    assert not replacement.is_ready
+    replacement.advance()
+    assert replacement.is_ready
+    assert replacement.error is None
+    assert replacement.replaces_lost
+
+
+def test_it_waits_for_no_answer(replacement):
+    """The test would not end otherwise."""
+    for _ in range(10):
+        replacement.advance()
+    assert list(replacement.member.asked) == ["info"]
+
+
+def test_what_it_does_alone_is_asked_for_at_once(replacement):
+    answer_all(replacement, "info")
+    assert list(replacement.member.asked) == ["info", "create", "prepare", "enter"]
+    assert replacement.member.arguments["create"] == ("hook", "runner")
+
+
+def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
+    answer_all(replacement, "info")
+    (prepared,) = replacement.member.arguments["prepare"]
+    context, rendezvous, leader, alone = replacement.member.arguments["enter"]
+    assert replacement.member.info == PLACE
+    assert prepared == context
+    assert (rendezvous, leader, alone) == (None, None, True)
+    assert (context.world_rank, context.world_size, context.generation) == (2, 3, 4)
+    assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", ("3",), 0)
+    assert context.distributed
+    assert context.num_cpus == 2
+
+
+def test_without_gpus_it_has_no_index(replacement):
+    replacement.advance()
+    replacement.member.asked["info"].set_result(WorkerInfo(node_id="n", node_ip="1"))
+    replacement.advance()
+    assert replacement.member.arguments["prepare"][0].gpu_index is None
+
+
+@pytest.mark.parametrize("failing", ["create", "prepare", "enter"])
+def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing):
+    methods = ["info", "create", "prepare", "enter"]
+    answer_all(replacement, *methods[: methods.index(failing)])
+    replacement.member.answer(failing, "user", ValueError("no such file"))
+    for _ in range(3):
+        replacement.advance()
+    assert isinstance(replacement.error, ValueError)
+    assert not replacement.is_ready
+
+
+def test_the_first_error_counts(replacement):
+    answer_all(replacement, "info")
+    replacement.member.answer("create", "user", ValueError("no such module"))
+    replacement.member.answer("prepare", "user", RuntimeError("hosts nothing"))
+    replacement.advance()
+    assert "no such module" in str(replacement.error)
+
+
+@pytest.mark.parametrize("method", ["info", "create", "enter"])
+def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method):
+    answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
+    replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
+    if method == "enter":
+        replacement.member.answer("prepare")
+    replacement.advance()
+    replacement.advance()
+    assert isinstance(replacement.error, ConnectionError)
+    assert not replacement.is_ready
+
+
+def test_a_worker_that_cannot_be_started_is_an_error(replacement, group):
+    group.error = RuntimeError("the placement group is gone")
+    replacement.advance()
+    assert replacement.error is group.error
+    assert replacement.member is None
+
+
+def test_ctrl_c_on_its_way_does_not_make_it_ready(replacement, group):
+    group.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        replacement.advance()
+    group.error = None
+    replacement.advance()
+    assert not replacement.is_ready
+    assert replacement.error is not None
+
+
+def test_nothing_more_is_done_when_it_is_ready_or_has_failed(replacement):
+    answer_all(replacement, "info", "create", "prepare", "enter")
+    asked = dict(replacement.member.asked)
+    replacement.advance()
+    assert replacement.is_ready
+    assert replacement.member.asked == asked

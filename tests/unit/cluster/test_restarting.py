@@ -1,0 +1,91 @@
+"""Groups whose workers cannot go on in another generation: all start anew, with their state."""
+
+import pytest
+
+from tests.blackbox.simulation.seam import BadBatchError
+from tests.blackbox.simulation.world import World
+from tests.unit.cluster.test_elasticity import kinds, run_until
+
+
+@pytest.fixture
+def world():
+    made = World(room=4)
+    return made
+
+
+def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, caplog):
+    controller = world.drive(3, rejoins=False).controller
+    first = list(controller.members)
+    world.at_step(17, lambda: world.lose(1))
+    run_until(controller, 40, max_losses=1)
+    assert kinds(controller) == ["started", "lost", "restarted"]
+    assert not set(first) & set(controller.members)
+    assert controller.events[-1].step == 17  # not the 10 of the snapshot
+    assert [event.num_workers for event in controller.events] == [3, 0, 3]
+    assert "Starting all workers anew." in caplog.text
+    assert world.trained == list(range(1, 41))
+
+
+def test_the_furthest_state_counts(world):
+    controller = world.drive(3, rejoins=False).controller
+    world.at_step(17, lambda: world.lose(0, ahead=[2]))
+    run_until(controller, 40, max_losses=1)
+    assert controller.events[-1].step == 18
+
+
+def test_where_nobody_is_left_the_snapshot_counts(world):
+    controller = world.drive(2, rejoins=False).controller
+
+    def lose_all():
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(17, lose_all)
+    run_until(controller, 40, max_losses=2)
+    assert controller.events[-1].step in (0, 10)
+    assert controller.progress.global_step == 40
+
+
+def test_where_nobody_is_left_and_no_snapshot_was_taken_all_begins_anew(world):
+    controller = world.drive(2, rejoins=False).controller
+
+    def lose_all():
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(5, lose_all)
+    run_until(controller, 40, max_losses=2)
+    assert controller.events[-1].step == 0
+    assert controller.progress.global_step == 40
+
+
+def test_a_users_error_costs_no_step_and_no_retry(world):
+    controller = world.drive(2, rejoins=False).controller
+
+    def fail():
+        controller.members[1].error = BadBatchError("bad batch")
+
+    world.at_step(17, fail)
+    with pytest.raises(BadBatchError):
+        run_until(controller, 40)
+    step = controller.progress.global_step
+    run_until(controller, 40, max_losses=0)
+    assert kinds(controller) == ["started", "user_error", "restarted"]
+    assert controller.events[-1].step == step >= 17
+
+
+def test_with_less_room_fewer_start_and_later_all(world):
+    controller = world.drive(2, rejoins=False, resize_cooldown_s=0.0).controller
+
+    def shrink():
+        world.room = 1
+        world.lose(1)
+
+    world.at_step(17, shrink)
+    run_until(controller, 60, max_losses=1)
+    assert len(controller.members) == 1
+    world.room = 2
+    run_until(controller, 120)
+    assert len(controller.members) == 2
+    assert kinds(controller)[-1] == "grown"
+    assert world.trained == list(range(1, 121))

@@ -1,0 +1,101 @@
+"""What large tensors and arrays become on their way to another process."""
+
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.cluster.serialization import dumps, pack
+
+LARGE = 1 << 14
+"""Bytes from which a tensor or an array goes beside."""
+
+
+def same(a, b):
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+def through_ray(packed):
+    """Make of it what Ray does: the buffers arrive as memory that is read only."""
+    return type(packed)(packed.data, [bytes(buffer) for buffer in packed.beside])
+
+
+dtypes = st.sampled_from(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+)
+shapes = st.lists(st.integers(0, 40), max_size=3)
+
+
+@given(shape=shapes, dtype=dtypes, order=st.randoms(use_true_random=False))
+def test_tensors_of_all_kinds_arrive_as_they_were(shape, dtype, order):
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    value = {"t": tensor, "permuted": tensor.permute(axes), "array": np.ones(shape)}
+    for arrived in (through_ray(pack(value)).value(), pickle.loads(dumps(value))):
+        assert all(same(value[name], arrived[name]) for name in value)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_what_is_large_is_not_copied_and_arrives_as_the_receiver_s_own(make):
+    value = make(LARGE)
+    packed = pack([value, value])
+    assert len(packed.data) < 1000
+    (buffer,) = packed.beside
+    value[0] = 7  # Ray has not taken it over yet
+    assert bytes(buffer)[:4] != bytes(4) or bytes(buffer)[:8] != bytes(8)
+    first, second = through_ray(packed).value()
+    assert first is second
+    first[1] = 3  # which read-only memory would refuse
+    assert value[1] == 0
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_what_is_only_read_stays_in_ray_s_memory(make, recwarn):
+    arrived = through_ray(pack(make(LARGE)))
+    tracemalloc.start()
+    try:
+        value = arrived.value(own=False)
+        assert tracemalloc.get_traced_memory()[1] < LARGE
+    finally:
+        tracemalloc.stop()
+    assert bool((value == make(LARGE)).all())
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.nn.Parameter(torch.ones(LARGE)),
+        torch.ones(LARGE, requires_grad=True),
+        torch.ones(2 * LARGE)[:LARGE],
+        torch.ones(LARGE, dtype=torch.complex64).conj(),
+        torch.ones(4, LARGE).to_sparse(),
+        torch.ones(8, 8, 16, 16).to(memory_format=torch.channels_last),
+    ],
+    ids=["parameter", "grad", "view", "conj", "sparse", "channels-last"],
+)
+def test_what_is_more_than_its_memory_is_left_to_torch(tensor):
+    arrived = through_ray(pack(tensor)).value()
+    assert type(arrived) is type(tensor)
+    assert arrived.requires_grad == tensor.requires_grad
+    assert arrived.is_sparse == tensor.is_sparse
+    if not tensor.is_sparse:
+        assert arrived.stride() == tensor.stride()
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_a_tensor_s_own_attributes_arrive():
+    tensor = torch.ones(LARGE)
+    tensor.note = "weights"
+    assert through_ray(pack(tensor)).value().note == "weights"
+
+
+def test_functions_of_the_script_go_as_before():
+    assert through_ray(pack(lambda x: x + 1)).value()(2) == 3

@@ -1,0 +1,212 @@
+"""The driver's copy of the state: which one counts, and what can go wrong on its way."""
+
+import pickle
+from concurrent.futures import Future
+
+import pytest
+
+from raysgd.cluster.snapshot import SnapshotKeeper
+from raysgd.context import Progress, WorkerContext
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from tests.conftest import wait_until
+from tests.unit.recorder import Recorder
+
+
+class FakeMember:
+    """A worker that sends its snapshot when the test says so."""
+
+    def __init__(self, remote=True):
+        self.remote = remote
+        self.asked = []
+
+    def control(self, method):
+        assert method == "snapshot"
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def send(self, state):
+        self.asked[-1].set_result(pickle.dumps(state))
+
+
+def at(step):
+    return Progress(global_step=100, snapshot=step)
+
+
+@pytest.fixture
+def keeper():
+    return SnapshotKeeper()
+
+
+def test_there_is_nothing_before_the_first_snapshot(keeper):
+    member = FakeMember()
+    assert keeper.state() is None
+    keeper.follow(member, at(None))
+    assert member.asked == []
+    assert keeper.state() is None
+
+
+def test_a_snapshot_is_fetched_without_waiting_and_kept_when_it_has_come(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    assert keeper.state() is None  # on its way
+    member.send({"step": 0})
+    assert keeper.state() == {"step": 0}
+
+
+def test_the_newest_snapshot_counts(keeper):
+    member = FakeMember()
+    for step in (0, 5, 10):
+        keeper.follow(member, at(step))
+        member.send({"step": step})
+    assert keeper.state() == {"step": 10}
+
+
+def test_the_one_before_is_kept_until_the_next_has_come(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"step": 0})
+    keeper.follow(member, at(5))
+    assert keeper.state() == {"step": 0}
+    member.send({"step": 5})
+    assert keeper.state() == {"step": 5}
+
+
+def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    keeper.follow(member, at(0))
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 1
+    member.send({"step": 0})
+    keeper.follow(member, at(0))
+    assert len(member.asked) == 1
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 2
+
+
+def test_a_worker_that_dies_while_it_sends_is_harmless(keeper):
+    first, second = FakeMember(), FakeMember()
+    keeper.follow(first, at(0))
+    first.send({"step": 0})
+    keeper.follow(first, at(5))
+    first.asked[-1].set_exception(RuntimeError("the actor died"))
+    assert keeper.state() == {"step": 0}
+    keeper.follow(second, at(5))
+    second.send({"step": 5})
+    assert keeper.state() == {"step": 5}
+
+
+def test_a_worker_that_has_none_after_all_changes_nothing(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"step": 0})
+    keeper.follow(member, at(5))
+    member.asked[-1].set_result(None)
+    assert keeper.state() == {"step": 0}
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 3
+
+
+def test_a_worker_in_the_drivers_process_dies_with_it_and_is_not_copied(keeper):
+    member = FakeMember(remote=False)
+    keeper.follow(member, at(0))
+    assert member.asked == []
+
+
+def test_each_reader_gets_a_state_of_its_own(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"values": [1, 2]})
+    keeper.state()["values"].append(3)
+    assert keeper.state() == {"values": [1, 2]}
+
+
+def test_it_is_unpickled_only_when_it_is_needed(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send(Counted())
+    keeper.follow(member, at(0))
+    assert Counted.unpickled == 0
+    keeper.state()
+    assert Counted.unpickled == 1
+
+
+class Counted:
+    unpickled = 0
+
+    def __setstate__(self, state):
+        Counted.unpickled += 1
+
+    def __getstate__(self):
+        return {"a": 1}
+
+
+def test_a_state_that_was_loaded_replaces_what_was_fetched_and_what_is_on_its_way(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(5))
+    member.send({"step": 5})
+    keeper.follow(member, at(10))
+    keeper.set({"step": 3})
+    assert keeper.state() == {"step": 3}
+    member.send({"step": 10})
+    assert keeper.state() == {"step": 3}
+
+
+def test_a_snapshot_after_loading_replaces_what_was_loaded(keeper):
+    member = FakeMember()
+    keeper.set({"step": 3})
+    keeper.follow(member, at(4))
+    member.send({"step": 4})
+    assert keeper.state() == {"step": 4}
+
+
+class RunnerMember(FakeMember):
+    """A worker whose snapshots are those of a real runner."""
+
+    def __init__(self, runner):
+        super().__init__()
+        self.runner = runner
+
+    def control(self, method):
+        future = Future()
+        state = self.runner.snapshot()
+        future.set_result(None if state is None else pickle.dumps(state))
+        return future
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("train_after", [0, 1])
+def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
+    """After going back to an older state, a restart must not go on from the one given up."""
+    options = TorchRunnerOptions(
+        operator_cls=Recorder, config={"num_samples": 40, "batch_size": 8}, snapshot_every=every
+    )
+    runner = TorchRunner(options)
+    runner.prepare(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(in_driver=True))
+    member = RunnerMember(runner)
+    loaded = runner.state_dict()
+    runner.train(call=0, until_step=8)
+    keeper.follow(member, runner.progress())
+    assert keeper.state()["global_step"] > 1
+    runner.load_state_dict(loaded)
+    keeper.set(loaded)
+    if train_after:
+        runner.train(call=1, until_step=train_after)
+    for _ in range(2):
+        keeper.follow(member, runner.progress())
+    assert keeper.state()["global_step"] <= train_after
+
+
+def test_a_worker_of_the_driver_is_asked_only_where_it_does_not_stay():
+    member = FakeMember(remote=False)
+    SnapshotKeeper().follow(member, at(5))
+    assert member.asked == []
+    keeper = SnapshotKeeper(of_driver=True)
+    keeper.follow(member, at(5))
+    wait_until(lambda: member.asked)
+    member.send({"step": 5})
+    wait_until(lambda: keeper.state() == {"step": 5})
+    member.control = lambda method: 1 / 0
+    keeper.follow(member, at(6))
+    assert keeper.state() == {"step": 5}

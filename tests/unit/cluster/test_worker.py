@@ -1,0 +1,531 @@
+"""What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
+
+import gc
+import pickle
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import cloudpickle
+import pytest
+
+import raysgd
+from raysgd.backends import Backend
+from raysgd.cluster.serialization import Packed
+from raysgd.cluster.worker import Outcome, Worker, _is_the_users
+from raysgd.context import PausedError, Progress, WorkerContext
+from raysgd.errors import RemoteError, RemoteTraceback
+
+PACKAGE = raysgd.__path__[0]
+
+
+class FakeRunner:
+    """A runner whose method `run` calls what it is given."""
+
+    imports = ()
+
+    def __init__(self):
+        self.calls = []
+        self.step = 0
+
+    def prepare(self, context):
+        self.calls.append(("prepare", context.world_rank))
+
+    def setup(self, context):
+        self.calls.append(("setup", context.generation))
+
+    def rejoin(self, context, leader):
+        self.calls.append(("rejoin", context.generation, leader))
+
+    def progress(self):
+        return Progress(global_step=self.step)
+
+    def request_stop(self, requested):
+        self.calls.append(("stop", requested))
+
+    def pause_at(self, step):
+        self.calls.append(("pause", step))
+        return self.step
+
+    def snapshot(self):
+        return {"step": self.step} if self.step else None
+
+    def teardown(self):
+        self.calls.append(("teardown",))
+
+    def run(self, function):
+        return function()
+
+
+class FakeBackend(Backend):
+    def __init__(self):
+        self.calls = []
+
+    def prepare(self, addresses):
+        return None
+
+    def setup(self, context, rendezvous):
+        self.calls.append(("setup", rendezvous))
+        self.context = context
+
+    def interrupt(self):
+        self.calls.append("interrupt")
+
+    def teardown(self):
+        self.calls.append("teardown")
+
+    def is_communication_error(self, error):
+        return isinstance(error, ConnectionError)
+
+
+@pytest.fixture
+def worker():
+    """A worker as an actor hosts it: what it returns is pickled."""
+    worker = Worker()
+    assert worker.create(None, cloudpickle.dumps(FakeRunner()), FakeBackend(), []).kind == "ok"
+    return worker
+
+
+def call(worker, function, *, inline=False):
+    arguments = {"function": function}
+    return worker.call("run", arguments if inline else cloudpickle.dumps(arguments))
+
+
+def fail_with(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_frozen():
+    yield
+    gc.unfreeze()
+
+
+class PlainError(Exception):
+    pass
+
+
+class TwoArgumentsError(Exception):
+    """An exception whose pickle cannot be read: its constructor wants more than the message."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    "value", [7, None, b"bytes", {"a": [1]}, pytest.param(lambda: 3, id="function")]
+)
+def test_a_value_comes_back(worker, value):
+    outcome = call(worker, lambda: value)
+    assert isinstance(outcome.payload, Packed)
+    outcome = pickle.loads(pickle.dumps(outcome))
+    assert outcome.kind == "ok"
+    got = outcome.value()
+    assert got() == 3 if callable(value) else got == value
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
+    outcome = call(worker, threading.Lock)
+    assert outcome.kind == "user"
+    with pytest.raises(TypeError, match="cannot send a lock back to the driver"):
+        raise outcome.exception()
+
+
+@pytest.mark.parametrize("value", [b"bytes", b"", pickle.dumps("secret")])
+def test_in_the_drivers_process_nothing_is_pickled(value):
+    worker = Worker()
+    worker.keep_in_process()
+    worker.create(None, FakeRunner(), None, [])
+    thing = threading.Lock()
+    assert call(worker, lambda: thing, inline=True).value() is thing
+    assert call(worker, lambda: value, inline=True).value() == value
+
+
+def test_progress_comes_with_every_outcome(worker):
+    worker.runner.step = 5
+    assert call(worker, int).progress.global_step == 5
+    assert call(worker, fail_with(PlainError())).progress.global_step == 5
+
+
+# ---- failures
+
+
+def test_an_exception_of_the_user_arrives_as_itself_with_the_workers_traceback(worker):
+    worker.prepare(WorkerContext(world_rank=3, world_size=4))
+    outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
+    assert outcome.kind == "user"
+    error = outcome.exception()
+    assert type(error) is PlainError
+    assert str(error) == "bad batch"
+    assert isinstance(error.__cause__, RemoteTraceback)
+    text = str(error.__cause__)
+    assert "worker 3" in text
+    assert "raise error" in text
+    assert "PlainError: bad batch" in text
+    (note,) = error.__notes__
+    assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
+
+
+def test_an_error_that_is_raised_again_says_the_place_once(worker):
+    kept = PlainError("kept")
+    for _ in range(2):
+        error = call(worker, fail_with(kept)).exception()
+    assert len(error.__notes__) == 1
+
+
+def test_an_error_that_takes_no_note_is_one_without():
+    class BareError(Exception):
+        def add_note(self, note):
+            raise AttributeError(note)
+
+    error = Outcome("user", BareError(), Progress(), note="somewhere").exception()
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("filename", "expected"),
+    [
+        ("/home/me/train.py", True),
+        ("/home/me/raysgd_demo.py", True),
+        (f"{PACKAGE}_demo.py", True),
+        ("<ipython-input-3-abc>", True),
+        (f"{PACKAGE}/torch/runner.py", False),
+        (threading.__file__, False),
+        (cloudpickle.__file__, False),
+        ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
+        ("<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_code_of_the_user_is_what_belongs_to_nobody_else(filename, expected):
+    assert _is_the_users(filename) == expected
+
+
+def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():
+    error = Worker().call("apply", {}).exception()
+    assert "hosts nothing" in str(error)
+    assert not hasattr(error, "__notes__")
+
+
+def test_the_cause_of_an_exception_is_in_its_text(worker):
+    def fail():
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise PlainError("second") from error
+
+    assert "KeyError: 'first'" in str(call(worker, fail).exception().__cause__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TwoArgumentsError("two", "parts"), PlainError(threading.Lock())],
+    ids=["unreadable", "unpicklable"],
+)
+def test_an_exception_that_cannot_cross_is_told_about(worker, error):
+    outcome = call(worker, fail_with(error), inline=True)
+    outcome = pickle.loads(pickle.dumps(outcome))
+    told = outcome.exception()
+    assert type(told) is RemoteError
+    assert type(error).__name__ in str(told)
+
+
+def test_leaving_by_exit_is_an_error_of_the_user(worker):
+    outcome = call(worker, fail_with(SystemExit(3)))
+    assert outcome.kind == "user"
+    assert isinstance(outcome.exception(), RemoteError)
+    assert "sys.exit(3)" in str(outcome.exception())
+
+
+def test_an_interrupt_of_the_keyboard_is_not_kept():
+    worker = Worker()
+    worker.keep_in_process()
+    worker.create(None, FakeRunner(), None, [])
+    with pytest.raises(KeyboardInterrupt):
+        call(worker, fail_with(KeyboardInterrupt()), inline=True)
+
+
+def test_failures_of_communication_are_told_from_others(worker):
+    assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+    def wrapped():
+        try:
+            raise ConnectionError("peer")
+        except ConnectionError as error:
+            raise PlainError("training failed") from error
+
+    def while_handling():
+        try:
+            raise ConnectionError("peer")
+        except ConnectionError:
+            raise PlainError("training failed")  # noqa: B904
+
+    assert call(worker, wrapped).kind == "communication"
+    assert call(worker, while_handling).kind == "communication"
+
+
+def test_an_error_that_only_followed_is_told_of_without_the_modules_of_its_type(worker):
+    """The driver would import TensorFlow to read one of its errors, which takes seconds."""
+    outcome = call(worker, fail_with(ConnectionError("no answer")))
+    assert outcome.kind == "communication"
+    told = outcome.exception()
+    assert type(told) is RemoteError
+    assert str(told) == "ConnectionError: no answer"
+    assert "raise error" in str(told.__cause__)
+
+
+def test_an_exception_whose_text_cannot_be_had_is_told_of_all_the_same(worker):
+    class MuteError(ConnectionError):
+        def __str__(self):
+            raise KeyError
+
+    outcome = call(worker, fail_with(MuteError()), inline=True)
+    assert outcome.kind == "communication"
+    assert "MuteError: (its text cannot be had: KeyError)" in str(outcome.exception())
+
+
+@pytest.mark.parametrize("error", [ConnectionError("peer"), PlainError("bad batch")])
+def test_an_exception_that_somebody_keeps_keeps_no_frames(worker, error):
+    def fail():
+        try:
+            raise KeyError("first")
+        except KeyError as reason:
+            raise error from reason
+
+    call(worker, fail, inline=True)
+    assert error.__traceback__ is error.__cause__ is error.__context__ is None
+
+
+def test_a_ring_of_causes_does_not_hang(worker):
+    first, second = PlainError("a"), PlainError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert call(worker, fail_with(first), inline=True).kind == "user"
+
+
+def test_what_fails_after_an_interruption_was_stopped(worker):
+    worker.interrupt()
+    assert ("stop", True) in worker.runner.calls
+    assert "interrupt" in worker._backend.calls
+    assert call(worker, fail_with(PlainError())).kind == "stopped"
+    worker.enter(WorkerContext(generation=2), None, 0)
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
+def test_what_a_generation_was_told_too_late_does_not_concern_the_next(worker):
+    worker.runner.step = 4
+    worker.enter(WorkerContext(generation=3), None, 0)
+    del worker.runner.calls[:], worker._backend.calls[:]
+    worker.interrupt(2)
+    assert worker.pause_at(2, 9) == 4
+    assert (worker.runner.calls, worker._backend.calls) == ([], [])
+    assert call(worker, fail_with(PlainError())).kind == "user"
+    assert worker.pause_at(3, 9) == 4
+    worker.interrupt(4)  # of a generation that it is about to enter
+    assert worker.runner.calls == [("pause", 9), ("stop", True)]
+    assert worker._backend.calls == ["interrupt"]
+
+
+def test_the_next_generation_begins_when_all_is_said_to_the_last(worker):
+    worker.enter(WorkerContext(generation=1), None, 0)
+    interrupting, go_on = threading.Event(), threading.Event()
+
+    def interrupt():
+        interrupting.set()
+        assert go_on.wait(10)
+        worker._backend.calls.append("interrupt")
+
+    worker._backend.interrupt = interrupt
+    del worker._backend.calls[:]
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(worker.interrupt, 1)
+        assert interrupting.wait(10)
+        entered = threads.submit(worker.enter, WorkerContext(generation=2), None, 0)
+        assert not wait([entered], timeout=0.2).done
+        go_on.set()
+        assert entered.result(10).kind == "ok"
+    assert worker._backend.calls == ["interrupt", "teardown", ("setup", None)]
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
+def test_a_signal_handler_may_interrupt_an_interruption(worker):
+    def interrupt():
+        worker._backend.interrupt = lambda: worker._backend.calls.append("interrupt")
+        worker.interrupt()
+
+    worker._backend.interrupt = interrupt
+    thread = threading.Thread(target=worker.interrupt, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert worker._backend.calls[-1] == "interrupt"
+
+
+def test_a_worker_that_hosts_nothing_says_so():
+    worker = Worker()
+    assert worker.progress() == Progress()
+    worker.interrupt()
+    worker.teardown()
+    with pytest.raises(RuntimeError, match="hosts nothing"):
+        raise call(worker, int).exception()
+
+
+def test_a_half_built_runner_is_no_obstacle_to_the_report(worker):
+    worker.runner.progress = fail_with(PlainError("not yet"))
+    outcome = call(worker, fail_with(ValueError("setup")))
+    assert outcome.progress == Progress()
+    assert isinstance(outcome.exception(), ValueError)
+
+
+# ---- pauses and snapshots
+
+
+def test_a_pause_is_neither_a_result_nor_a_failure(worker):
+    worker.runner.step = 4
+    outcome = call(worker, fail_with(PausedError()))
+    assert (outcome.kind, outcome.payload, outcome.progress.global_step) == ("paused", None, 4)
+    worker.interrupt()
+    assert call(worker, fail_with(PausedError())).kind == "paused"
+
+
+def test_a_pause_is_asked_of_the_runner_which_says_where_it_is(worker):
+    worker.runner.step = 4
+    assert worker.pause_at(0, 9) == 4
+    assert worker.runner.calls[-1] == ("pause", 9)
+
+
+def test_a_snapshot_comes_pickled_where_there_is_one(worker):
+    assert worker.snapshot() is None
+    worker.runner.step = 4
+    assert pickle.loads(worker.snapshot()) == {"step": 4}
+    assert Worker().snapshot() is None
+
+
+# ---- life
+
+
+def test_the_hook_runs_before_the_runner_is_unpickled():
+    calls = []
+    Loud.heard = calls.append
+    Worker().create(lambda: calls.append("hook"), pickle.dumps(Loud()), None, [])
+    assert calls == ["hook", "runner"]
+
+
+class Loud:
+    """Says when it is unpickled."""
+
+    imports = ()
+
+    def __getstate__(self):
+        return {"name": "runner"}
+
+    def __setstate__(self, state):
+        Loud.heard(state["name"])
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_process_of_its_own_loads_ahead_what_the_runner_will_need(monkeypatch, remote):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    worker = Worker()
+    runner = FakeRunner()
+    runner.imports = ["colorsys"]
+    if not remote:
+        worker.keep_in_process()
+    worker.create(None, runner, None, [])
+    assert "colorsys" not in sys.modules  # what `prepare` sets may matter to it
+    frozen = gc.get_freeze_count()
+    assert worker.prepare(WorkerContext()).kind == "ok"
+    assert ("colorsys" in sys.modules) == remote
+    assert (gc.get_freeze_count() > frozen) == remote
+    frozen = gc.get_freeze_count()
+    worker.prepare(WorkerContext(generation=2))
+    assert gc.get_freeze_count() <= frozen  # what training made since is not frozen
+
+
+def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path):
+    (tmp_path / "module_of_the_user.py").write_text("ANSWER = 42")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def hook():
+        import module_of_the_user
+
+        assert module_of_the_user.ANSWER == 42
+
+    before = list(sys.path)
+    import_path = [str(tmp_path), before[0]]
+    assert worker.create(hook, FakeRunner(), None, import_path).kind == "ok"
+    assert sys.path == [*before, str(tmp_path)]
+    monkeypatch.delitem(sys.modules, "module_of_the_user")
+
+
+def test_a_failing_hook_is_an_error_and_nothing_is_hosted():
+    worker = Worker()
+    outcome = worker.create(fail_with(PlainError("no network here")), FakeRunner(), None, [])
+    assert outcome.kind == "user"
+    assert worker.runner is None
+
+
+def test_entering_makes_the_group_before_the_operator(worker):
+    order = []
+    worker._backend.setup = lambda context, rendezvous: order.append(("group", rendezvous))
+    worker._backend.teardown = lambda: order.append("left")
+    worker.runner.setup = lambda context: order.append("setup")
+    worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
+    worker.enter(WorkerContext(generation=1), "here", None)
+    worker.enter(WorkerContext(generation=2), "there", 1)
+    assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
+
+
+def test_a_new_generation_takes_requests_back(worker):
+    worker.interrupt()
+    worker.pause_at(0, 7)
+    worker.enter(WorkerContext(generation=2), None, 0)
+    requests = [call for call in worker.runner.calls if call[0] in ("stop", "pause")]
+    assert requests == [("stop", True), ("pause", 7), ("stop", False), ("pause", None)]
+    assert call(worker, fail_with(PlainError())).kind == "user"
+
+
+def test_a_replacement_sets_up_in_a_group_of_one_but_knows_its_place_to_be(worker):
+    context = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True)
+    seen = []
+    worker.runner.setup = seen.append
+    assert worker.enter(context, None, None, True).kind == "ok"
+    alone = worker._backend.context
+    assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
+    assert seen == [context]
+    worker.enter(context, "there", 0)
+    assert worker._backend.context == context
+
+
+def test_a_failing_entry_is_reported(worker):
+    worker.runner.setup = fail_with(PlainError("no such file"))
+    assert worker.enter(WorkerContext(), None, None).kind == "user"
+
+
+def test_teardown_lets_go_of_runner_and_group(worker):
+    runner, backend = worker.runner, worker._backend
+    worker.teardown()
+    assert runner.calls[-1] == ("teardown",)
+    assert backend.calls[-1] == "teardown"
+    assert worker.runner is None
+
+
+def test_the_stacks_of_all_threads_can_be_asked_for(worker):
+    text = worker.stacks()
+    assert "MainThread" in text
+    assert "test_the_stacks_of_all_threads_can_be_asked_for" in text
+
+
+# ---- members in the driver's process
+
+
+def test_an_outcome_keeps_an_exception_without_traceback():
+    error = PlainError("x")
+    assert Outcome("user", error, Progress()).exception() is error
+    assert error.__cause__ is None

@@ -1,0 +1,236 @@
+"""Waiting for workers, and what each of them reserves."""
+
+from concurrent.futures import Future
+
+import pytest
+import ray.exceptions
+
+from raysgd.cluster import worker_group as group_module
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker_group import GroupOptions, WorkerGroup, gather
+from raysgd.elastic.policies import WorkerInfo
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from tests.unit.cluster.clock import ManualClock
+
+
+def done(value):
+    future = Future()
+    future.set_result(value)
+    return future
+
+
+def test_results_come_in_the_order_of_the_ranks():
+    assert gather([done(1), done(2)], 5, "them", Clock()) == [1, 2]
+    assert gather([], 5, "nothing", Clock()) == []
+
+
+def test_who_did_not_answer_is_named():
+    with pytest.raises(WorkerTimeoutError, match=r"Waited 0.01 s for answers.*workers 1, 2") as e:
+        gather([done(1), Future(), Future()], 0.01, "answers", Clock())
+    assert (e.value.ranks, e.value.waited_s) == ((1, 2), 0.01)
+
+
+def test_an_error_of_a_worker_is_raised():
+    future = Future()
+    future.set_exception(KeyError("x"))
+    with pytest.raises(KeyError):
+        gather([future], 5, "them", Clock())
+
+
+def test_a_bundle_names_only_what_is_needed():
+    options = GroupOptions(num_workers=2, num_cpus=2, resources={"special": 0.5})
+    assert options.bundle == {"CPU": 2, "special": 0.5}
+    assert GroupOptions(num_workers=2, num_gpus=1).bundle == {"CPU": 1, "GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "use_local", "inline"), [(1, True, True), (1, False, False), (2, True, False)]
+)
+def test_only_a_local_worker_that_is_alone_is_inline(num_workers, use_local, inline):
+    assert GroupOptions(num_workers=num_workers, use_local=use_local).inline == inline
+
+
+def test_an_inline_group_starts_and_ends_without_anything():
+    group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
+    group.start(timeout_s=5)
+    assert len(group.members) == 1
+    assert group.vacant_slots() == []
+    assert group.slot_of(group.members[0]) is None
+    assert "driver's process" in group.room()
+    large = bytes(2**21)
+    assert group.shared(large) is large
+    group.shutdown()
+    assert group.members == []
+
+
+# ---- workers and their room
+
+
+class FakeSlot:
+    def __init__(self, name):
+        self.strategy = name
+
+
+class FakeReservation:
+    """Room of our own, or of the caller, of which no more can be had."""
+
+    def __init__(self, size, owned=True):
+        self.slots = [FakeSlot(index) for index in range(size)]
+        self.owned = owned
+        self.released = False
+
+    def include(self, other):
+        self.slots += other.slots
+
+    def request_slot(self, bundle):
+        if not self.owned:
+            return None
+        self.slots.append(FakeSlot(len(self.slots)))
+        return self.slots[-1]
+
+    def release(self):
+        self.released = True
+
+
+class FakeMember:
+    remote = True
+    alive = True
+
+    def __init__(self, actor, channels=None):
+        self.number = actor
+        self.killed = 0
+        self.torn_down = 0
+        self.node = "ab"[actor % 2]
+
+    def control(self, method):
+        assert method == "info"
+        return done(WorkerInfo(node_id=self.node, node_ip=self.node))
+
+    def work(self, method):
+        assert method == "teardown"
+        assert not self.killed
+        self.torn_down += 1
+        return done(None)
+
+    def kill(self):
+        self.killed += 1
+
+
+class Actors:
+    """Stands in for the class of actors: each is a number."""
+
+    def __init__(self):
+        self.number = -1
+        self.strategies = []
+
+    def options(self, scheduling_strategy):
+        self.strategies.append(scheduling_strategy)
+        return self
+
+    def remote(self):
+        self.number += 1
+        return self.number
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """A function that returns a started group with room for so many workers."""
+    monkeypatch.setattr(group_module, "ActorMember", FakeMember)
+
+    def start(num_workers, room, owned=True):
+        reservation = FakeReservation(room, owned)
+        group = WorkerGroup(GroupOptions(num_workers=num_workers), clock=ManualClock())
+        group._reserve = lambda *wanted: reservation
+        monkeypatch.setattr(group, "_actor_class", Actors)
+        group.start(timeout_s=5)
+        group.reservation_of_test = reservation
+        return group
+
+    return start
+
+
+def test_workers_of_a_node_are_next_to_each_other(start):
+    group = start(num_workers=4, room=4)
+    assert [member.info.node_id for member in group.members] == ["a", "a", "b", "b"]
+    assert [member.number for member in group.members] == [0, 2, 1, 3]
+
+
+def test_a_full_group_has_no_vacant_slot(start):
+    assert start(num_workers=3, room=3).vacant_slots() == []
+
+
+def test_room_that_is_missing_is_requested_once(start):
+    group = start(num_workers=4, room=2)
+    vacant = group.vacant_slots()
+    assert [slot.strategy for slot in vacant] == [2, 3]
+    assert group.vacant_slots() == vacant
+    assert len(group.reservation_of_test.slots) == 4
+
+
+def test_no_more_room_is_requested_where_it_is_the_callers(start):
+    assert start(num_workers=4, room=2, owned=False).vacant_slots() == []
+
+
+def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
+    group = start(num_workers=3, room=3)
+    member = group.members[1]
+    slot = group.slot_of(member)
+    group.discard(member)
+    assert member.killed == 1
+    assert member not in group.members
+    assert group.slot_of(member) is None
+    assert group.vacant_slots() == [slot]
+    successor = group.new_member(slot)
+    assert group.vacant_slots() == []
+    assert group.slot_of(successor) is slot
+    assert successor not in group.members  # before it has joined
+    group.discard(successor)
+    assert group.vacant_slots() == [slot]
+
+
+def test_further_workers_get_the_highest_ranks(start):
+    group = start(num_workers=2, room=2)
+    group._reserve = lambda *wanted: FakeReservation(2)
+    group.add(2)
+    assert [member.number for member in group.members] == [0, 1, 2, 3]
+    assert [member.info.node_id for member in group.members] == ["a", "b", "a", "b"]
+
+
+def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatch):
+    group = start(num_workers=2, room=2)
+    before, made = list(group.members), []
+
+    class Dying(FakeMember):
+        def control(self, method):
+            made.append(self)
+            future = Future()
+            future.set_exception(ray.exceptions.ActorDiedError())
+            return future
+
+    monkeypatch.setattr(group_module, "ActorMember", Dying)
+    group._reserve = lambda *wanted: FakeReservation(2)
+    with pytest.raises(WorkerLostError, match="died as it came up"):
+        group.add(2)
+    assert group.members == before
+    assert [member.killed for member in made] == [1, 1]
+    assert [group.slot_of(member) for member in made] == [None, None]
+
+
+def test_workers_have_as_long_as_is_said_to_end_their_work(start):
+    group = start(num_workers=1, room=1)
+    group.clock.waited.clear()
+    group.shutdown(patience_s=0.5)
+    assert group.clock.waited == [0.5]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_end_of_a_group_is_that_of_replacements_and_room_too(start, force):
+    group = start(num_workers=3, room=2)
+    members = list(group.members)
+    replacement = group.new_member(group.vacant_slots()[0])
+    group.shutdown(force)
+    assert [m.killed for m in [*members, replacement]] == [1, 1, 1]
+    assert [m.torn_down for m in members] == [0 if force else 1] * 2
+    assert group.members == []
+    assert group.vacant_slots() == []
+    assert group.reservation_of_test.released

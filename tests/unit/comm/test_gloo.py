@@ -1,0 +1,317 @@
+"""The gloo group whose waits can be ended."""
+
+import datetime
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from raysgd.comm.gloo import Entry, GlooGroup
+from tests.conftest import Script, run_ranks, wait_until
+
+TIMEOUT = datetime.timedelta(seconds=30)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group = GlooGroup.init(HashStore(), 0, 1, TIMEOUT)
+    yield group
+    group.release()
+    dist.destroy_process_group()
+
+
+def test_to_everyone_who_asks_it_is_a_gloo_group(group):
+    assert dist.get_backend() == "gloo"
+    assert dist.group.WORLD is group
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    other = dist.new_group([0])
+    assert dist.get_backend(other) == "gloo"
+
+
+def test_collectives_do_what_they_do_in_gloo(group):
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    dist.broadcast(ones, 0)
+    dist.reduce(ones, 0)
+    dist.barrier()
+    gathered = [torch.zeros(3)]
+    dist.all_gather(gathered, ones)
+    dist.gather(ones, gathered)
+    scattered = torch.zeros(3)
+    dist.scatter(scattered, [ones])
+    flat = torch.zeros(3)
+    dist.all_gather_single(flat, ones)
+    swapped = torch.zeros(3)
+    dist.all_to_all_single(swapped, ones)
+    for result in (*gathered, scattered, flat, swapped):
+        assert result.tolist() == [1, 1, 1]
+    objects = [None]
+    dist.all_gather_object(objects, {"a": 1})
+    dist.broadcast_object_list(objects, 0)
+    assert objects == [{"a": 1}]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_who_waits_for_a_peer_to_connect_can_be_interrupted(ahead, monkeypatch):
+    """The peer gave its address, and died before it connected."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    entry, store = Entry(), HashStore()
+    if ahead:
+        entry.interrupt()
+    else:
+        # gloo sets its own address, and waits for the one of the other rank
+
+        def interrupt():
+            wait_until(lambda: store.num_keys() > 0)
+            entry.interrupt()
+
+        threading.Thread(target=interrupt).start()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        entry.connect(store, 0, 2, datetime.timedelta(seconds=2))
+    wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
+    assert (store.num_keys() == 0) == ahead  # who need not try does not
+
+
+def test_a_collective_can_be_waited_for_later(group):
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work.wait(datetime.timedelta(seconds=10)) is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert [t.tolist() for t in work.result()] == [[1, 1, 1]]
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    assert future.wait()[0].tolist() == [1, 1, 1]
+
+
+def test_works_that_nobody_keeps_do_not_take_the_end_of_others(group):
+    def start_and_drop():
+        for _ in range(3000):
+            dist.all_reduce(torch.ones(3), async_op=True)
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+    thread = threading.Thread(target=start_and_drop, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_errors_of_gloo_reach_the_caller(group):
+    with pytest.raises(RuntimeError, match=r"BAND"):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    future = dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"BAND"):
+        future.wait()
+
+
+def test_after_an_interruption_every_collective_fails(group):
+    group.interrupt()
+    group.interrupt()
+    with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted this collective"):
+        dist.all_reduce(torch.ones(3))
+
+
+PEER = """
+import datetime, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from raysgd.comm.gloo import GlooGroup
+
+rank, port, operation = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = TCPStore("127.0.0.1", port, is_master=False)
+group = GlooGroup.init(store, rank, 2, datetime.timedelta(seconds=200))
+large = torch.zeros(100_000_000)
+operations = {
+    "broadcast": lambda: dist.broadcast(large, 0),
+    "coalesced": lambda: dist._broadcast_coalesced(group, [large], 2**30, 0),
+    "point_to_point": lambda: dist.recv(large, 0) if rank else dist.send(large, 1),
+    "future": lambda: dist.broadcast(large, 0, async_op=True).get_future().wait(),
+}
+dist.barrier()
+if rank == 1:
+    def interrupt():
+        sys.stdin.readline()
+        group.interrupt()
+    threading.Thread(target=interrupt, daemon=True).start()
+print("ready", flush=True)
+if rank == 0:  # in the midst of it
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    operations[operation]()
+    print("done", flush=True)
+except RuntimeError as error:
+    print("RuntimeError", str(error).replace("\\n", " "), flush=True)
+started = time.monotonic()
+group.release()
+dist.destroy_process_group()
+print("left" if time.monotonic() - started < 20 else "late", flush=True)
+"""
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "coalesced", "point_to_point", "future"])
+def test_who_waits_for_half_a_message_is_woken(operation):
+    """Where a peer stops in the middle of a message, even shutting the sockets wakes nobody."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = [Script(PEER, rank, store.port, operation) for rank in range(2)]
+    try:
+        assert [peer.stdout.readline() for peer in peers] == ["ready\n"] * 2
+        peers[0].wait(30)
+        said = []
+        reader = threading.Thread(target=lambda: said.append(peers[1].stdout.readline()))
+        reader.start()
+        peers[1].stdin.write("\n")
+        peers[1].stdin.flush()
+        wait_until(lambda: said, 20)
+        assert said[0].startswith("RuntimeError")
+        assert "gloo/" in said[0]
+        assert peers[1].stdout.readline() == "left\n"
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def test_collectives_under_way_are_numbered_and_messages_are_not(group):
+    running = group._running
+    assert group.collective() is None
+    dist.barrier()
+    assert group.collective() is None
+    running.begin(1, lambda error: None, collective=True)
+    running.begin(2, lambda error: None, collective=True)
+    running.begin(3, lambda error: None)
+    oldest = group.collective()
+    running.finish(1)
+    assert group.collective() == oldest + 1
+    running.finish(2)
+    assert group.collective() is None
+    running.finish(3)
+
+
+MESHED = """
+import datetime, json, os, sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
+from raysgd.comm import gloo
+from raysgd.comm.gloo import GlooGroup
+from raysgd.comm.mesh import Mesh, MeshAddress
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, is_master=False)
+patience = datetime.timedelta(seconds=60)
+group = GlooGroup.init(store, rank, 2, patience)
+mesh = Mesh(rank, "127.0.0.1", 60)
+store.set(f"mesh/{rank}", json.dumps(mesh.address))
+addresses = [MeshAddress(*json.loads(store.get(f"mesh/{r}"))) for r in range(2)]
+
+def trained():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8) for _ in range(20)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        features = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(features).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+by_gloo = trained()
+mesh.connect(addresses)
+group.use(mesh, patience)
+by_mesh = trained()
+assert torch.equal(by_gloo, by_mesh)
+assert mesh._num_started >= 5 * 2, mesh._num_started  # several buckets a step
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, features):
+        return self.used[rank](features)  # the third layer by nobody
+
+half = DistributedDataParallel(Half(), find_unused_parameters=True)
+half(torch.ones(2, 8)).sum().backward()
+used, other, unused = (layer.weight.grad for layer in half.module.used)
+assert used.tolist() == other.tolist() == [[1.0] * 8] and unused is None
+
+before = mesh._num_started
+small, large = torch.full((3,), rank + 1.0), torch.full((gloo.SMALL_BYTES,), rank + 1.0)
+works = [dist.all_reduce(each, async_op=True) for each in (small, large)]
+for work in reversed(works):
+    work.wait()
+assert small.tolist() == [3.0] * 3 and bool((large == 3).all())
+assert all(work.is_completed() and work.is_success() for work in works)
+assert works[0].result()[0] is small
+assert mesh._num_started == before + 1
+assert group.collective() is None
+
+future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+assert future.wait()[0].tolist() == [2.0] * 3
+for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
+    number = torch.tensor([rank + 1])
+    dist.all_reduce(number, op=getattr(dist.ReduceOp, op))
+    assert number.item() == expected
+assert mesh._num_started == before + 4
+
+if rank == 0:
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+    try:
+        late.wait(datetime.timedelta(seconds=0.1))
+    except RuntimeError as error:
+        assert "timed out" in str(error), error
+    else:
+        raise SystemExit("has not waited for the other rank")
+    assert group.collective() is not None
+    store.set("waited", "")
+else:
+    store.wait(["waited"])
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+assert late.wait(patience) and late.result()[0].tolist() == [2.0] * 3
+
+# what nobody waits for, and is too long to be sent at once, reaches the other rank nevertheless
+gloo.SMALL_BYTES = 2**40
+for _ in range(5):
+    full = torch.ones(10_000_000)
+    if rank == 0:
+        dist.all_reduce(full, async_op=True)
+        dist.recv(small, 1)
+    else:
+        dist.all_reduce(full)
+        dist.send(small, 0)
+    dist.barrier()
+
+if rank == 0:
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    mesh.interrupt()
+    future = work.get_future()
+    for wait in (work.wait, future.wait):
+        try:
+            wait()
+        except RuntimeError as error:
+            assert "gloo/" in str(error), error
+        else:
+            raise SystemExit("not interrupted")
+    assert work.is_completed() and not work.is_success()
+    store.set("interrupted", "")
+else:
+    store.wait(["interrupted"])
+    try:
+        dist.all_reduce(torch.ones(3))  # to which what the other rank said before may have come
+        dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        assert "gloo/ The connection to rank 0 broke" in str(error), error
+    else:
+        raise SystemExit("the other rank has not ended")
+mesh.close()
+assert group._running.ended()
+group.release()
+dist.destroy_process_group()
+print("good", flush=True)
+"""
+
+
+def test_small_reductions_go_by_the_mesh_with_the_same_bits():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(MESHED, 2, store.port)

@@ -1,0 +1,247 @@
+"""The process group of torch.distributed, in this process alone."""
+
+import contextlib
+import datetime
+import os
+import pickle
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysgd.backends import create_backend
+from raysgd.comm import network
+from raysgd.comm import torch as torch_backend
+from raysgd.comm.rendezvous import StoreClient
+from raysgd.context import WorkerContext
+from tests.conftest import Script, wait_until
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    backend = create_backend("gloo", 30)
+    yield backend
+    backend.teardown()
+    backend.close()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+def joined(backend):
+    backend.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
+    return backend
+
+
+def test_a_group_can_be_made_left_and_made_again(backend):
+    for _ in range(2):
+        joined(backend)
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        backend.teardown()
+        assert not dist.is_initialized()
+
+
+def test_each_generation_has_a_store_of_its_own(backend):
+    rendezvous = [backend.prepare(["127.0.0.1"]) for _ in range(3)]
+    assert len({r.store for r in rendezvous}) == 3
+    assert all(r.store.host == "127.0.0.1" and r.single_node for r in rendezvous)
+    assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
+    with pytest.raises(dist.DistNetworkError):  # the earlier one is gone
+        StoreClient(rendezvous[0].store, datetime.timedelta(seconds=30))
+
+
+def test_nccl_has_a_store_of_torchs_beside():
+    backend = create_backend("nccl", 30)
+    rendezvous = backend.prepare(["127.0.0.1"])
+    for timeout in (datetime.timedelta(seconds=0.2), datetime.timedelta(minutes=30)):
+        store = torch_backend._store_of_nccl(rendezvous, timeout)
+        assert store.timeout == timeout
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    backend.close()
+
+
+def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backend, monkeypatch):
+    monkeypatch.setattr(network, "address_towards", lambda address: "127.0.0.1")
+    rendezvous = backend.prepare(["10.1.2.3", "10.1.2.4"])
+    assert not rendezvous.single_node
+    # one node, but not this one: the driver is elsewhere
+    assert not backend.prepare(["203.0.113.7"]).single_node
+
+
+def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
+    joined(backend)
+    other = create_backend("gloo", 30)
+    with pytest.raises(RuntimeError, match=r"initialized already.*destroy_process_group"):
+        other.setup(WorkerContext(distributed=True), backend.prepare(["127.0.0.1"]))
+    assert dist.is_initialized()
+
+
+def test_a_generation_that_was_given_up_is_not_waited_for(backend):
+    rendezvous = backend.prepare(["127.0.0.1"])
+    backend.close()
+    with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up") as caught:
+        backend.setup(WorkerContext(distributed=True), rendezvous)
+    assert backend.is_communication_error(caught.value)
+
+
+@pytest.mark.parametrize("wake", ["close", "interrupt"])
+def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
+    """The driver closes the store when one is lost on its way, and may interrupt the others."""
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    observer = StoreClient(rendezvous.store, datetime.timedelta(seconds=30))
+    with ThreadPoolExecutor(1) as pool:
+        joins = pool.submit(backend.setup, WorkerContext(world_size=2), rendezvous)
+        observer.wait(["here/0"])
+        getattr(backend, wake)()
+        with pytest.raises(dist.DistNetworkError, match="given up") as caught:
+            joins.result(10)
+    assert backend.is_communication_error(caught.value)
+
+
+def test_teardown_is_harmless_when_nothing_was_set_up(backend):
+    backend.teardown()
+    backend.interrupt()
+    backend.close()
+
+
+def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch):
+    joined(backend)
+    import os
+
+    assert os.environ["GLOO_SOCKET_IFNAME"] == torch_backend.interface_of("127.0.0.1")
+
+
+def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
+    loopback = torch_backend.interface_of("127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    monkeypatch.setattr(
+        torch_backend, "interface_of", lambda address: pytest.fail("the user has chosen")
+    )
+    backend = create_backend("gloo", 30)
+    joined(backend)
+    backend.teardown()
+    backend.close()
+
+
+def test_interrupting_shuts_down_only_the_sockets_of_the_group(backend):
+    joined(backend)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        with client, peer:
+            backend.interrupt()
+            client.sendall(b"still there")
+            assert peer.recv(100) == b"still there"
+
+
+def test_interrupting_shuts_down_connections_of_the_groups_listeners(backend):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        backend._listening = {server.getsockname()}
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        with client, peer:
+            backend.interrupt()
+            assert peer.recv(1) == b""
+            assert client.recv(1) == b""
+
+
+def test_looking_at_the_sockets_leaves_no_descriptor(backend):
+    backend.interrupt()
+    before = sorted(os.listdir("/dev/fd"))
+    for _ in range(50):
+        backend.interrupt()
+    assert sorted(os.listdir("/dev/fd")) == before
+
+
+def test_errors_of_communication_are_told_from_others(backend):
+    yes = [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"),
+        RuntimeError("NCCL communicator was aborted"),
+        dist.DistNetworkError("gone"),
+        dist.DistStoreError("timeout"),
+    ]
+    no = [RuntimeError("shapes do not match"), ValueError("gloo/"), KeyError("NCCL")]
+    assert all(map(backend.is_communication_error, yes))
+    assert not any(map(backend.is_communication_error, no))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gloo", 30), ("nccl", 7)])
+def test_the_environment_bounds_the_collectives_of_nccl_alone(monkeypatch, name, expected):
+    monkeypatch.setenv("NCCL_TIMEOUT_S", "7")
+    assert create_backend(name, 30)._timeout == datetime.timedelta(seconds=expected)
+
+
+def test_a_backend_can_be_sent_before_it_is_prepared(backend):
+    assert pickle.loads(pickle.dumps(backend))._timeout == backend._timeout
+
+
+def test_collectives_work_in_the_group(backend):
+    joined(backend)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1, 1, 1]
+
+
+PEER = """
+import datetime, os, pickle, signal, sys
+import torch, torch.distributed as dist
+from raysgd.comm.gloo import GlooGroup
+from raysgd.comm.rendezvous import StoreClient
+
+class Dying(StoreClient):
+    # dies as it gives its address to the others: they get it when nobody is there any more
+    def set(self, key, value):
+        if key.startswith("here/"):
+            return super().set(key, value)
+        print(pickle.dumps((key, value)).hex(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+dies, rendezvous = sys.argv[1] == "dies", pickle.loads(bytes.fromhex(sys.argv[2]))
+timeout = datetime.timedelta(seconds=20)
+store = (Dying if dies else StoreClient)(rendezvous.store, timeout)
+store.set("here/1", "null")
+store.get("here/0")
+GlooGroup.init(store, 1, 2, timeout)
+store.set("listening/1", "[]")
+store.get("listening/0")
+dist.all_reduce(torch.ones(1))
+os._exit(0)  # or the end of Python breaks in on gloo's threads
+"""
+
+
+def peer_of(rendezvous, conduct):
+    return contextlib.closing(Script(PEER, conduct, pickle.dumps(rendezvous).hex()))
+
+
+def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
+    fetched = []
+    get = StoreClient.get
+    monkeypatch.setattr(
+        StoreClient, "get", lambda self, key: (get(self, key), fetched.append(key))[0]
+    )
+    context = WorkerContext(distributed=True, world_rank=0, world_size=2)
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    with ThreadPoolExecutor(1) as pool, peer_of(rendezvous, "dies") as peer:
+        entered = pool.submit(backend.setup, context, rendezvous)
+        key, value = pickle.loads(bytes.fromhex(peer.stdout.readline()))
+        assert peer.wait(60) == -signal.SIGKILL
+        StoreClient(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
+        wait_until(lambda: key in fetched)
+        backend.interrupt()
+        error = entered.exception(7)  # gloo alone takes 10 s
+        assert backend.is_communication_error(error)
+
+    # another one is met, though torch has counted the group that failed
+    backend.teardown()
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=20))
+    with peer_of(rendezvous, "lives") as peer:
+        backend.setup(context, rendezvous)
+        both = torch.ones(1)
+        dist.all_reduce(both)
+        assert both == 2
+        assert peer.wait(60) == 0

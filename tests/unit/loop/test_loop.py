@@ -1,0 +1,918 @@
+"""How training and validation go through the loaders: cursors, goals, failures and results.
+
+One worker, in this process. An epoch is five batches of eight samples.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.context import PausedError
+from raysgd.data import Dataset
+from raysgd.errors import RemoteError
+from raysgd.loop.steps import Steps
+from tests.unit.recorder import Recorder, Streaming, Unsized
+
+EPOCH = list(range(40))
+KINDS = pytest.mark.parametrize(
+    ("operator_cls", "config"),
+    [(Recorder, {}), (Streaming, {}), (Streaming, {"wrap": list})],
+    ids=["sharded", "unsized", "list"],
+)
+
+
+@pytest.fixture
+def start(make_trainer):
+    """A function that returns a new trainer and its operator."""
+
+    def start(operator_cls=Recorder, config=None, **arguments):
+        trainer = make_trainer(operator_cls, config, **arguments)
+        return trainer, trainer.get_local_operator()
+
+    return start
+
+
+# ---- train: epochs and steps
+
+
+@KINDS
+def test_train_is_one_epoch(start, operator_cls, config):
+    trainer, operator = start(operator_cls, config)
+    for epoch in (1, 2):
+        result = trainer.train()
+        assert result["epoch"] == epoch
+        assert (result["num_samples"], result["batch_count"]) == (40, 5)
+        assert trainer.global_step == 5 * epoch
+    assert operator.trained == EPOCH * 2
+    infos = [(i["epoch_idx"], i["batch_idx"], i["global_step"]) for i in operator.infos]
+    assert infos == [(step // 5, step % 5, step) for step in range(10)]
+
+
+@KINDS
+@given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
+def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, calls):
+    """None is a call without num_steps: the rest of the epoch, or a whole one."""
+    trainer, operator = start(operator_cls, config)
+    steps = 0
+    for num_steps in calls:
+        before = steps
+        steps = steps // 5 * 5 + 5 if num_steps is None else steps + num_steps
+        result = trainer.train(num_steps=num_steps)
+        assert trainer.global_step == steps
+        assert (result["num_samples"], result["batch_count"]) == (
+            8 * (steps - before),
+            steps - before,
+        )
+        assert not math.isnan(result["train_loss"])
+        assert operator.trained == (EPOCH * 20)[: steps * 8]
+        if operator_cls is Recorder or config:  # how many epochs are over is known
+            assert result["epoch"] == trainer.epoch == math.ceil(steps / 5)
+    trainer.shutdown()
+
+
+def test_the_loss_of_a_split_epoch_is_that_of_a_whole_one(start):
+    whole, _ = start()
+    registration, _ = start()
+    expected = whole.train(num_steps=7)
+    results = [registration.train(num_steps=3), registration.train(num_steps=4)]
+    mean = sum(r["train_loss"] * r["num_samples"] for r in results) / 56
+    assert mean == pytest.approx(expected["train_loss"], rel=1e-9)
+    assert results[1]["last_train_loss"] == expected["last_train_loss"]
+
+
+def test_each_epoch_is_shuffled_anew_and_complete(start):
+    trainer, operator = start(config={"shuffle": True})
+    trainer.train(num_steps=10)
+    first, second = operator.trained[:40], operator.trained[40:]
+    assert sorted(first) == sorted(second) == EPOCH
+    assert EPOCH != first != second
+
+
+def test_stopping_in_an_epoch_does_not_change_its_order(start):
+    whole, its_operator = start(config={"shuffle": True})
+    whole.train()
+    trainer, operator = start(config={"shuffle": True})
+    for num_steps in (1, 3, 1):
+        trainer.train(num_steps=num_steps)
+    assert operator.trained == its_operator.trained
+
+
+@KINDS
+def test_the_exact_end_of_an_epoch_starts_the_next_one(start, operator_cls, config):
+    trainer, operator = start(operator_cls, config)
+    trainer.train(num_steps=5)
+    result = trainer.train()
+    assert (result["num_samples"], result["batch_count"]) == (40, 5)
+    assert operator.trained == EPOCH * 2
+
+
+def test_info_reaches_every_batch(start):
+    trainer, operator = start()
+    trainer.train(num_steps=6, info={"a": 1})
+    trainer.validate(info={"a": 1})
+    assert all(info["info"] == {"a": 1} for info in operator.infos)
+    trainer.train(num_steps=1)
+    assert operator.infos[-1]["info"] == {}
+
+
+@pytest.mark.parametrize("config", [{"num_samples": 0}, {"num_samples": 0, "wrap": list}])
+@pytest.mark.parametrize("num_steps", [None, 3])
+def test_an_empty_train_loader_is_an_error_that_says_so(start, config, num_steps):
+    trainer, _ = start(Streaming if "wrap" in config else Recorder, config)
+    with pytest.raises(RuntimeError, match="train loader gives no batch"):
+        trainer.train(num_steps=num_steps)
+
+
+def test_an_iterator_that_is_read_to_its_end_is_told_from_an_empty_loader(start):
+    trainer, _ = start(Streaming, {"wrap": iter})
+    assert trainer.train()["epoch"] == 1
+    with pytest.raises(RuntimeError, match=r"no more batch.*generator, can be read once"):
+        trainer.train()
+
+
+def test_an_empty_loader_of_unknown_length_is_an_error(start):
+    trainer, operator = start(Streaming, {"wrap": lambda batches: Unsized([])})
+    for num_steps in (None, 3):
+        with pytest.raises(RuntimeError, match="train"):
+            trainer.train(num_steps=num_steps)
+    assert operator.trained == []
+
+
+@pytest.mark.parametrize("num_steps", [None, 2])
+@pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
+def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
+    trainer, _ = start(Streaming, {"num_samples": 0, "wrap": wrap})
+    with pytest.raises(RuntimeError, match="validation loader"):
+        trainer.validate(num_steps=num_steps)
+
+
+# ---- loops of the user's own
+
+
+def test_a_loop_with_the_oldest_signature_works(start):
+    class Old(Recorder):
+        def train_epoch(self, iterator, info):
+            for index, batch in enumerate(iterator):
+                self.train_batch(batch, {"batch_idx": index, "info": info})
+            return {"mine": 7.0, "note": "x"}
+
+        def validate(self, val_iterator, info):
+            return {"seen": float(sum(len(batch[0]) for batch in val_iterator))}
+
+    trainer, operator = start(Old)
+    assert trainer.train(num_steps=7, info={"a": 1})["mine"] == 7.0
+    result = trainer.train()
+    assert (result["note"], result["epoch"]) == ("x", 2)
+    assert operator.trained == EPOCH * 2
+    assert trainer.global_step == 10
+    assert operator.infos[0]["info"] == {"a": 1}
+    assert trainer.validate()["seen"] == 40
+
+
+def test_a_loop_is_given_all_that_its_signature_takes(start):
+    class Taking(Recorder):
+        def train_epoch(self, iterator, **given):
+            self.given = given
+            return super().train_epoch(iterator, **given)
+
+    trainer, operator = start(Taking)
+    trainer.train()
+    assert operator.given == {"info": {}, "num_steps": None, "epoch_idx": 0}
+    trainer.train(num_steps=2, info={"a": 1})
+    assert operator.given == {"info": {"a": 1}, "num_steps": 2, "epoch_idx": 1}
+
+
+def test_a_loop_without_num_samples_is_counted_once(start):
+    class Plain(Recorder):
+        def train_epoch(self, iterator, info=None):
+            for batch in iterator:
+                self.train_batch(batch, {})
+            return {"loss": 1.0}
+
+    trainer, _ = start(Plain)
+    assert trainer.train() == {"epoch": 1, "loss": 1.0}
+
+
+@pytest.mark.parametrize("value", [None, 3.0, [1]])
+def test_a_loop_that_returns_no_dict_is_refused_by_name(start, value):
+    class Wrong(Recorder):
+        def train_epoch(self, iterator, info=None):
+            list(iterator)
+            return value
+
+        def validate(self, val_iterator, info=None):
+            return value
+
+    trainer, _ = start(Wrong)
+    for method, name in ((trainer.train, "train_epoch"), (trainer.validate, "validate")):
+        with pytest.raises(TypeError, match=rf"Wrong\.{name} returned {type(value).__name__}"):
+            method()
+
+
+def test_a_loop_that_stops_early_has_ended_its_epoch(start):
+    class Early(Recorder):
+        def train_epoch(self, iterator, info=None):
+            for batch, _ in zip(iterator, range(2), strict=False):
+                self.train_batch(batch, {})
+            return {}
+
+    trainer, operator = start(Early)
+    assert trainer.train()["epoch"] == 1
+    assert trainer.train()["epoch"] == 2
+    assert operator.trained[:16] == EPOCH[:16]
+
+
+def test_a_loop_that_asks_for_no_batch_does_not_hang(start):
+    class Stopping(Recorder):
+        """Stops early of its own will, once and for all."""
+
+        def train_epoch(self, iterator, info=None):
+            while len(self.trained) < 16:
+                self.train_batch(next(iterator), {})
+            return {}
+
+    trainer, operator = start(Stopping)
+    with pytest.raises(RuntimeError, match="took no batch"):
+        trainer.train(num_steps=4)
+    assert operator.trained == EPOCH[:16]
+
+
+def test_a_loop_of_whole_epochs_may_ask_for_no_batch(start):
+    class Idle(Recorder):
+        def train_epoch(self, iterator, info=None):
+            return {"idle": 1.0}
+
+    trainer, _ = start(Idle)
+    for epoch in (1, 2):
+        with pytest.warns(RuntimeWarning, match=r"Idle\.train_epoch took no batch"):
+            assert trainer.train()["epoch"] == epoch
+
+
+# ---- validate
+
+
+@KINDS
+def test_validate_is_the_whole_loader_in_its_order(start, operator_cls, config):
+    trainer, operator = start(operator_cls, config)
+    for _ in range(2):
+        result = trainer.validate()
+        assert (result["num_samples"], result["batch_count"]) == (40, 5)
+    assert operator.validated == EPOCH * 2
+    assert trainer.global_step == 0
+
+
+@KINDS
+@given(calls=st.lists(st.integers(1, 12), min_size=1, max_size=5))
+def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
+    trainer, operator = start(operator_cls, config)
+    trainer.train(num_steps=2)
+    steps = 0
+    for num_steps in calls:
+        steps += num_steps
+        result = trainer.validate(num_steps=num_steps)
+        assert (result["num_samples"], result["batch_count"]) == (8 * num_steps, num_steps)
+    assert operator.validated == (EPOCH * 20)[: steps * 8]
+    trainer.train()
+    assert operator.trained == EPOCH
+    trainer.shutdown()
+
+
+@KINDS
+def test_validate_without_num_steps_finishes_the_rest(start, operator_cls, config):
+    trainer, operator = start(operator_cls, config)
+    trainer.validate(num_steps=2)
+    assert trainer.validate()["num_samples"] == 24
+    assert trainer.validate()["num_samples"] == 40
+    assert operator.validated == EPOCH * 2
+
+
+@KINDS
+def test_validation_that_failed_begins_again_where_it_did(start, operator_cls, config):
+    trainer, operator = start(operator_cls, config)
+    trainer.validate(num_steps=1)
+
+    def fail(batch_info, when):
+        if batch_info["batch_idx"] == 2:
+            raise ValueError("bad batch")
+
+    operator.fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.validate()
+    operator.fail = lambda *arguments: None
+    operator.validated.clear()
+    assert trainer.validate()["num_samples"] == 32
+    assert operator.validated == EPOCH[8:]
+
+
+def test_a_validate_that_stops_early_goes_on_after_what_it_took(start):
+    class Some(Recorder):
+        def validate(self, val_iterator, info=None):
+            return {"seen": float(len(next(val_iterator)[0]))}
+
+    trainer, _ = start(Some)
+    assert trainer.validate(num_steps=3)["seen"] == 8
+    assert trainer.validate()["seen"] == 8
+
+
+# ---- profile
+
+
+def test_profile_names_the_stages_of_a_step(start):
+    trainer, _ = start()
+    trained = trainer.train(profile=True)["profile"]
+    assert set(trained) == {
+        "mean_train_epoch_s",
+        "mean_fwd_s",
+        "mean_grad_s",
+        "mean_apply_s",
+        "mean_data_s",
+    }
+    validated = trainer.validate(profile=True)["profile"]
+    assert set(validated) == {"mean_validation_s", "mean_eval_fwd_s"}
+    assert all(seconds >= 0 for seconds in [*trained.values(), *validated.values()])
+    assert trained["mean_train_epoch_s"] >= trained["mean_fwd_s"]
+
+
+def test_without_profile_nothing_is_timed(start):
+    trainer, operator = start()
+    trainer.train(profile=True)
+    assert "profile" not in trainer.train()
+    assert "profile" not in trainer.validate()
+    assert operator.timers.stats() == {}
+
+
+# ---- schedulers
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def rate(operator):
+    return operator.optimizer.param_groups[0]["lr"] / 0.01
+
+
+def test_schedulers_of_batches_step_with_each_of_them(start):
+    trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="batch")
+    trainer.train(num_steps=3)
+    assert rate(operator) == pytest.approx(0.5**3)
+    trainer.train()
+    assert rate(operator) == pytest.approx(0.5**5)
+
+
+@KINDS
+def test_schedulers_of_epochs_step_when_an_epoch_is_over(start, operator_cls, config):
+    trainer, operator = start(
+        operator_cls, {**config, "scheduler": halving}, scheduler_step_freq="epoch"
+    )
+    rates = []
+    for num_steps in (3, None, 4, 7, None):  # 3, 5, 9, 16, 20 steps
+        trainer.train(num_steps=num_steps)
+        rates.append(rate(operator))
+    assert rates == pytest.approx([1, 0.5, 0.5, 0.125, 0.0625])
+
+
+class Wrapping(Recorder):
+    """Hands what it is given on in a wrapper, and, as older code does, without the epoch."""
+
+    def train_epoch(self, iterator, info):
+        return super().train_epoch((batch for batch in iterator), info)
+
+
+def test_a_loop_in_a_wrapper_knows_where_epochs_are_and_end(start):
+    trainer, operator = start(Wrapping, {"scheduler": halving}, scheduler_step_freq="epoch")
+    rates = []
+    for num_steps in (3, None, 4, 7, None):
+        trainer.train(num_steps=num_steps)
+        rates.append(rate(operator))
+    assert rates == pytest.approx([1, 0.5, 0.5, 0.125, 0.0625])
+    assert [info["epoch_idx"] for info in operator.infos] == [step // 5 for step in range(20)]
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
+    class Stopping(Recorder):
+        def train_epoch(self, iterator, info):
+            return super().train_epoch(itertools.islice(iterator, length), info)
+
+    trainer, operator = start(Stopping, {"scheduler": halving}, scheduler_step_freq="epoch")
+    for epoch in (1, 2):
+        trainer.train()
+        assert trainer.epoch == epoch
+        assert rate(operator) == pytest.approx(0.5**epoch)
+    trainer.train(num_steps=2)
+    assert rate(operator) == pytest.approx(0.25)
+
+
+def test_a_loop_over_batches_of_its_own_ends_with_them(start):
+    class Foreign(Recorder):
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(iter([next(iter(self.train_loader))]), info)
+            next(iterator)
+            return result
+
+    trainer, operator = start(Foreign, {"scheduler": halving}, scheduler_step_freq="epoch")
+    trainer.train(num_steps=1)
+    assert rate(operator) == 0.5
+
+
+def test_manual_schedulers_step_with_the_metric_alone(start):
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    trainer, operator = start(config={"scheduler": plateau}, scheduler_step_freq="manual")
+    trainer.train()
+    assert rate(operator) == 1
+    for metric in (1.0, 1.0, 1.0):
+        trainer.update_scheduler(metric)
+    assert rate(operator) == pytest.approx(0.25)
+
+
+# ---- failures of user code
+
+
+def failing_at(step, when="before", error=ValueError):
+    def fail(batch_info, now):
+        if batch_info["global_step"] == step and now == when:
+            raise error("bad batch")
+
+    return fail
+
+
+@KINDS
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_after_an_error_training_goes_on_with_the_batch_that_failed(
+    start, operator_cls, config, error
+):
+    expected, its_operator = start(operator_cls, {**config, "batch_norm": True})
+    expected.train()
+    trainer, operator = start(operator_cls, {**config, "batch_norm": True})
+    operator.fail = failing_at(2, error=error)
+    with pytest.raises(RemoteError if error is SystemExit else error, match="bad batch"):
+        trainer.train()
+    assert trainer.state_dict()["global_step"] == trainer.global_step == 2
+    assert trainer.epoch == 1
+    operator.fail = lambda *arguments: None
+    result = trainer.train()
+    assert (result["epoch"], result["num_samples"]) == (1, 24)
+    assert operator.trained == EPOCH
+    for mine, its in zip(
+        operator.model.state_dict().values(), its_operator.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, its)
+
+
+def test_after_an_error_the_state_is_that_of_the_last_step_that_was_done(start):
+    reference, _ = start(config={"batch_norm": True})
+    reference.train(num_steps=3)
+    trainer, operator = start(config={"batch_norm": True})
+    operator.fail = failing_at(3)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    mine, expected = trainer.state_dict(), reference.state_dict()
+    assert mine["global_step"] == expected["global_step"] == 3
+    assert mine["data"]["offset"] == expected["data"]["offset"] == 24
+    for name, value in expected["models"][0].items():
+        assert torch.equal(mine["models"][0][name], value), name
+    assert all(p.grad is None for p in operator.model.parameters())
+
+
+def test_an_error_after_the_update_leaves_the_step_done(start):
+    trainer, operator = start()
+    operator.fail = failing_at(1, "after")
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert trainer.state_dict()["global_step"] == 2
+    operator.fail = lambda *arguments: None
+    assert trainer.train()["num_samples"] == 24
+    # the failed call did not come to writing its second batch down
+    assert operator.trained == [*EPOCH[:8], *EPOCH[16:]]
+
+
+def test_a_call_after_an_error_at_the_very_end_of_an_epoch_says_what_it_did(start):
+    """Whether it takes that epoch as done or trains the next one: its result has the counts."""
+
+    class FailingAfter(Recorder):
+        failing = True
+
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            if self.failing:
+                self.failing = False
+                raise ValueError("after the last step")
+            return result
+
+    trainer, operator = start(FailingAfter)
+    with pytest.raises(ValueError, match="after the last step"):
+        trainer.train()
+    result = trainer.train()
+    assert len(operator.trained) == 40 + result["num_samples"]
+    assert result["batch_count"] == result["num_samples"] // 8
+
+
+def test_a_goal_in_steps_that_failed_is_not_carried_over(start):
+    trainer, operator = start()
+    operator.fail = failing_at(1)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train(num_steps=4)
+    operator.fail = lambda *arguments: None
+    assert trainer.train(num_steps=2)["num_samples"] == 16
+    assert operator.trained == EPOCH[:24]
+
+
+def test_batches_of_an_iterator_that_cannot_be_read_again_are_not_lost(start):
+    """A generator, a queue, a socket: what was read and not trained on comes next."""
+    trainer, operator = start(Streaming, {"wrap": iter})
+    operator.fail = failing_at(1)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    operator.fail = lambda *arguments: None
+    trainer.train(num_steps=2)
+    assert operator.trained == EPOCH[:24]
+
+
+def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
+    broken = [True]
+
+    class Flaky:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            for index, batch in enumerate(self.batches):
+                if index == 2 and broken[0]:
+                    raise OSError("disk")
+                yield batch
+
+    trainer, operator = start(Streaming, {"wrap": Flaky})
+    with pytest.raises(OSError, match="disk"):
+        trainer.train()
+    assert trainer.state_dict()["global_step"] == 2
+    broken[0] = False
+    trainer.train()
+    assert operator.trained == EPOCH
+
+
+# ---- data sets of items
+
+
+def items(size, **arguments):
+    return Dataset(
+        range(100, 100 + size),
+        batch_size=4,
+        transform=lambda i: (torch.full((1, 1), float(i)), torch.zeros(1, 1)),
+        **arguments,
+    )
+
+
+def test_a_data_set_takes_the_place_of_the_train_loader(start):
+    trainer, operator = start()
+    data = items(10)
+    for epoch in (1, 2):
+        result = trainer.train(dataset=data)
+        assert (result["epoch"], result["num_samples"], result["batch_count"]) == (epoch, 10, 3)
+    assert operator.trained == list(range(100, 110)) * 2
+
+
+def test_a_data_set_has_a_cursor_too(start):
+    trainer, operator = start()
+    data = items(10)
+    trainer.train(dataset=data, num_steps=1)
+    assert trainer.train(dataset=data)["num_samples"] == 6
+    assert operator.trained == list(range(100, 110))
+
+
+def test_after_a_data_set_training_goes_on_with_the_loader(start):
+    trainer, operator = start()
+    trainer.train(dataset=items(10), num_steps=1)
+    assert trainer.train()["num_samples"] == 40
+    assert operator.trained == [100, 101, 102, 103, *EPOCH]
+
+
+def test_a_data_set_begins_at_its_beginning(start):
+    trainer, operator = start()
+    trainer.train(num_steps=2)
+    assert trainer.train(dataset=items(10))["num_samples"] == 10
+    trainer.train(dataset=items(10), num_steps=1)
+    trainer.train(dataset=items(6))
+    assert operator.trained[16:] == [*range(100, 110), *range(100, 104), *range(100, 106)]
+
+
+def test_an_empty_data_set_is_an_error(start):
+    trainer, _ = start()
+    with pytest.raises(RuntimeError, match="no batch"):
+        trainer.train(dataset=items(0))
+
+
+# ---- pauses
+
+
+class OwnLoop(Recorder):
+    """A loop that a user wrote, with the oldest signature."""
+
+    def train_epoch(self, iterator, info):
+        seen = total = 0
+        for batch in iterator:
+            self.train_batch(batch, {"global_step": self.global_step, "info": info})
+            seen += len(batch[0])
+            total += batch[0].sum().item()
+        return {"mean": total / max(1, seen), "num_samples": seen}
+
+
+class CarefulLoop(Recorder):
+    """A loop that cleans up when its batches have ended."""
+
+    def train_epoch(self, iterator, info, num_steps=None, epoch_idx=0):
+        try:
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        finally:
+            self.ended = getattr(self, "ended", 0) + 1
+
+
+LOOPS = pytest.mark.parametrize(
+    ("operator_cls", "config"),
+    [
+        (Recorder, {}),
+        (Recorder, {"shuffle": True}),
+        (Streaming, {}),
+        (Streaming, {"wrap": list}),
+        (OwnLoop, {}),
+        (CarefulLoop, {}),
+    ],
+    ids=["sharded", "shuffled", "unsized", "list", "own", "careful"],
+)
+
+
+@pytest.fixture
+def loop_of(start):
+    """A function that returns the loop of a new operator, the operator and its progress."""
+
+    def loop_of(operator_cls=Recorder, config=None):
+        trainer, operator = start(operator_cls, config)
+        runner = trainer._controller.members[0].worker.runner
+        return runner._loop, operator
+
+    return loop_of
+
+
+def train(loop, call=0, until_epoch=None, until_step=None):
+    return loop.train(call, until_epoch, until_step, {}, False, None)
+
+
+def pausing(loop, pause, at):
+    """A hook by which the loop is told to pause in the step after `at` steps."""
+
+    def ask(batch_info, when):
+        if when == "before" and loop.operator.global_step == at:
+            loop.pause_at(pause)
+
+    return ask
+
+
+@LOOPS
+@given(data=st.data())
+def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
+    loop_of, operator_cls, config, data
+):
+    whole, its_operator = loop_of(operator_cls, config)
+    expected = train(whole, until_epoch=2)
+    loop, operator = loop_of(operator_cls, config)
+    operator._registration.reseed(its_operator._registration.seed)
+    at = data.draw(st.integers(0, 8))
+    pause = data.draw(st.integers(at + 1, 9))
+    operator.fail = pausing(loop, pause, at)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator.global_step == pause
+    assert len(operator.trained) == 8 * pause
+    if operator_cls is not Streaming or config:  # how long an epoch is is known
+        assert operator._registration.epoch == pause // 5
+    operator.fail = lambda *arguments: None
+    # while nobody takes it back, there is nothing to go on with
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator.global_step == pause
+    loop.pause_at(None)
+    result = train(loop, until_epoch=2)
+    assert operator.trained == its_operator.trained
+    assert operator.global_step == 10
+    assert operator._registration.epoch == 2
+    assert {"num_samples", "batch_count"} & set(result)
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_who_joins_a_call_knows_of_it_what_the_others_know(loop_of):
+    """Also that its first epoch was the end of the one before, which does not count."""
+    loop, operator = loop_of(Streaming)
+    train(loop, until_step=5)
+    operator.fail = pausing(loop, 7, at=6)
+    with pytest.raises(PausedError):
+        train(loop, call=1, until_epoch=1)
+    joining, _ = loop_of(Streaming)
+    joining.join_call(loop.call_state())
+    assert joining.call_state() == loop.call_state()
+    assert joining.call_state()["more_epochs"] == 1
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
+def test_a_pause_beyond_the_goal_changes_nothing(loop_of, goal):
+    loop, operator = loop_of()
+    loop.pause_at(50)
+    train(loop, **goal)
+    assert operator.global_step == goal.get("until_step", 10)
+
+
+def test_a_pause_at_the_goal_is_the_goal(loop_of):
+    loop, operator = loop_of()
+    operator.fail = pausing(loop, 7, at=2)
+    assert train(loop, until_step=7)["num_samples"] == 56
+    assert operator.global_step == 7
+
+
+def test_a_pause_at_the_end_of_an_epoch_ends_the_epoch(loop_of):
+    loop, operator = loop_of()
+    operator.fail = pausing(loop, 5, at=2)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert (operator._registration.epoch, operator._registration.offset) == (1, 0)
+    loop.pause_at(None)
+    train(loop, until_epoch=2)
+    assert operator.trained == EPOCH * 2
+
+
+@pytest.mark.parametrize("pause", [0, 2, 3])
+def test_a_call_that_begins_at_or_after_its_pause_does_no_step(loop_of, pause):
+    loop, operator = loop_of()
+    train(loop, until_step=3)
+    assert loop.pause_at(pause) == 3
+    with pytest.raises(PausedError):
+        train(loop, call=1, until_step=6)
+    assert operator.global_step == 3
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])
+@pytest.mark.parametrize("pause", [1, 2])
+def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pause):
+    """The driver is told that the step has passed; until it acts, the goal must hold."""
+    loop, operator = loop_of()
+    told = []
+
+    def late(batch_info, when):
+        if when == "before" and operator.global_step == 3:
+            told.append(loop.pause_at(pause))
+
+    operator.fail = late
+    with contextlib.suppress(PausedError):
+        train(loop, **goal)
+    assert told == [3]
+    assert operator.global_step <= goal.get("until_step", 5)
+    loop.pause_at(None)
+    train(loop, **goal)
+    assert operator.trained == EPOCH[: len(operator.trained)]
+    assert operator.global_step == goal.get("until_step", 5)
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+@pytest.mark.parametrize("operator_cls", [Recorder, OwnLoop])
+def test_none_takes_a_pause_back(loop_of, goal, operator_cls):
+    """Also in the segment under way, whose epoch is not over where it would have paused."""
+    loop, operator = loop_of(operator_cls)
+
+    def ask_and_take_back(batch_info, when):
+        if when == "before" and operator.global_step == 1:
+            loop.pause_at(3)
+        if when == "before" and operator.global_step == 2:
+            loop.pause_at(None)
+
+    operator.fail = ask_and_take_back
+    train(loop, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.global_step == steps
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+def test_a_pause_that_is_taken_back_as_a_segment_ends_for_it_does_not_end_the_epoch(loop_of, goal):
+    loop, operator = loop_of()
+    train_epoch = operator.train_epoch
+
+    def and_take_back(*arguments, **by_name):
+        metrics = train_epoch(*arguments, **by_name)
+        loop.pause_at(None)
+        return metrics
+
+    operator.train_epoch = and_take_back
+    operator.fail = pausing(loop, 3, at=1)
+    train(loop, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.global_step == steps
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+def test_a_segment_that_begins_takes_back_no_pause_that_comes_just_then(loop_of, monkeypatch):
+    loop, operator = loop_of()
+    pause_at = Steps.pause_at
+
+    def too_late(steps, step):
+        if step is None:  # after another thread has asked, and been told that it is in time
+            loop.pause_at(3)
+        pause_at(steps, step)
+
+    monkeypatch.setattr(Steps, "pause_at", too_late)
+    train(loop, until_step=7)
+    assert operator.global_step == 7
+    assert loop._pause_at is None
+
+
+class Brief(Recorder):
+    """Ends its epochs after two batches."""
+
+    def train_epoch(self, iterator, info, **kwargs):
+        return super().train_epoch(itertools.islice(iterator, 2), info, **kwargs)
+
+
+def test_a_loop_that_ends_its_epoch_where_it_is_to_pause_has_ended_it(loop_of):
+    loop, operator = loop_of(Brief)
+    operator.fail = pausing(loop, 2, at=1)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=2)
+    assert operator._registration.epoch == 1
+    loop.pause_at(None)
+    train(loop, until_epoch=2)
+    assert operator.trained == EPOCH[:16] * 2
+
+
+@pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
+@pytest.mark.parametrize("done", [0, 3, 5])
+def test_a_pause_that_is_asked_for_as_a_segment_begins_is_no_empty_loader(loop_of, goal, done):
+    """Another thread may ask at any moment, also while the first snapshot is copied."""
+    loop, operator = loop_of()
+    if done:
+        train(loop, until_step=done)
+    take = loop.snapshots.maybe_take
+
+    def ask(*arguments):
+        loop.pause_at(done)
+        return take(*arguments)
+
+    loop.snapshots.maybe_take = ask
+    with pytest.raises(PausedError):
+        train(loop, call=1, **goal)
+    assert operator.global_step == done
+    loop.snapshots.maybe_take = take
+    loop.pause_at(None)
+    train(loop, call=1, **goal)
+    steps = goal.get("until_step", 10)
+    assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+def test_a_pause_does_not_step_schedulers_of_epochs(start):
+    trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="epoch")
+    loop = trainer._controller.members[0].worker.runner._loop
+    operator.fail = pausing(loop, 3, at=1)
+    before = rate(operator)
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=1)
+    assert rate(operator) == before
+    operator.fail = lambda *arguments: None
+    loop.pause_at(None)
+    train(loop, until_epoch=1)
+    assert rate(operator) == before / 2
+
+
+# ---- one order for all ranks
+
+
+class OwnGenerator(Recorder):
+    """Shuffles by a generator, as every worker may seed it differently."""
+
+    def make_loaders(self, config):
+        numbers = torch.arange(40.0).reshape(-1, 1)
+        generator = torch.Generator().manual_seed(config["generator_seed"])
+        data = TensorDataset(numbers, numbers / 40)
+        return {"train_loader": DataLoader(data, 8, shuffle=True, generator=generator)}
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
+    loop, operator = loop_of(OwnGenerator, {"generator_seed": seed})
+    registration = operator._registration
+    registration.settings.context = dataclasses.replace(registration.context, world_size=2)
+    # what the other rank says: its seed, twice, and that the orders were not one before
+    others = iter([3, -3, 0])
+    registration.minimum = lambda value: min(value, next(others))
+    if seed == 3:
+        loop._check_order(registration.source("train"))
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
+        ):
+            loop._check_order(registration.source("train"))

@@ -1,0 +1,76 @@
+"""Operators as they are made, and mistakes in their classes that are found then."""
+
+import pytest
+
+from raysgd import TrainingOperator
+from raysgd.loop.operator_base import warn_of_misspelling
+from raysgd.testing import run_operator
+from tests.unit.recorder import Recorder
+
+
+class Forgetful(Recorder):
+    def __init__(self, config, settings):
+        pass
+
+
+class Selfish(Recorder):
+    def __init__(self, width):
+        super().__init__({}, None)
+
+
+class Careful(Recorder):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.mine = 1
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "said"),
+    [
+        (Forgetful, r"Forgetful.__init__ does not call super\(\).__init__\(\)"),
+        (Selfish, r"Selfish.__init__ does not take what raysgd makes operators with"),
+    ],
+)
+def test_an_init_that_does_not_fit_is_told_what_to_do(operator_cls, said):
+    with pytest.raises(TypeError, match=said + r".*create what the operator needs in setup"):
+        run_operator(operator_cls, config={"num_samples": 8, "batch_size": 4})
+
+
+def test_an_init_of_ones_own_that_fits_is_fine():
+    operator = run_operator(Careful, config={"num_samples": 8, "batch_size": 4})
+    assert operator.mine == 1
+
+
+def test_a_method_with_nearly_the_name_of_another_is_warned_of(caplog):
+    class Typos(TrainingOperator):
+        def setup(self, config):
+            pass
+
+        def train_bach(self, batch, batch_info):
+            pass
+
+        def valdate_batch(self, batch, batch_info):
+            pass
+
+        def helper(self):
+            pass
+
+        def _train_batch(self):
+            pass
+
+    warn_of_misspelling(Typos, TrainingOperator)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "Typos.train_bach" in said[0]
+    assert "Is train_batch meant" in said[0]
+    assert "Is validate_batch meant" in said[1]
+
+
+def test_operators_of_ours_have_no_such_name(caplog):
+    from raysgd import operators
+
+    for name in operators.__all__:
+        found = getattr(operators, name)
+        if isinstance(found, type) and issubclass(found, TrainingOperator):
+            warn_of_misspelling(found, TrainingOperator)
+    assert not caplog.records

@@ -1,0 +1,232 @@
+"""Copies of the state for a restart: when they are taken, what is in them, and that they stay."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd.context import WorkerContext
+from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from tests.unit.recorder import Recorder
+
+EPOCH = list(range(40))
+
+
+def make_runner(every, config=None, context=None, operator_cls=Recorder, **options):
+    """A runner of epochs of five batches with eight samples each."""
+    config = {"num_samples": 40, "batch_size": 8, **(config or {})}
+    runner = TorchRunner(
+        TorchRunnerOptions(
+            operator_cls=operator_cls, config=config, snapshot_every=every, **options
+        )
+    )
+    context = context or WorkerContext(in_driver=True)
+    runner.prepare(context)
+    runner.setup(context)
+    return runner
+
+
+def taken(runner, until_step):
+    """The step of the newest snapshot at the begin of each step, and at the end."""
+    steps = []
+
+    def look(batch_info, when):
+        if when == "before":
+            steps.append(runner.progress().snapshot)
+
+    runner.operator.fail = look
+    runner.train(call=runner.progress().global_step, until_step=until_step)
+    return [*steps, runner.progress().snapshot]
+
+
+def test_there_is_none_before_training():
+    runner = make_runner("epoch")
+    assert runner.snapshot() is None
+    assert runner.progress().snapshot is None
+    assert TorchRunner(runner._options).snapshot() is None
+
+
+def test_one_is_taken_at_the_start_of_each_epoch():
+    assert taken(make_runner("epoch"), 11) == [0] * 5 + [5] * 5 + [10] * 2
+
+
+def test_a_call_that_goes_on_in_an_epoch_takes_none():
+    runner = make_runner("epoch")
+    assert taken(runner, 2) == [0] * 3
+    assert taken(runner, 5) == [0] * 4
+    assert taken(runner, 6) == [5] * 2
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (1, list(range(13))),
+        (3, [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9, 12]),
+        (5, [0] * 5 + [5] * 5 + [10] * 3),
+        (100, [0] * 13),
+    ],
+)
+def test_one_is_taken_every_so_many_steps(every, expected):
+    assert taken(make_runner(every), 12) == expected
+
+
+def test_the_steps_are_counted_over_calls():
+    runner = make_runner(4)
+    assert taken(runner, 3) == [0] * 4
+    assert taken(runner, 5) == [0, 4, 4]
+    assert taken(runner, 7) == [4] * 3
+    assert taken(runner, 9) == [4, 8, 8]
+
+
+def test_none_is_taken_where_none_is_wanted():
+    runner = make_runner(None)
+    assert taken(runner, 12) == [None] * 13
+    assert runner.snapshot() is None
+
+
+@pytest.mark.parametrize("every", ["epoch", 1])
+def test_only_the_first_rank_takes_any(every):
+    runner = make_runner(every)
+    runner.operator._registration.settings.context = WorkerContext(world_rank=1)
+    assert taken(runner, 3) == [None] * 4
+    assert runner.snapshot() is None
+
+
+def test_a_worker_that_becomes_the_first_takes_one_at_once():
+    runner = make_runner("epoch")
+    registration = runner.operator._registration
+    registration.settings.context = WorkerContext(world_rank=1)
+    assert taken(runner, 2)[-1] is None
+    registration.settings.context = WorkerContext(world_rank=0)
+    assert taken(runner, 3) == [2, 2]
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_snapshot_does_not_change_as_training_goes_on(batch_norm):
+    runner = make_runner(2, {"batch_norm": batch_norm})
+    runner.train(call=0, until_step=2)
+    held = runner.snapshot()
+    before = copy.deepcopy(held)
+    assert held["global_step"] == 2
+    runner._loop.snapshots.maybe_take = lambda *arguments: None
+    runner.train(call=1, until_step=9)
+    for snapshot in (held, runner.snapshot()):
+        torch.testing.assert_close(snapshot, before, rtol=0, atol=0)
+    # and training has changed something
+    now = runner.state_dict()["models"][0]
+    assert any(not torch.equal(now[name], before["models"][0][name]) for name in now)
+
+
+class Counting(Recorder):
+    """Changes a state of its own in place."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.counts = np.zeros(2)
+        self.seen = {0}
+
+    def state_dict(self):
+        return {"counts": self.counts, "seen": self.seen}
+
+    def train_batch(self, batch, batch_info):
+        self.counts += 1
+        self.seen.add(batch_info["global_step"] + 1)
+        return super().train_batch(batch, batch_info)
+
+
+def test_what_an_operator_changes_in_place_stays_in_a_snapshot():
+    runner = make_runner("epoch", operator_cls=Counting)
+    runner.train(call=0, until_step=4)
+    held = runner.snapshot()["operator"]
+    assert (held["counts"].tolist(), held["seen"]) == ([0, 0], {0})
+
+
+def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
+    class WarmUp(torch.optim.lr_scheduler.StepLR):
+        def __init__(self, optimizer):
+            self.after = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            self.then = self.after.step
+            super().__init__(optimizer, 1)
+
+    runner = make_runner("epoch", {"scheduler": WarmUp}, scheduler_step_freq="epoch")
+    runner.train(call=0, until_step=1)
+    (held,) = runner._loop.snapshots._held[1]["schedulers"]
+    (mine,) = runner.operator._registration.schedulers
+    assert held["after"] is mine.after
+    assert held["then"].__self__ is mine.after
+
+
+def test_each_that_asks_gets_a_copy_of_its_own():
+    runner = make_runner("epoch")
+    runner.train(call=0, until_step=1)
+    one = runner.snapshot()
+    for tensor in one["models"][0].values():
+        tensor.zero_()
+    other = runner.snapshot()["models"][0]
+    assert any(tensor.abs().sum() > 0 for tensor in other.values())
+
+
+def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
+    runner = make_runner(3)
+    saved = make_runner(None)
+    runner.train(call=0, until_step=4)
+    saved.train(call=0, until_step=3)
+    expected = saved.state_dict()
+    # a snapshot may hold more, about the call under way
+    held = {name: runner.snapshot()[name] for name in expected}
+    torch.testing.assert_close(held, expected, rtol=0, atol=0)
+
+
+def test_the_operators_own_state_is_in_it_and_stays():
+    class Counting(Recorder):
+        def setup(self, config):
+            super().setup(config)
+            self.seen = torch.zeros(1)
+
+        def train_batch(self, batch, batch_info):
+            self.seen += 1
+            return super().train_batch(batch, batch_info)
+
+        def state_dict(self):
+            return {"seen": self.seen, "nested": [self.seen]}
+
+    runner = make_runner(3, operator_cls=Counting)
+    runner.train(call=0, until_step=5)
+    own = runner.snapshot()["operator"]
+    assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("every", ["epoch", 1, 3, 4])
+@pytest.mark.parametrize("stop", [1, 3, 4, 6, 8])
+def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
+    first = make_runner(every)
+    first.train(call=0, until_step=stop)
+    snapshot = first.snapshot()
+    step = snapshot["global_step"]
+    assert snapshot["data"]["epoch"] == step // 5
+    assert snapshot["data"]["offset"] == step % 5 * 8
+    assert snapshot["epoch"] == -(-step // 5)
+    second = make_runner(every)
+    second.load_state_dict(snapshot)
+    assert second.progress().global_step == step
+    second.train(call=0, until_epoch=2)
+    assert second.operator.trained == (EPOCH * 2)[step * 8 :]
+    whole = make_runner(None)
+    whole.train(call=0, until_epoch=2)
+    torch.testing.assert_close(
+        second.operator.model.state_dict(), whole.operator.model.state_dict(), rtol=0, atol=0
+    )
+
+
+def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
+    """It may be taken after the last step, before the epoch counts as over."""
+    first = make_runner(5)
+    first.train(call=0, until_step=5)
+    assert first.snapshot()["global_step"] == 5
+    second = make_runner(5)
+    second.load_state_dict(first.snapshot())
+    # the call that lost its workers wanted one epoch
+    second.train(call=0, until_epoch=1)
+    assert second.operator.trained == []
+    assert (second.progress().epoch, second.progress().global_step) == (1, 5)

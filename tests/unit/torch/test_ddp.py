@@ -1,0 +1,476 @@
+"""Models and state that are the same on every worker, with two ranks in one thread.
+
+The messages of rank 0 are kept and played back to rank 1; what needs a real process group runs
+in a group of one.
+"""
+
+import collections
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from raysgd.torch import collectives, ddp
+from tests.conftest import free_ports, run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """Two ranks: what rank 0 broadcasts reaches the calls that rank 1 makes afterwards."""
+    state = {"rank": 0, "messages": collections.deque()}
+
+    def broadcast(tensor, src):
+        if state["rank"] == src:
+            state["messages"].append(tensor.clone())
+        else:
+            tensor.copy_(state["messages"].popleft())
+
+    def broadcast_objects(box, src):
+        if state["rank"] == src:
+            state["messages"].append(pickle.dumps(box))
+        else:
+            box[:] = pickle.loads(state["messages"].popleft())
+
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: state["rank"])
+    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    monkeypatch.setattr(collectives.dist, "broadcast_object_list", broadcast_objects)
+    return state
+
+
+def test_a_state_arrives_with_its_structure_and_its_tensors(link):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = {
+        "model": model.state_dict(),
+        "list": [1, (torch.tensor(True), "text", None)],
+        "empty": torch.empty(0, 4),
+        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+        3: {"deep": [{"x": torch.arange(3)}]},
+    }
+    sent = ddp.broadcast_state(lambda: state, 0, CPU)
+    assert sent is state
+    link["rank"] = 1
+    got = ddp.broadcast_state(lambda: pytest.fail("only the source makes it"), 0, CPU)
+    assert not link["messages"]
+    assert list(got) == list(state)
+    for name, tensor in state["model"].items():
+        assert torch.equal(got["model"][name], tensor)
+        assert got["model"][name].dtype == tensor.dtype
+    assert got["list"][0] == 1
+    assert got["list"][1][0].item() is True
+    assert got["list"][1][1:] == ("text", None)
+    assert got["empty"].shape == (0, 4)
+    assert got["bfloat16"].dtype == torch.bfloat16
+    assert got[3]["deep"][0]["x"].tolist() == [0, 1, 2]
+
+
+def test_a_state_arrives_with_the_versions_of_its_modules(link):
+    """torch keeps them beside the dict; without them a module takes its state for an old one."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    ddp.broadcast_state(lambda: state, 0, CPU)
+    link["rank"] = 1
+    got = ddp.broadcast_state(lambda: None, 0, CPU)
+    assert got._metadata == state._metadata
+
+
+def test_broadcast_overwrites_tensors_of_every_kind_in_place(link):
+    def tensors(value):
+        strided = torch.full((4, 3), value).t()
+        return [
+            torch.full((2, 2), value),
+            torch.full((3,), value, dtype=torch.float64),
+            torch.tensor(int(value)),
+            torch.nn.Parameter(torch.full((5,), value)),
+            strided,
+            torch.empty(0),
+        ]
+
+    ddp.broadcast_tensors(tensors(7.0), source=0)
+    link["rank"] = 1
+    mine = tensors(0.0)
+    ddp.broadcast_tensors(mine, source=0)
+    assert not link["messages"]
+    assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
+
+
+def test_large_states_travel_in_messages_of_bounded_size(link):
+    tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
+    ddp.broadcast_tensors(tensors, source=0)
+    assert [message.nbytes for message in link["messages"]] == [2**26, 2**26, 2**25]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int16, torch.uint8]
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 9),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_the_fingerprint_tells_states_apart_that_differ_in_one_bit(
+    shape, dtype, offset, where, bit
+):
+    size = math.prod(shape)
+    held = torch.arange(offset + size).to(dtype)
+    tensor = held[offset:].view(shape)
+    state = {"a": [tensor, ("text", 0.1, None)], 3: collections.OrderedDict(b=tensor.clone())}
+    expected = ddp.fingerprint(state)
+    other = copy.deepcopy({"a": [tensor.clone(), ("te" + "xt", 0.1, None)], 3: state[3]})
+    assert ddp.fingerprint(other) == expected
+    if size:
+        content = other["a"][0].reshape(-1).view(torch.uint8)
+        content[int(where * content.numel())] ^= 1 << bit
+        assert ddp.fingerprint(other) != expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.zeros(4), "lr": 0.2},
+        {"w": torch.zeros(2, 2), "lr": 0.1},
+        {"w": torch.zeros(4, dtype=torch.int32), "lr": 0.1},
+        {"v": torch.zeros(4), "lr": 0.1},
+        {"w": [0.0] * 4, "lr": 0.1},
+    ],
+)
+def test_the_fingerprint_covers_names_shapes_types_and_numbers(other):
+    state = {"w": torch.zeros(4), "lr": 0.1}
+    assert ddp.fingerprint(state) == ddp.fingerprint(copy.deepcopy(state))
+    assert ddp.fingerprint(state) != ddp.fingerprint(other)
+
+
+def test_the_fingerprint_follows_the_values_and_not_how_they_lie_in_memory():
+    tensor = torch.randn(6, 5)
+    columns = tensor.t().contiguous().t()
+    assert columns.stride() != tensor.stride()
+    assert ddp.fingerprint([tensor]) == ddp.fingerprint([columns])
+    assert ddp.fingerprint([torch.tensor(True)]) != ddp.fingerprint([torch.tensor(False)])
+
+
+def test_what_cannot_be_compared_is_equal_to_nothing():
+    """It still travels: plain pickle knows cycles."""
+    cycle = collections.deque()
+    cycle.append(cycle)
+    for part in (cycle, lambda: None):
+        assert ddp.fingerprint([part]) != ddp.fingerprint([part])
+
+
+def test_what_a_state_has_beside_buffers(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    names = {name for name, _ in model.named_parameters()}
+    wrapped = ddp.ReplicatedModel(model)
+    for held in (model, wrapped):
+        assert set(ddp.without_buffers(held, model.state_dict())) == names
+
+
+def test_nothing_to_send_is_no_message(link):
+    ddp.broadcast_tensors([], source=0)
+    assert not link["messages"]
+
+
+def test_a_model_is_unwrapped_only_where_it_is_wrapped(process_group):
+    model = torch.nn.Linear(2, 2)
+    wrapped = ddp.ReplicatedModel(model)
+    assert ddp.unwrap(model) is ddp.unwrap(wrapped) is model
+    assert ddp.replicated(wrapped)
+    assert not ddp.replicated(model)
+
+
+def test_a_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
+    wrapped = ddp.ReplicatedModel(torch.nn.BatchNorm1d(2))
+    calls = []
+    monkeypatch.setattr(
+        DistributedDataParallel,
+        "forward",
+        lambda self, *inputs: calls.append(1) or self.module(*inputs),
+    )
+    with torch.no_grad():
+        wrapped(torch.ones(2, 2))
+    with torch.inference_mode():
+        wrapped(torch.ones(2, 2))
+    assert not calls
+    wrapped(torch.ones(2, 2))
+    assert calls
+
+
+def test_a_model_that_user_code_wrapped_is_kept_from_communicating_in_validation(process_group):
+    wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    assert wrapped.require_forward_param_sync
+
+    def validate():
+        with ddp.no_forward_sync([wrapped, torch.nn.Linear(1, 1)]):
+            assert not wrapped.require_forward_param_sync
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        validate()
+    assert wrapped.require_forward_param_sync
+
+
+def test_a_wrapper_is_rebuilt_in_place(process_group):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    wrapped = ddp.ReplicatedModel(module, find_unused_parameters=True, bucket_cap_mb=3)
+    wrapped(torch.ones(2, 2)).sum().backward()
+    wrapped.eval()
+    before = copy.deepcopy(module.state_dict())
+    reducer = wrapped.reducer
+    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    assert wrapped.module is module
+    assert wrapped.reducer is not reducer
+    assert not wrapped.training
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 3 * 2**20
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    module.train()
+    wrapped(torch.ones(2, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"find_unused_parameters": True},
+        {"broadcast_buffers": False},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 7},
+        {"bucket_cap_mb": None},
+        {"bucket_cap_mb_list": [1, 2]},
+        {"skip_all_reduce_unused_params": True},
+        {"batched_grad_copy": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+def test_the_users_arguments_survive_a_rebuild(process_group, arguments):
+    wrapped = ddp.ReplicatedModel(torch.nn.BatchNorm1d(2), **arguments)
+
+    def settings():
+        return {
+            "find": wrapped.find_unused_parameters,
+            "buffers": wrapped.broadcast_buffers,
+            "sync": wrapped.forward_sync_buffers,
+            "views": wrapped.gradient_as_bucket_view,
+            "static": wrapped.static_graph,
+            "bucket": wrapped._bucket_config,
+            "skip": wrapped.skip_all_reduce_unused_params,
+            "batched": wrapped.batched_grad_copy,
+        }
+
+    before = settings()
+    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    assert settings() == before
+
+
+def test_mixed_precision_survives_a_rebuild(process_group):
+    """Its hooks are set once for each module; a forward pass needs a GPU."""
+    config = _MixedPrecision(param_dtype=torch.bfloat16)
+    wrapped = ddp.ReplicatedModel(
+        torch.nn.Sequential(torch.nn.Linear(2, 2)), mixed_precision=config
+    )
+    before = [len(module._forward_pre_hooks) for module in wrapped.module.modules()]
+    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    assert wrapped.mixed_precision is config
+    assert [len(module._forward_pre_hooks) for module in wrapped.module.modules()] == before
+    assert [len(m._forward_pre_hooks_with_kwargs) for m in wrapped.module.modules()] == before
+    assert len(wrapped._comm_hooks) == 1
+
+
+def test_what_was_frozen_meanwhile_is_still_averaged_after_a_rebuild(process_group):
+    """And is frozen still: GAN code freezes the discriminator between batches."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    wrapped = ddp.ReplicatedModel(model)
+    wrapping = ddp.wrapping(wrapped)
+    for frozen in (["0.weight"], list(wrapping.required), []):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        ddp.rebuild(wrapped, wrapping)
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (name not in frozen)
+        assert num_averaged(wrapped) == 3
+
+
+def num_averaged(wrapped):
+    return wrapped._get_ddp_logging_data()["num_parameter_tensors"]
+
+
+RANK_OF_TWO = """
+import sys
+import torch, torch.distributed as dist
+from raysgd.torch import ddp
+
+rank, *ports = map(int, sys.argv[1:])
+
+def join(port):
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+
+def gradients():
+    model.zero_grad()
+    wrapped(torch.full((1, 2), rank + 1.0)).sum().backward()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+join(ports[0])
+model = torch.nn.Linear(2, 1)
+wrapped = ddp.ReplicatedModel(model)
+wrapping = ddp.wrapping(wrapped)
+assert gradients() == [[[1.5, 1.5]], [1.0]]
+dist.destroy_process_group()
+join(ports[1])
+if rank == 0:
+    model.requires_grad_(False)
+else:
+    model.bias.requires_grad_(False)
+ddp.rebuild(wrapped, wrapping)
+model.requires_grad_(True)
+assert gradients() == [[[1.5, 1.5]], [1.0]]
+dist.barrier()
+dist.destroy_process_group()
+print("good")
+"""
+
+
+def test_workers_that_had_frozen_different_parameters_average_all_of_them():
+    run_ranks(RANK_OF_TWO, 2, *free_ports(2))
+
+
+def test_a_rebuild_that_fails_leaves_what_requires_gradients(process_group, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    wrapped = ddp.ReplicatedModel(model)
+    wrapping = ddp.wrapping(wrapped)
+    model.requires_grad_(False)
+    hook = wrapped.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(DistributedDataParallel, "_ddp_init_helper", None)
+    with pytest.raises(TypeError):
+        ddp.rebuild(wrapped, wrapping)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert list(wrapped._forward_hooks) == [hook.id]
+
+
+@pytest.mark.parametrize("frozen", [["weight", "bias"], ["bias"]], ids=str)
+def test_a_wrapper_of_user_code_that_was_frozen_before_it_was_seen_is_rebuilt(
+    process_group, frozen
+):
+    wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for name in frozen:
+        getattr(wrapped.module, name).requires_grad_(False)
+    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    for name, parameter in wrapped.module.named_parameters():
+        assert parameter.requires_grad == (name not in frozen)
+    assert num_averaged(wrapped) == 2
+
+
+def test_what_a_wrapper_ignores_is_ignored_after_a_rebuild(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    wrapped = DistributedDataParallel(model)
+    wrapping = ddp.wrapping(wrapped)
+    assert wrapping.required == {"0.weight": True, "0.bias": True}
+    model.requires_grad_(False)
+    ddp.rebuild(wrapped, wrapping)
+    assert num_averaged(wrapped) == 1
+
+
+def test_hooks_of_the_wrapper_survive_a_rebuild(process_group):
+    wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
+    seen = []
+    handles = [
+        wrapped.register_forward_pre_hook(lambda *_: seen.append("before")),
+        wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
+        wrapped.register_full_backward_hook(lambda *_: seen.append("backward")),
+        wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved")),
+    ]
+    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    wrapped.state_dict()
+    assert seen == ["before", "after", "backward", "saved"]
+    for handle in handles:
+        handle.remove()
+    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    wrapped.state_dict()
+    assert len(seen) == 4
+
+
+def test_communication_hooks_without_a_state_of_their_own_survive_a_rebuild(process_group):
+    def hook(state, bucket):
+        states.append(state)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    for state_of in (lambda wrapped: None, lambda wrapped: wrapped.process_group):
+        wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
+        wrapped.register_comm_hook(state_of(wrapped), hook)
+        states = []
+        wrapping = ddp.wrapping(wrapped)
+        for _ in range(2):
+            ddp.rebuild(wrapped, wrapping)
+        wrapped(torch.ones(1, 2)).sum().backward()
+        assert states == [state_of(wrapped)]
+    wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
+    wrapped.register_comm_hook({}, hook)
+    with pytest.warns(RuntimeWarning, match="hook 'hook' is left out.*of dict"):
+        ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    states.clear()
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert not states
+
+
+def test_the_minimum_of_one_rank_is_its_own(process_group):
+    assert ddp.agree_on_minimum(2**40, CPU) == 2**40
+    assert dist.get_world_size() == 1
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([torch.nn.Linear(2, 2)], True),
+        ([torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)], True),
+        ([torch.nn.BatchNorm1d(2), Counting()], False),
+        ([torch.nn.SyncBatchNorm(2)], False),
+    ],
+)
+def test_only_running_statistics_need_not_be_the_same_at_each_step(layers, expected):
+    assert ddp.only_running_statistics(torch.nn.Sequential(*layers)) is expected
+
+
+class Margin(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("weight", torch.ones(1))
+        self.margin = 0.1
+
+    def forward(self, output, target):
+        return (self.scale * self.weight * (output - target + self.margin)).mean()
+
+
+def test_what_is_set_on_a_wrapped_loss_is_set_on_the_loss(process_group):
+    loss = Margin()
+    wrapped = ddp.ReplicatedCriterion(loss)
+    for _ in range(2):
+        wrapped.margin = wrapped.margin + 0.2
+        wrapped.weight = wrapped.weight * 2
+        wrapped.note = "of the wrapper"
+        ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    assert (loss.margin, loss.weight.item()) == (pytest.approx(0.5), 4)
+    assert wrapped.note == "of the wrapper"
+    assert not hasattr(loss, "note")
+    assert wrapped(torch.zeros(1), torch.zeros(1)).item() == pytest.approx(2.0)

@@ -1,0 +1,290 @@
+"""The defaults of an operator, and what they say where something is missing."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd import TrainingOperator
+from raysgd.testing import run_operator
+from tests.operators import Classifier, make_model
+
+BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
+
+
+def operator_with(*, criterion=None, keep=("model", "optimizer", "criterion")):
+    """An operator that sets only some of the attributes that the defaults need."""
+
+    class Custom(TrainingOperator):
+        def setup(self, config):
+            model = make_model()
+            given = self.register(
+                models=model,
+                optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+                criterion=criterion or torch.nn.CrossEntropyLoss(),
+            )
+            for name, value in zip(("model", "optimizer", "criterion"), given, strict=True):
+                if name in keep:
+                    setattr(self, name, value)
+
+    return run_operator(Custom)
+
+
+def parameters_of(operator):
+    return torch.cat([p.detach().reshape(-1).clone() for p in operator.model.parameters()])
+
+
+# ---- missing things
+
+
+@pytest.mark.parametrize("missing", ["model", "optimizer", "criterion"])
+def test_a_missing_attribute_is_named_with_the_way_to_set_it(missing):
+    operator = operator_with(keep={"model", "optimizer", "criterion"} - {missing})
+    with pytest.raises(RuntimeError, match=rf"no self\.{missing}.*self.register\(") as caught:
+        operator.train_batch(BATCH, {})
+    assert "Custom" in str(caught.value)
+    if missing != "optimizer":
+        with pytest.raises(RuntimeError, match=rf"no self\.{missing}"):
+            operator.validate_batch(BATCH, {})
+
+
+def test_validation_needs_no_optimizer():
+    operator_with(keep={"model", "criterion"}).validate_batch(BATCH, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": 1, "optimizers": 1}, r"Wrong\.register\(\).*'model'\. Did you mean 'models'"),
+        ({"optimizer": 1}, r"'optimizer'\. Did you mean 'optimizers'"),
+        ({"models": 1, "nothing_like_it": 1}, r"'nothing_like_it'\.$"),
+    ],
+)
+def test_a_misspelled_argument_of_register_is_told_which_one_may_be_meant(given, said):
+    class Wrong(TrainingOperator):
+        def setup(self, config):
+            self.register(**given)
+
+    with pytest.raises(TypeError, match=said):
+        run_operator(Wrong)
+
+
+def test_so_is_one_of_register_data():
+    with pytest.raises(TypeError, match=r"'val_loader'\. Did you mean 'validation_loader'"):
+        operator_with().register_data(val_loader=[])
+
+
+def test_an_optimizer_of_another_model_is_warned_of_at_the_line_of_register():
+    class Strange(TrainingOperator):
+        def setup(self, config):
+            optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+            self.register(models=make_model(), optimizers=optimizer)
+
+    with pytest.warns(RuntimeWarning, match="updates no parameter") as caught:
+        run_operator(Strange)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_a_missing_loader_is_named_with_the_way_to_set_it(name):
+    operator = operator_with()
+    with pytest.raises(RuntimeError, match=rf"no {name} loader.*register_data\({name}_loader="):
+        getattr(operator, f"{name}_loader")
+
+
+def test_attributes_that_are_lists_need_an_own_train_batch():
+    operator = operator_with()
+    operator.model = [operator.model, operator.model]
+    for method in (operator.train_batch, operator.validate_batch):
+        with pytest.raises(RuntimeError, match=r"holds 2 objects.*Override them in Custom"):
+            method(BATCH, {})
+
+
+def test_several_models_need_an_own_train_batch_also_where_self_model_is_one_of_them():
+    """The default would train the first alone, without a word."""
+
+    class Two(TrainingOperator):
+        def setup(self, config):
+            models = [make_model(), make_model()]
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+            (self.model, self.other), (self.optimizer, _) = self.register(
+                models=models, optimizers=optimizers
+            )
+            self.criterion = torch.nn.CrossEntropyLoss()
+
+    with pytest.raises(RuntimeError, match=r"[Oo]verride"):
+        run_operator(Two).train_batch(BATCH, {})
+
+
+# ---- train
+
+
+def test_a_batch_is_features_and_target():
+    class TwoInputs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 2)
+
+        def forward(self, left, right):
+            return self.layer(left + right)
+
+    operator = operator_with()
+    operator.model = TwoInputs()
+    operator.optimizer = torch.optim.SGD(operator.model.parameters(), lr=0.1)
+    result = operator.train_batch((BATCH[0], BATCH[0], BATCH[1]), {})
+    assert result["num_samples"] == 4
+    assert operator.validate_batch((BATCH[0], BATCH[0], BATCH[1]), {})["num_samples"] == 4
+
+
+def test_a_train_batch_is_one_step_down_the_gradient():
+    operator = operator_with()
+    twin = make_model()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        expected = torch.nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1])
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        result = operator.train_batch(BATCH, {})
+        assert float(result["train_loss"]) == expected.item()
+        assert not result["train_loss"].requires_grad
+    for mine, its in zip(operator.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_an_epoch_hands_each_batch_on_with_what_is_known_about_it():
+    class Noting(Classifier):
+        def train_batch(self, batch, batch_info):
+            self.seen.append(batch_info)
+            assert self.model.training
+            return {"num_samples": batch, "k": float(batch)}
+
+    operator = run_operator(Noting)
+    operator.seen = []
+    operator.model.eval()
+    result = operator.train_epoch(iter([1, 3]), info={"a": 1}, epoch_idx=4)
+    assert [seen["batch_idx"] for seen in operator.seen] == [0, 1]
+    assert all(seen["info"] == {"a": 1} and seen["epoch_idx"] == 4 for seen in operator.seen)
+    assert all("global_step" in seen for seen in operator.seen)
+    assert result == {"num_samples": 4, "batch_count": 2, "k": 2.5, "last_k": 3.0}
+
+
+def test_batches_without_num_samples_count_once_each():
+    class Plain(Classifier):
+        def train_batch(self, batch, batch_info):
+            return {"k": batch}
+
+    assert run_operator(Plain).train_epoch(iter([1, 2]))["k"] == 1.5
+
+
+@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
+@pytest.mark.parametrize("result", [None, 1.0, [("k", 1)]])
+def test_a_batch_must_return_a_dict(method, result):
+    operator_cls = type("Wrong", (Classifier,), {method: lambda self, batch, batch_info: result})
+    operator = run_operator(operator_cls)
+    run = operator.train_epoch if method == "train_batch" else operator.validate
+    with pytest.raises(TypeError, match=f"returned {type(result).__name__}; it must return a dict"):
+        run(iter([BATCH]))
+
+
+def test_a_batch_may_return_an_empty_dict():
+    operator_cls = type("Empty", (Classifier,), {"train_batch": lambda self, batch, info: {}})
+    assert run_operator(operator_cls).train_epoch(iter([1, 2]))["batch_count"] == 2
+
+
+# ---- validate
+
+
+def test_train_mode_reaches_every_layer_whether_or_not_there_was_a_validation_before():
+    operator = run_operator(Classifier, {"num_samples": 20, "batch_size": 8, "batch_norm": True})
+    for module in operator.model.children():
+        module.eval()
+    operator.train_epoch(iter([BATCH]))
+    assert all(module.training for module in operator.model.modules())
+
+
+def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
+    class Noting(Classifier):
+        def validate_batch(self, batch, batch_info):
+            assert not self.model.training
+            assert not torch.is_grad_enabled()
+            assert batch_info["info"] == {"a": 1}
+            return {**super().validate_batch(batch, batch_info), "index": batch_info["batch_idx"]}
+
+    operator = run_operator(Noting, {"num_samples": 20, "batch_size": 8, "batch_norm": True})
+    before = {name: value.clone() for name, value in operator.model.state_dict().items()}
+    result = operator.validate(iter(operator.validation_loader), info={"a": 1})
+    assert (result["num_samples"], result["batch_count"], result["last_index"]) == (20, 3, 2)
+    after = operator.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.is_grad_enabled()
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
+    operator = operator_with()
+    features = torch.randn(sum(sizes), 8)
+    target = (features[:, 0] > 0).long()
+    whole = operator.validate(iter([(features, target)]))
+    registration = operator.validate(zip(features.split(sizes), target.split(sizes), strict=True))
+    for key in ("val_loss", "val_accuracy", "num_samples"):
+        assert registration[key] == pytest.approx(whole[key], rel=1e-5)
+    exact = (operator.model(features).argmax(dim=1) == target).double().mean().item()
+    assert registration["val_accuracy"] == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "accuracy"),
+    [
+        (torch.eye(3), torch.tensor([0, 1, 0]), 2 / 3),
+        # (batch, classes, positions), as in segmentation
+        (torch.eye(2).reshape(1, 2, 2), torch.tensor([[0, 0]]), 0.5),
+        (torch.eye(3), torch.eye(3), None),  # targets of probabilities
+        (torch.ones(3, 2), torch.ones(3), None),  # real targets
+        (torch.ones(3), torch.tensor([0, 1, 0]), None),  # one score a sample
+        (torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.long), None),
+        (torch.ones(3, 2, 5), torch.zeros(3, dtype=torch.long), None),
+        (torch.ones(3, 2), torch.zeros(4, dtype=torch.long), None),
+        ({"logits": torch.eye(3)}, torch.tensor([0, 1, 0]), None),
+    ],
+)
+def test_accuracy_is_given_only_where_the_shapes_allow(output, target, accuracy):
+    operator = operator_with(criterion=lambda output, target: torch.tensor(0.0))
+    operator.model = lambda features: output
+    result = operator.validate_batch((torch.zeros(1), target), {})
+    if accuracy is None:
+        assert "val_accuracy" not in result
+    else:
+        assert float(result["val_accuracy"]) == pytest.approx(accuracy, rel=1e-12)
+    assert result["num_samples"] == len(target)
+
+
+# ---- schedulers
+
+
+class Scheduled(TrainingOperator):
+    def setup(self, config):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        )
+
+
+@pytest.mark.parametrize(("freq", "lr"), [("batch", 0.125), ("epoch", 0.5), ("manual", 1.0)])
+def test_schedulers_step_when_they_are_told_to(freq, lr):
+    operator = run_operator(Scheduled, scheduler_step_freq=freq)
+    operator.train_epoch(iter([BATCH] * 3))
+    assert operator.optimizer.param_groups[0]["lr"] == lr
+
+
+# ---- properties and helpers
+
+
+def test_user_state_is_empty_by_default():
+    operator = run_operator(Classifier)
+    assert operator.state_dict() == {}
+    operator.load_state_dict({})

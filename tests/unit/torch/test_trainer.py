@@ -1,0 +1,155 @@
+"""TorchTrainer with one worker in this process.
+
+The arguments that it refuses are in tests/contracts/test_wrong_inputs.py.
+"""
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.config import BATCH_SIZE
+from raysgd.torch.trainer import _local_gpu
+from tests.operators import Classifier
+from tests.unit.recorder import Recorder
+
+
+def make(**arguments):
+    given = {"training_operator_cls": Classifier, "use_local": True, "use_gpu": False}
+    return TorchTrainer(**{**given, **arguments})
+
+
+# ---- one worker in this process
+
+
+def test_the_only_worker_is_this_process_without_process_group(make_trainer):
+    trainer = make_trainer()
+    operator = trainer.get_local_operator()
+    assert isinstance(operator, Classifier)
+    assert (operator.world_rank, operator.world_size) == (0, 1)
+    assert not torch.distributed.is_initialized()
+    assert trainer.num_workers == trainer.max_workers == 1
+
+
+def test_the_hook_runs_before_the_operator_also_with_one_worker(make_trainer):
+    calls = []
+
+    class Noting(Classifier):
+        def setup(self, config):
+            calls.append("setup")
+            super().setup(config)
+
+    make_trainer(Noting, initialization_hook=lambda: calls.append("hook"))
+    assert calls == ["hook", "setup"]
+
+
+@pytest.mark.parametrize("part", ["hook", "setup"])
+def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
+    class BrokenError(Exception):
+        pass
+
+    def fail(*arguments):
+        raise BrokenError("no data here")
+
+    class Broken(Classifier):
+        setup = fail
+
+    arguments = {
+        "hook": {"initialization_hook": fail},
+        "setup": {"training_operator_cls": Broken},
+    }
+    with pytest.raises(BrokenError, match="no data here"):
+        make(**arguments[part])
+
+
+def test_what_cannot_be_pickled_is_fine_in_this_process(make_trainer):
+    trainer = make_trainer(config={"lock": sys.stdout})
+    assert trainer.get_local_operator().config["lock"] is sys.stdout
+
+
+def test_the_config_is_never_changed(make_trainer):
+    class Changing(Classifier):
+        def setup(self, config):
+            super().setup(config)
+            config["mine"] = 1
+
+    config = {BATCH_SIZE: 8, "num_samples": 40}
+    with make(training_operator_cls=Changing, config=config) as trainer:
+        assert config == {BATCH_SIZE: 8, "num_samples": 40}
+        trainer.config["mine"] = 2
+        assert trainer.config == config
+
+
+def test_one_worker_needs_no_rounding(make_trainer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = make_trainer(config={BATCH_SIZE: 21})
+    assert trainer.config[BATCH_SIZE] == 21
+
+
+def test_torch_keeps_its_threads(make_trainer):
+    threads = torch.get_num_threads()
+    make_trainer(num_cpus_per_worker=7)
+    assert torch.get_num_threads() == threads
+
+
+def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or False)
+    trainer = make_trainer(use_gpu="auto")
+    assert asked
+    assert not trainer.get_local_operator().use_gpu
+
+
+def test_several_workers_of_which_one_is_local_train_on_cpus(caplog):
+    assert not _local_gpu("auto", {})
+    assert "Training on CPUs, although the cluster has GPUs" in caplog.text
+    with pytest.raises(ValueError, match="can be assigned no GPU"):
+        _local_gpu("auto", {"GPU": 0.5})
+
+
+def test_settings_reach_the_operator(make_trainer):
+    trainer = make_trainer(scheduler_step_freq="manual", add_dist_sampler=False)
+    operator = trainer.get_local_operator()
+    assert operator.scheduler_step_freq == "manual"
+    assert not operator.train_loader.sharded
+
+
+def test_the_progress_bar_shows_what_was_done(make_trainer, capsys):
+    trainer = make_trainer(use_tqdm=True)
+    trainer.train()
+    text = capsys.readouterr().err
+    assert "5/5" in text
+    assert "loss=" in text
+    trainer.validate(num_steps=2)
+    assert "2/2" in capsys.readouterr().err
+
+
+# ---- models
+
+
+def test_the_model_comes_as_a_copy(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    model = trainer.get_model()
+    mine = trainer.get_local_operator().model
+    assert type(model) is type(mine)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), mine.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert trainer.get_model(to_cpu=True)[0].weight.abs().sum() > 0
+
+
+def test_several_models_come_as_a_list(make_trainer):
+    class Two(Recorder):
+        def setup(self, config):
+            models = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)]
+            parameters = [p for m in models for p in m.parameters()]
+            self.register(models=models, optimizers=torch.optim.SGD(parameters, lr=0.1))
+
+    models = make_trainer(Two).get_model()
+    assert [m.in_features for m in models] == [1, 2]
