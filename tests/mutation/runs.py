@@ -248,7 +248,7 @@ def _first_failure(selected):
                 return status
         return 0
 
-    status = in_fork(run, WORK / "failure.log", 300 + 10 * sum(took))
+    status = in_fork(run, WORK / "failure.log", 120 + 5 * sum(took))
     if status == 0:
         return None
     failed = json.loads(report.read_text())[1] if report.exists() else []
