@@ -126,7 +126,7 @@ def _redone_by_runs(log: RunLog) -> int:
 
 
 def _standstills(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield the segments of time in which training stood still."""
+    """Yield the spans of time in which training stood still."""
     broken_at: float | None = None
     for event in events:
         if event["kind"] == "started":

@@ -182,7 +182,7 @@ class CheckpointStore:
     def _names(self) -> list[str]:
         """Return the checkpoints' names, newest first."""
         found = [entry.name for entry in self._folder.entries() if _NAME.fullmatch(entry.name)]
-        return sorted(found, key=_rank_of, reverse=True)
+        return sorted(found, key=_position_of, reverse=True)
 
     def _learn(self, names: Sequence[str]) -> None:
         """Read the manifests that are not known yet: whose they are, and how good."""
@@ -277,7 +277,7 @@ class CheckpointStore:
             # values of training and of validation do not compare
             validated = known and not (unknown if of_training is None else of_training)
             # of equals the newer
-            return not _given_up(name, newest), known, validated, rank, _rank_of(name)
+            return not _given_up(name, newest), known, validated, rank, _position_of(name)
 
         best = sorted(self._own, key=goodness, reverse=True)
         return [name for name in best[self._keep :] if name != newest]
@@ -313,10 +313,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _given_up(name: str, newest: str) -> bool:
     """Whether training has gone back to before a checkpoint since that was written."""
-    return _rank_of(name) > _rank_of(newest)
+    return _position_of(name) > _position_of(newest)
 
 
-def _rank_of(name: str) -> tuple[int, int]:
+def _position_of(name: str) -> tuple[int, int]:
     """Return the epoch and the step in a checkpoint's name."""
     match = _NAME.fullmatch(name)
     assert match is not None

@@ -69,7 +69,7 @@ class Loop:
         self._registration.steps = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
-        """After a rejoin, go on in a loader that cannot be rewound, unless the place `moved`."""
+        """After a rejoin, go on in a loader that cannot be rewound, unless the position `moved`."""
         if moved or self._shared_out:
             self.forget_iteration()
 
@@ -121,7 +121,7 @@ class Loop:
         self._validation = state["validation"]
 
     def forget_validation(self) -> None:
-        """Let a validation that is repeated begin at the place that was loaded."""
+        """Let a validation that is repeated begin at the position that was loaded."""
         self._validation = None
 
     # ---- train
@@ -272,7 +272,7 @@ class Loop:
             self.num_covered = _added(self.num_covered, self._between(start))
 
     def _compare_counts(self, counted: Any, steps: Steps, source: Source, start: int) -> None:
-        """See whether the user counts what places count, and not tokens, or batches as items."""
+        """See whether the user counts what offsets count, and not tokens, or batches as items."""
         taken = source.num_taken(start, steps.num_batches)
         if taken is not None and isinstance(counted, int | float) and counted != taken:
             self.num_covered = None

@@ -26,11 +26,11 @@ class Steps:
     in groups, the update follows the last one of a group, and they are committed together.
 
     Args:
-        parts: where the steps are counted.
+        registration: where the steps are counted.
         source: where the batches come from.
-        batches: its batches from ``parts.offset`` on.
+        batches: its batches from ``registration.offset`` on.
         limit: the most batches of this segment; None for the rest of the epoch.
-        steps_left: steps from ``parts.offset`` to the end of the epoch; None where unknown.
+        steps_left: steps from ``registration.offset`` to the end of the epoch; None where unknown.
         go_on: asks all ranks whether each of them has a batch; None where that is certain.
         on_commit: called after each update.
     """

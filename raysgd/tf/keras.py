@@ -51,8 +51,8 @@ def local_variable(variable: Any) -> Any:
     normalization, would wait for the other workers.
     """
     held = tf_variable(variable)
-    registration = getattr(held, "values", None)
-    return registration[0] if isinstance(registration, tuple | list) else held
+    values = getattr(held, "values", None)
+    return values[0] if isinstance(values, tuple | list) else held
 
 
 def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:

@@ -31,11 +31,12 @@ def portable(model: Any) -> dict[str, Any]:
     }
 
 
-def assembled(registration: Mapping[str, Any]) -> Any:
+def assembled(portable_model: Mapping[str, Any]) -> Any:
     """Return the model that `portable` took apart."""
     import importlib
 
-    keras = importlib.import_module(registration["keras"])
-    model = keras.saving.deserialize_keras_object(registration["architecture"], safe_mode=False)
-    set_arrays(model.weights, registration["weights"])
+    keras = importlib.import_module(portable_model["keras"])
+    architecture = portable_model["architecture"]
+    model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)
+    set_arrays(model.weights, portable_model["weights"])
     return model

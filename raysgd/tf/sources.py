@@ -152,8 +152,8 @@ def _tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value)
 
 
-def _joined(*registration: Any) -> Any:
-    return tf.concat(registration, 0)
+def _joined(*columns: Any) -> Any:
+    return tf.concat(columns, 0)
 
 
 def _part(rows: Any, rank: int, world_size: int, training: bool) -> Any:

@@ -253,8 +253,8 @@ class TFTrainer(OperatorTrainer):
         del to_cpu
         from raysgd.tf.models import assembled
 
-        registration = self._call("models", rank=0, max_losses=3, any_size=True)[0]
-        models = [assembled(each) for each in registration]
+        portable = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        models = [assembled(each) for each in portable]
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:

@@ -259,7 +259,7 @@ def test_no_better_one_is_removed(scores, keep, mode):
     for step, score in enumerate(scores):
         kept.append(step)
         store._own[name_at(step)] = Manifest(metrics={"score": score})
-        gone = [checkpoint_store._rank_of(name)[1] for name in store._to_remove(name_at(step))]
+        gone = [checkpoint_store._position_of(name)[1] for name in store._to_remove(name_at(step))]
         for other in gone:
             kept.remove(other)
             del store._own[name_at(other)]

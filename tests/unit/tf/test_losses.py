@@ -146,10 +146,10 @@ def test_a_metric_does_not_depend_on_how_samples_are_batched(keras, name, sizes)
     total = sum(sizes)
     target, output = np.resize(BITS, (total, 1)), np.resize(CHANCES, (total, 1))
     ends = np.cumsum(sizes)[:-1]
-    registration = zip(np.split(target, ends), np.split(output, ends), strict=True)
+    parts = zip(np.split(target, ends), np.split(output, ends), strict=True)
     merged = functools.reduce(
         lambda one, other: one.merge(other),
-        [batch_metric(module, metric, *p) for p in registration],
+        [batch_metric(module, metric, *p) for p in parts],
     )
     metric.reset_state()
     metric.update_state(target, output)
@@ -174,8 +174,8 @@ LIKELY = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
 def test_a_metric_may_build_its_variables_late_and_give_several_numbers(keras, name, arguments):
     module = keras_of({"keras": keras})
     metric = getattr(module.metrics, name)(**arguments)
-    registration = [(KINDS[:5], LIKELY[:5]), (KINDS[5:], LIKELY[5:])]
-    batches = [pickle.loads(pickle.dumps(batch_metric(module, metric, *p))) for p in registration]
+    parts = [(KINDS[:5], LIKELY[:5]), (KINDS[5:], LIKELY[5:])]
+    batches = [pickle.loads(pickle.dumps(batch_metric(module, metric, *p))) for p in parts]
     found = batches[0].merge(batches[1]).compute()
     metric.reset_state()
     metric.update_state(KINDS, LIKELY)

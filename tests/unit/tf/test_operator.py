@@ -36,8 +36,8 @@ def test_it_learns(build, keras, data):
 def test_metrics_are_those_of_the_whole_data_whatever_its_shares(build, keras):
     operator = build(Digits, {"keras": keras})
     (_, _), (images, labels) = digits()
-    registration = [(images[:100], labels[:100]), (images[100:], labels[100:])]
-    found = merge_workers([operator.validate(iter([part])) for part in registration])
+    parts = [(images[:100], labels[:100]), (images[100:], labels[100:])]
+    found = merge_workers([operator.validate(iter([part])) for part in parts])
     output = operator.model(images).numpy()
     loss = tf.keras.losses.sparse_categorical_crossentropy(labels, output, from_logits=True)
     assert found["val_loss"] == pytest.approx(float(tf.reduce_mean(loss)), rel=1e-5)
@@ -59,8 +59,8 @@ def test_a_metric_that_is_no_mean_is_merged_exactly(build, keras):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(60, 4)).astype("float32")
     target = (features.sum(1, keepdims=True) > 0).astype("float32")
-    registration = [(features[:20], target[:20]), (features[20:], target[20:])]
-    merged = merge_workers([operator.validate(iter([part])) for part in registration])
+    parts = [(features[:20], target[:20]), (features[20:], target[20:])]
+    merged = merge_workers([operator.validate(iter([part])) for part in parts])
     whole = operator.validate(iter([(features, target)]))
     auc = next(name for name in whole if name.startswith("val_auc"))
     assert merged[auc] == pytest.approx(float(whole[auc]))
@@ -234,12 +234,12 @@ def test_a_compiled_model_brings_all_with_it(build, keras):
 def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
     class Wrong(TrainingOperator):
         def setup(self, config):
-            registration = {
+            parts = {
                 "models": make_model(keras_of({})),
                 "optimizers": "sgd",
                 "criterion": "mse",
             }
-            self.register(**{**registration, **given})
+            self.register(**{**parts, **given})
 
     with pytest.raises(error, match=text):
         build(Wrong)

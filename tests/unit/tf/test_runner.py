@@ -21,8 +21,8 @@ def make_runner(keras, lr=0.1):
 
 def arrays_of(state):
     """What models and optimizers hold; names count on in a process."""
-    registration = [*state["models"], *state["optimizers"]]
-    return [array for part in registration for array in part.values()]
+    parts = [*state["models"], *state["optimizers"]]
+    return [array for part in parts for array in part.values()]
 
 
 def assert_same(state, other):

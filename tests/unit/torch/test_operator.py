@@ -226,11 +226,11 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
     features = torch.randn(sum(sizes), 8)
     target = (features[:, 0] > 0).long()
     whole = operator.validate(iter([(features, target)]))
-    registration = operator.validate(zip(features.split(sizes), target.split(sizes), strict=True))
+    parts = operator.validate(zip(features.split(sizes), target.split(sizes), strict=True))
     for key in ("val_loss", "val_accuracy", "num_samples"):
-        assert registration[key] == pytest.approx(whole[key], rel=1e-5)
+        assert parts[key] == pytest.approx(whole[key], rel=1e-5)
     exact = (operator.model(features).argmax(dim=1) == target).double().mean().item()
-    assert registration["val_accuracy"] == pytest.approx(exact, rel=1e-12)
+    assert parts["val_accuracy"] == pytest.approx(exact, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -448,9 +448,9 @@ def test_one_loss_for_two_optimizers():
         def setup(self, config):
             torch.manual_seed(0)
             self.model = torch.nn.Linear(2, 1)
-            registration = [self.model.weight], [self.model.bias]
+            parts = [self.model.weight], [self.model.bias]
             _, self.optimizers = self.register(
-                models=self.model, optimizers=[torch.optim.SGD(p, lr=0.1) for p in registration]
+                models=self.model, optimizers=[torch.optim.SGD(p, lr=0.1) for p in parts]
             )
 
         def train_batch(self, batch, batch_info):
@@ -547,8 +547,8 @@ class Halfway(TrainingOperator):
 
 def bits(operator):
     """Copies of the parameters and of what the optimizers hold, as bytes."""
-    registration = (operator.judge, operator.maker, *operator.optimizers)
-    return pickle.dumps(map_leaves([part.state_dict() for part in registration], plain))
+    parts = (operator.judge, operator.maker, *operator.optimizers)
+    return pickle.dumps(map_leaves([part.state_dict() for part in parts], plain))
 
 
 def plain(leaf):
