@@ -76,9 +76,9 @@ def main():
     num_trials, num_epochs = (2, 4) if args.smoke_test else (args.num_trials, args.num_epochs)
 
     started = time.perf_counter()
-    if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
-        num_cpus = max(args.num_workers, os.cpu_count())
-        ray.init("local", num_cpus=num_cpus, log_to_driver=False)
+    if not ray.is_initialized():
+        own = {"address": "local", "num_cpus": max(args.num_workers, os.cpu_count())}
+        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
     num_cpus_per_worker = 1
     if args.smoke_test:  # each trial takes all CPUs, so that all take turns in one process
         num_cpus_per_worker = int(ray.cluster_resources()["CPU"]) // args.num_workers
