@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import import_horovod
+from tests.conftest import IN_SOAK, import_horovod
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +29,6 @@ MAX_NOT_RUN = 8
 # ---- snippets
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
-NEEDS_RAY = re.compile(r"num_workers=|^\s*(import|from) ray\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -71,32 +70,29 @@ AS_IT_IS = (ROOT / "README.md", DOCS / "elastic.md")
 """What everybody tries first, and what kills worker 0."""
 
 
-class WorkerZeroHere(ast.NodeTransformer):
-    """Makes trainers of which worker 0 lives in this process, which is one start less for each."""
+class OneWorkerHere(ast.NodeTransformer):
+    """Makes trainers of which the only worker lives in this process: a start takes seconds."""
 
     def visit_Call(self, node):
         self.generic_visit(node)
         given = {keyword.arg for keyword in node.keywords}
-        named = "TorchTrainer" in ast.unparse(node.func) and "training_operator_cls" in given
-        if named and not given & {"use_local", "backend"}:
-            node.keywords.append(ast.keyword("use_local", ast.Constant(True)))
+        if {"training_operator_cls", "num_workers"} <= given and "use_local" not in given:
+            here = ast.parse("Trainer(num_workers=1, min_workers=1, use_local=True)", mode="eval")
+            changed = {keyword.arg: keyword for keyword in here.body.keywords}
+            kept = [keyword for keyword in node.keywords if keyword.arg not in changed]
+            node.keywords = [*kept, *changed.values()]
         return node
 
 
 def run(path, block, namespace):
     # a traceback shows the line of the page
     tree = ast.parse("\n" * (block.line - 1) + block.code)
-    if path not in AS_IT_IS:
-        tree = ast.fix_missing_locations(WorkerZeroHere().visit(tree))
+    if path not in AS_IT_IS and not IN_SOAK:
+        tree = ast.fix_missing_locations(OneWorkerHere().visit(tree))
     exec(compile(tree, str(path.relative_to(ROOT)), "exec"), namespace)
 
 
 WITH_SNIPPETS = [path for path in PAGES if snippets(path) and path != DOCS / "index.md"]
-
-
-NEED_RAY = [
-    path for path in WITH_SNIPPETS if any(NEEDS_RAY.search(block.code) for block in snippets(path))
-]
 
 
 @pytest.fixture
@@ -118,17 +114,10 @@ def run_page(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow("a page makes up to three trainers")
-@pytest.mark.parametrize("path", NEED_RAY, ids=lambda path: path.stem)
-def test_the_snippets_of_a_page_run_on_workers(path, run_page, ray_cluster):
+@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
+def test_the_snippets_of_a_page_run(path, run_page, ray_cluster):
     if path.stem == "horovod":
         import_horovod()
-    run_page(path)
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in WITH_SNIPPETS if path not in NEED_RAY], ids=lambda path: path.stem
-)
-def test_the_snippets_of_a_page_run(path, run_page):
     run_page(path)
 
 

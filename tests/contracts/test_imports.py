@@ -1,12 +1,18 @@
 """What importing costs, and what it does not do. Each check has a process of its own."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-HEAVY = ["torch", "tensorflow", "keras", "horovod", "ray"]
+BEGIN = """
+import sys
+
+def loaded():
+    # ray and its parts, not a library whose name begins with the same letters
+    heavy = {"torch", "tensorflow", "keras", "horovod", "ray"}
+    return {name.split(".")[0] for name in sys.modules} & heavy
+"""
 
 TRAIN = """
 import sys
@@ -40,69 +46,82 @@ with TorchTrainer(training_operator_cls=Operator, num_workers=1, use_local=True)
     trainer.load(sys.argv[1])
 """
 
-# ray and its parts, not a library whose name begins with the same letters
-LOADED = (
-    "import json, sys; "
-    "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules} & set(HEAVY))))"
-)
 
-
-def loaded_by(code, *arguments):
-    """Run code in a fresh process; return which of the heavy packages it imported."""
-    program = f"HEAVY = {HEAVY!r}\n{code}\n{LOADED}"
+def run(code, *arguments):
+    """Run code in a fresh process, where `loaded()` is the set of heavy packages that are there."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *arguments],
+        [sys.executable, "-W", "error", "-c", BEGIN + code, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_importing_raysgd_imports_no_framework():
     """Also what users of its small homes import, and what a look at its names does."""
-    code = "import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing; dir(raysgd)"
-    assert loaded_by(code) == []
-
-
-def test_the_layers_below_cluster_and_the_operators_import_without_ray():
-    code = """
-import importlib, pkgutil, raysgd
-below = ("backends", "callbacks", "checkpoint", "comm", "config", "context", "data", "elastic",
-         "errors", "mergeable", "metrics", "operators", "report", "run_log", "timers", "trees",
-         "utils")
-names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
-names = [name for name in names if name.split(".")[1] in below]
-assert {name.split(".")[1] for name in names} == set(below)
-for name in names:
-    importlib.import_module(name)
-"""
-    assert "ray" not in loaded_by(code)
-
-
-def test_importing_the_torch_family_imports_neither_ray_nor_another_framework():
-    assert loaded_by("import raysgd.torch, raysgd.testing; raysgd.TorchTrainer") == ["torch"]
+    run("""
+import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
+dir(raysgd)
+assert not loaded(), loaded()
+""")
 
 
 def test_importing_the_function_family_imports_neither_ray_nor_a_framework():
-    code = """
+    run("""
 from raysgd import train
 import raysgd.train.backend, raysgd.train.callbacks
 for name in train.__all__:
     getattr(train, name)
-"""
-    assert loaded_by(code) == []
+assert not loaded(), loaded()
+""")
 
 
 def test_importing_the_tensorflow_family_imports_no_framework():
     """So that a worker can set what TensorFlow reads in the environment first."""
-    assert loaded_by("import raysgd.tf, raysgd.comm.horovod; raysgd.TFTrainer") == []
+    run("""
+import raysgd.tf, raysgd.comm.horovod
+raysgd.TFTrainer
+assert not loaded(), loaded()
+""")
 
 
-WITHOUT = """
-import importlib.util, sys
+def test_one_local_worker_trains_with_torch_alone(tmp_path):
+    code = """
+import raysgd.torch, raysgd.testing
+raysgd.TorchTrainer
+assert loaded() == {"torch"}, loaded()
+"""
+    run(code + TRAIN + 'assert loaded() == {"torch"}, loaded()', str(tmp_path / "state.pt"))
+
+
+def test_the_operators_and_the_layers_below_cluster_import_what_they_use_alone():
+    run("""
+import raysgd.operators as operators
+assert not loaded(), loaded()
+for name in operators.__all__:
+    getattr(operators, name)
+assert loaded() == {"torch"}, loaded()
+assert not {"torchmetrics", "transformers"} & set(sys.modules)
+
+import importlib, pkgutil, raysgd
+below = {"backends", "callbacks", "checkpoint", "comm", "config", "context", "data", "elastic",
+         "errors", "mergeable", "metrics", "operators", "report", "run_log", "timers", "trees",
+         "utils"}
+names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
+names = [name for name in names if name.split(".")[1] in below]
+assert {name.split(".")[1] for name in names} == below
+for name in names:
+    importlib.import_module(name)
+assert "ray" not in loaded(), loaded()
+""")
+
+
+@pytest.mark.slow("a process of its own that trains, and imports every module")
+def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
+    without = """
+import importlib, importlib.util, pkgutil, sys
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: (
     None if name in ("tensorflow", "horovod") else find_spec(name, *rest))
@@ -112,13 +131,7 @@ class Missing:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
 """
-
-
-def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
-    code = (
-        WITHOUT
-        + TRAIN
-        + """
+    errors = """
 import raysgd, raysgd.train.horovod, raysgd.train.tensorflow
 from raysgd.train import Trainer
 for make, extra in (
@@ -136,49 +149,26 @@ for make, extra in (
         assert extra in str(error), error
     else:
         raise AssertionError(extra)
+assert loaded() == {"torch"}, loaded()
+
+for info in pkgutil.walk_packages(raysgd.__path__, "raysgd."):
+    if not info.name.startswith("raysgd.tf."):
+        importlib.import_module(info.name)
+assert loaded() == {"torch", "ray"}, loaded()
 """
-    )
-    assert loaded_by(code, str(tmp_path / "state.pt")) == ["torch"]
+    run(without + TRAIN + errors, str(tmp_path / "state.pt"))
 
 
-def test_without_tensorflow_and_horovod_every_module_can_be_imported():
-    code = """
-import importlib, pkgutil, raysgd
-names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
-for name in names:
-    if not name.startswith("raysgd.tf."):
-        importlib.import_module(name)
-"""
-    assert loaded_by(WITHOUT + code) == ["ray", "torch"]
-
-
-def test_the_operators_import_their_optional_packages_only_where_these_are_used():
-    code = """
-import sys
-import raysgd.operators as operators
-assert "torch" not in sys.modules
-for name in operators.__all__:
-    getattr(operators, name)
-assert not {"torchmetrics", "transformers"} & set(sys.modules)
-"""
-    assert loaded_by(code) == ["torch"]
-
-
-def test_one_local_worker_trains_without_ray(tmp_path):
-    assert loaded_by(TRAIN, str(tmp_path / "state.pt")) == ["torch"]
-
-
-@pytest.mark.parametrize("name", ["raysgd", "raysgd.tf", "raysgd.torch"])
-def test_importing_changes_neither_the_environment_nor_logging(name):
-    code = f"""
+def test_importing_changes_neither_the_environment_nor_logging():
+    run("""
 import logging, os, random, warnings
-import numpy
-if {name!r} != "raysgd":
-    import torch
-before = (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
-          list(warnings.filters))
-import {name}
-assert before == (dict(os.environ), logging.root.level, list(logging.root.handlers),
-                  random.getstate(), list(warnings.filters))
-"""
-    loaded_by(code)
+import numpy, torch
+
+def settings():
+    return (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
+            list(warnings.filters))
+
+before = settings()
+import raysgd, raysgd.tf, raysgd.torch
+assert settings() == before
+""")
