@@ -138,9 +138,9 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tm
     import_horovod()
     with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
         check_that_two_work_as_one(trainer, TF_KERAS)
-        check_that_two_learn_the_digits(trainer, tmp_path / "state")
-        step = trainer.global_step
-        if IN_SOAK:  # a loss is one to the driver as it is with the strategy
+        if IN_SOAK:  # what the driver does is the same as with the strategy
+            check_that_two_learn_the_digits(trainer, tmp_path / "state")
+            step = trainer.global_step
             num_cpus = int(module_cluster.available_resources().get("CPU", 0)) + 1
             with (
                 room_for_one(trainer, num_cpus, monkeypatch),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from mlflow import MlflowClient
 
 from raysgd.callbacks import (
     Callback,
@@ -19,6 +18,12 @@ from raysgd.callbacks import (
 from tests.unit.recorder import Recorder
 
 CONFIG = {"lr": 0.5, "name": "tiny", "odd": object()}
+
+
+def mlflow_client(folder):
+    from mlflow import MlflowClient  # here, since it takes two seconds
+
+    return MlflowClient(str(folder))
 
 
 def fail_at(trainer, step):
@@ -171,7 +176,7 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
     history = trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        client = MlflowClient(str(folder))
+        client = mlflow_client(folder)
         experiment = client.get_experiment_by_name("digits")
         (run,) = client.search_runs([experiment.experiment_id])
         assert run.info.run_id == logger.run_id
@@ -222,7 +227,7 @@ def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, 
     make_trainer(Recorder, config, callbacks=[Adding(), logger]).fit(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        found = MlflowClient(str(tmp_path / "mlruns")).get_run(logger.run_id).data
+        found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data
     assert 0.5 in found.metrics.values()
     assert "2" in found.params.values()
 
