@@ -16,6 +16,8 @@ from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
 
 NUM_KILLS = 2
+NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "1"))
+FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 """In a run."""
 
 
@@ -86,7 +88,7 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.slow("workers start anew after each kill")
-@pytest.mark.parametrize("seed", range(int(os.environ.get("RAYSGD_SOAK", "1"))))
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
 def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, tmp_path, seed):
     elastic = ElasticConfig(initial_s=0.1, max_s=1.0)
     trainer = Trainer(BackendConfig(), 2, logdir=tmp_path / "runs", max_retries=-1, elastic=elastic)

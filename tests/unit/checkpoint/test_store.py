@@ -500,6 +500,7 @@ def run_and_kill(folder, delay_s):
 
 
 NUM_KILLS = 1000 if "RAYSGD_SOAK" in os.environ else 40
+SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 
 
 @pytest.fixture
@@ -513,7 +514,7 @@ def memory_folder(tmp_path):
 
 
 def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
-    chance, folder = random.Random(0), memory_folder
+    chance, folder = random.Random(SEED), memory_folder
     for _ in range(NUM_KILLS):
         last = run_and_kill(folder, chance.uniform(0, 0.01))
         restored = CheckpointStore(folder, job="first").restore()
