@@ -217,8 +217,11 @@ def judge(mutant, seconds):
         if by is None:
             return {**result, "outcome": "survived"}
         file = by.split("::")[0]
-        if by not in seconds or _first_failure({file: selected[file]}) != by:
+        without = _first_failure({file: selected[file]} if by in seconds else selected)
+        if without != by:
             return {**result, "outcome": "killed", "by": by}
+        if by not in seconds:
+            raise RuntimeError(f"{by!r} without the mutant, too: see {WORK / 'failure.log'}.")
         del seconds[by]
     return {**result, "outcome": "not covered"}
 
