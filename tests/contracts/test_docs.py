@@ -70,17 +70,20 @@ AS_IT_IS = (ROOT / "README.md", DOCS / "elastic.md")
 """What everybody tries first, and what kills worker 0."""
 
 
-class OneWorkerHere(ast.NodeTransformer):
-    """Makes trainers of which the only worker lives in this process: a start takes seconds."""
+class OneWorker(ast.NodeTransformer):
+    """Makes trainers with one worker, in this process where it can be: a start takes seconds."""
 
     def visit_Call(self, node):
         self.generic_visit(node)
         given = {keyword.arg for keyword in node.keywords}
-        if {"training_operator_cls", "num_workers"} <= given and "use_local" not in given:
-            here = ast.parse("Trainer(num_workers=1, min_workers=1, use_local=True)", mode="eval")
-            changed = {keyword.arg: keyword for keyword in here.body.keywords}
-            kept = [keyword for keyword in node.keywords if keyword.arg not in changed]
-            node.keywords = [*kept, *changed.values()]
+        if "num_workers" not in given or "use_local" in given:
+            return node
+        changed = {"num_workers": 1}
+        if "training_operator_cls" in given:  # functions have no such argument
+            changed |= {"min_workers": 1, "use_local": True}
+        kept = [keyword for keyword in node.keywords if keyword.arg not in changed]
+        new = [ast.keyword(name, ast.Constant(value)) for name, value in changed.items()]
+        node.keywords = [*kept, *new]
         return node
 
 
@@ -88,7 +91,7 @@ def run(path, block, namespace):
     # a traceback shows the line of the page
     tree = ast.parse("\n" * (block.line - 1) + block.code)
     if path not in AS_IT_IS and not IN_SOAK:
-        tree = ast.fix_missing_locations(OneWorkerHere().visit(tree))
+        tree = ast.fix_missing_locations(OneWorker().visit(tree))
     exec(compile(tree, str(path.relative_to(ROOT)), "exec"), namespace)
 
 

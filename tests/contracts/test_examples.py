@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import import_horovod
+from tests.conftest import IN_SOAK, import_horovod
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TWO_WORKERS = ("elastic", "functions")
@@ -35,6 +35,8 @@ NO_RAY = (
     "text_classification",
 )
 """Examples whose only worker is then in this process."""
+IN_SOAK_ALONE = ("functions_horovod", "functions_tensorflow", "tune_asha")
+"""Examples that do what tests of functions and of Tune do, and take as long."""
 ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY})
 
 
@@ -65,7 +67,7 @@ def test_an_example_runs_in_this_process(name, run_example):
 
 
 @pytest.mark.slow("an example is a whole program, some of them with Tune or TensorFlow")
-@pytest.mark.parametrize("name", ON_RAY)
+@pytest.mark.parametrize("name", ON_RAY if IN_SOAK else sorted({*ON_RAY} - {*IN_SOAK_ALONE}))
 def test_an_example_runs_on_workers(name, run_example, ray_cluster):
     if "horovod" in name:
         import_horovod()
@@ -75,7 +77,9 @@ def test_an_example_runs_on_workers(name, run_example, ray_cluster):
 
 
 def test_the_list_of_what_they_say_is_of_examples_that_are_there():
-    assert all((FOLDER / f"{name}.py").exists() for name in (*SAYS, *TWO_WORKERS, *NO_RAY))
+    assert all(
+        (FOLDER / f"{name}.py").exists() for name in (*SAYS, *TWO_WORKERS, *NO_RAY, *IN_SOAK_ALONE)
+    )
 
 
 @pytest.mark.parametrize(
