@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -86,13 +85,6 @@ def import_horovod(module="horovod"):
     )
 
 
-def free_ports(count):
-    """Return ports of this machine on which nobody listens."""
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in held]
-
-
 FORKS = multiprocessing.get_context("forkserver")
 """Forks processes of one that has imported torch, which takes two seconds of a processor."""
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "raysgd.comm.torch"])
@@ -142,9 +134,27 @@ def _run_script(code, arguments, environment, into, out):
     exec(compile(code, "script", "exec"), {"__name__": "__main__"})
 
 
-def run_ranks(script, size, *ports):
-    """Run a script as each rank of a group, given its rank and `ports`; each must print "good"."""
-    ranks = [Script(script, rank, *ports) for rank in range(size)]
+RANK = """
+import sys
+import torch.distributed as dist
+
+rank = int(sys.argv[1])
+
+def join(name="all", rank=rank, size=int(sys.argv[2])):
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+"""
+
+
+def run_ranks(script, size):
+    """Run a script as each rank of a group; each must print "good".
+
+    A script has its `rank`, may `join` a group, and is told the port of a TCPStore last.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Script(RANK + script, rank, size, store.port) for rank in range(size)]
     try:
         for rank in ranks:
             rank.wait(90)
@@ -211,8 +221,12 @@ def _leftovers():
 
 
 def _children():
-    processes = psutil.Process().children()
-    return {p.pid for p in processes if p.status() != psutil.STATUS_ZOMBIE}
+    children = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            if process.status() != psutil.STATUS_ZOMBIE:
+                children.add(process.pid)
+    return children
 
 
 @contextlib.contextmanager
@@ -222,7 +236,7 @@ def nothing_left(cluster):
     yield cluster
     wait_until(lambda: not _leftovers())
     wait_until(lambda: cluster.available_resources().get("CPU", 0) == NUM_CPUS)
-    assert _children() <= children
+    wait_until(lambda: _children() <= children)
 
 
 @pytest.fixture

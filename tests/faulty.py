@@ -24,8 +24,6 @@ class Faulty(TrainingOperator):
 
     def setup(self, config):
         self.folder = config["folder"]
-        if self.take("setup") == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
         models = [make_model(batch_norm=True), Weights(NUM_SAMPLES)]
         (self.model, self.ledger), (self.optimizer, self.counter), self.criterion = self.register(
             models=models,
@@ -143,11 +141,17 @@ def check_epoch(trainer, epoch=1):
 def interrupted_when(condition):
     """Send this process a Ctrl-C when a condition holds."""
 
+    over = threading.Event()
+
     def interrupt():
-        wait_until(condition)
-        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: over.is_set() or condition())
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,7 +1,6 @@
 """State that is saved, loaded, and taken out of a trainer."""
 
 import random
-import threading
 import time
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import CheckpointCallback
-from tests.conftest import wait_until
 from tests.operators import Classifier, make_data, parameters, replica_hash
 from tests.shared import Shared
 
@@ -157,21 +155,3 @@ def test_the_progress_bar_shows_the_whole_group(two, capsys):
 
 def slow(pause_s):
     return lambda operator: setattr(operator, "pause_s", pause_s)
-
-
-def test_two_threads_cannot_call_at_the_same_time(two):
-    two.apply_all_operators(slow(0.05))
-
-    def is_refused():
-        try:
-            two.validate(num_steps=1)
-        except RuntimeError as error:
-            return "in another thread" in str(error)
-        return False
-
-    thread = threading.Thread(target=two.train)
-    thread.start()
-    wait_until(is_refused)
-    thread.join()
-    two.apply_all_operators(slow(0.0))
-    assert two.validate()["num_samples"] > 0

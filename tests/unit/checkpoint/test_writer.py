@@ -122,7 +122,7 @@ def test_a_long_wait_is_mentioned(gate, monkeypatch, caplog):
     writer = BackgroundWriter()
     writer.submit(gate, "over/there")
     with pytest.raises(CheckpointError):
-        writer.wait(0.05)
+        writer.wait(0.5)
     assert "Waiting for over/there" in caplog.text
 
 

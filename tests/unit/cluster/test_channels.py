@@ -257,13 +257,12 @@ def test_closed_lines_let_their_workers_go(channels, pool):
     channel, worker = channels.open(HOST), Worker()
     call = served_by(worker, channel, pool)
     channel.ask(("train",), no_other_way).result(WAIT_S)
-    before = threading.active_count()
     # as the processes have them that the driver has forked
-    waker = channels._reader._wake.peek()[2][0]
+    waker, thread = channels._reader._wake.peek()[2][0], channels._reader._thread
     forked = [os.dup(waker.fileno()), os.dup(channel._socket.fileno())]
     channels.close()
     assert call.result(WAIT_S) == Served(1, "did ('train',)")
-    assert threading.active_count() < before
+    assert not thread.is_alive()
     with pytest.raises(ConnectionError):
         socket.create_connection(channel.address[:2], WAIT_S)
     for descriptor in forked:
@@ -403,9 +402,9 @@ def test_workers_reach_the_driver_at_several_addresses(channels):
 
 
 def test_nothing_listens_before_the_first_line():
-    before = threading.active_count()
-    Channels().close()
-    assert threading.active_count() == before
+    channels = Channels()
+    assert channels._reader is None
+    channels.close()
 
 
 def test_the_driver_is_not_held_by_a_stopped_worker():

@@ -50,7 +50,7 @@ def waiting_for(client, keys):
 
 
 def test_one_that_nobody_closes_keeps_no_process_alive(server):
-    assert [t.daemon for t in threading.enumerate() if t.name == "raysgd-store"] == [True]
+    assert server._thread.daemon
 
 
 keys = st.sampled_from(["a", "b", "ключ\n"])
@@ -306,4 +306,5 @@ def test_a_store_leaves_no_thread_and_no_descriptor():
     before = len(os.listdir("/dev/fd")), threading.active_count()
     for _ in range(20):
         use()
-    assert (len(os.listdir("/dev/fd")), threading.active_count()) == before
+    assert len(os.listdir("/dev/fd")) <= before[0]
+    assert threading.active_count() <= before[1]

@@ -30,10 +30,6 @@ def operator_with(*, criterion=None, keep=("model", "optimizer", "criterion")):
     return run_operator(Custom)
 
 
-def parameters_of(operator):
-    return torch.cat([p.detach().reshape(-1).clone() for p in operator.model.parameters()])
-
-
 # ---- missing things
 
 

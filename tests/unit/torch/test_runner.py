@@ -14,7 +14,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.loop.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
-from tests.conftest import free_ports, run_ranks, wait_until
+from tests.conftest import run_ranks, wait_until
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, batches_of
 
@@ -129,7 +129,6 @@ from raysgd import TrainingOperator
 from raysgd.context import WorkerContext
 from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
 
-rank, *ports = map(int, sys.argv[1:])
 context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
 
 class Teacher(torch.nn.Module):
@@ -160,10 +159,6 @@ class Distilling(TrainingOperator):
         self.optimizer_step(self.optimizer)
         return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
 
-def join(port, group=(rank, 2)):
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=group[0], world_size=group[1])
-
 def set_up(seed):
     config = {"seed": seed}
     runner = TorchRunner(TorchRunnerOptions(operator_cls=Distilling, config=config))
@@ -178,7 +173,7 @@ def check_same():
         dist.all_gather(held, tensor)
         assert torch.equal(*held)
 
-join(ports[0])
+join("first")
 runner = set_up(rank)
 check_same()
 noise = runner.operator.teacher.noise.clone()
@@ -188,11 +183,11 @@ assert runner.operator.teacher.layer[1].num_batches_tracked > 0
 check_same()
 dist.destroy_process_group()
 if rank == 1:  # a replacement worker sets up alone
-    join(ports[1], (0, 1))
+    join("alone", 0, 1)
     runner = set_up(7)
     assert not torch.equal(noise, runner.operator.teacher.noise)
     dist.destroy_process_group()
-join(ports[2])
+join("second")
 runner.rejoin(context, 0)
 check_same()
 runner.train(call=1, until_epoch=2)
@@ -209,7 +204,7 @@ dist.destroy_process_group()
 
 
 def test_a_frozen_model_is_the_same_on_all_workers():
-    run_ranks(RANK_OF_TWO, 2, *free_ports(3))
+    run_ranks(RANK_OF_TWO, 2)
 
 
 # ---- goals

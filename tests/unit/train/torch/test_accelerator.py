@@ -25,7 +25,7 @@ from raysgd.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.report_queue import ReportQueue
 from raysgd.train.torch.loading import prepared_loader
-from tests.conftest import free_ports, run_ranks
+from tests.conftest import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -239,8 +239,7 @@ import numpy as np, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from raysgd.train.torch.loading import prepared_loader
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+join()
 
 class Own:
     def __init__(self, seed):
@@ -294,7 +293,7 @@ print("good")
 
 
 def test_orders_that_differ_from_worker_to_worker_are_refused_and_nobody_is_waited_for():
-    run_ranks(RANK_OF_TWO, 2, *free_ports(1))
+    run_ranks(RANK_OF_TWO, 2)
 
 
 @pytest.fixture
