@@ -6,25 +6,29 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from raysgd import checkpoint
-from raysgd.arguments import suggests
+from raysgd.arguments import check_hook, suggests
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
+from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.values import scalars
 from raysgd.calls import Calls
 from raysgd.checkpoint.location import locate
 from raysgd.cluster.controller import Controller, State
 from raysgd.cluster.members import InlineMember
+from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.config import rounded_config, warn_of_rounding
+from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.fit import Validations, run_epochs
+from raysgd.options import Options
 
 __all__ = ["OperatorTrainer"]
 
@@ -36,29 +40,44 @@ class OperatorTrainer:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        controller: Controller,
-        operator_name: str = "",
-        callbacks: Sequence[Callback] = (),
-        logdir: Path | None = None,
+        options: Options,
+        runner_cls: Callable[[Any], Runner],
+        initialization_hook: Callable[[], None] | None,
+        callbacks: Iterable[Callback],
+        logdir: str | os.PathLike[str] | None,
     ) -> None:
-        self._user_config = dict(config)
-        self._operator_name = operator_name
+        check_hook(options.trainer, initialization_hook)
+        self._logdir = checked_logdir(logdir)
+        attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
+        self._options = options = options.decided()
+        runner = runner_cls(options)
+        self._controller = controller = Controller(
+            # the hook comes before any import
+            WorkerGroup(options.group(), () if initialization_hook else runner.imports),
+            runner,
+            options.transport() if options.num_workers > 1 else None,
+            initialization_hook,
+            options.timeout_s,
+            options.elastic,
+        )
         self._writer = checkpoint.BackgroundWriter()
-        self._controller = controller
-        self._callback_list = CallbackList(callbacks)
-        self._logdir = logdir
+        self._callback_list = CallbackList(attached)
         self._calls = Calls(controller, self._callback_list)
         self._latest_metrics: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
         self._validations = Validations(lambda: controller.progress)
-        warn_of_rounding(config, controller.max_workers)
+        warn_of_rounding(options.config, controller.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.on_event = _telling(weakref.ref(self))
         controller.start()
+
+    @property
+    def _operator_name(self) -> str:
+        name: str = self._options.training_operator_cls.__qualname__
+        return name
 
     # ---- training
 
@@ -460,7 +479,7 @@ class OperatorTrainer:
     @property
     def config(self) -> dict[str, Any]:
         """The config; ``BATCH_SIZE`` is the global batch that the workers there are now share."""
-        return rounded_config(self._user_config, max(1, self.num_workers))
+        return rounded_config(self._options.config, max(1, self.num_workers))
 
     @property
     def num_workers(self) -> int:

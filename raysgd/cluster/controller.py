@@ -102,7 +102,6 @@ class Controller:
         elastic: what to do about losses.
         can_join: whether what the workers do goes on in a new generation, and replacements join it.
             Where it does not, the group grows by `grow`, a restart.
-        rejoins: whether the processes can be in another generation, where the backend allows it.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class Controller:
         timeout_s: float,
         elastic: ElasticConfig | None = None,
         can_join: bool = True,
-        rejoins: bool = True,
     ) -> None:
         self.state = State.NEW
         self._group = group
@@ -123,7 +121,7 @@ class Controller:
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
         self._can_join = can_join
-        self._rejoins = rejoins and (backend is None or backend.rejoins)
+        self._rejoins = backend is None or backend.rejoins
         self._generation = 0
         self.progress = Progress()
         self._seen_step = 0

@@ -56,6 +56,7 @@ class HorovodBackend(Backend):
         framework: Literal["torch", "tensorflow"] | None = "torch",
     ) -> None:
         check_horovod()
+        self.rejoins = framework != "tensorflow"  # which has no collectives for another group
         self._timeout_s = timeout_s
         self._framework = framework
         self._server: Any = None

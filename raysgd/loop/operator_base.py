@@ -53,7 +53,7 @@ class OperatorBase:
     @property
     def use_tqdm(self) -> bool:
         """Whether the trainer shows a progress bar."""
-        return self._registration.settings.use_tqdm
+        return self._registration.settings.options.use_tqdm
 
     @property
     def global_step(self) -> int:

@@ -12,6 +12,7 @@ from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.metrics import AverageMeterCollection
+from raysgd.options import Options
 from raysgd.timers import TimerCollection
 
 if TYPE_CHECKING:
@@ -22,11 +23,10 @@ __all__ = ["Registration", "Settings"]
 
 @dataclass
 class Settings:
-    """What the trainer's arguments and the worker's rank mean for an operator."""
+    """The trainer's arguments, and where this worker is."""
 
+    options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
-    add_dist_sampler: bool = True
-    use_tqdm: bool = False
     batch_share: int | None = None
     """This worker's share of ``config[BATCH_SIZE]``."""
 

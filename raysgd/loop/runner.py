@@ -7,7 +7,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.context import PausedError, Progress, WorkerContext
@@ -18,6 +18,7 @@ from raysgd.loop.progress import check_position
 from raysgd.loop.registration import Registration
 from raysgd.loop.snapshots import Snapshots, full_state
 from raysgd.metrics import AverageMeterCollection
+from raysgd.options import Options
 
 __all__ = ["LossReader", "OperatorRunner"]
 
@@ -25,10 +26,8 @@ __all__ = ["LossReader", "OperatorRunner"]
 class OperatorRunner(ABC):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
 
-    _options: Any
-    """The trainer's arguments, ``operator_cls`` and ``config`` among them."""
-
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._loop: Loop | None = None
         self._asked_pause: int | None = None
         self._own_pause: int | None = None
@@ -48,10 +47,10 @@ class OperatorRunner(ABC):
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
 
-    def host(self, operator: Any, snapshot_every: Literal["epoch"] | int | None) -> None:
+    def host(self, operator: Any) -> None:
         """Take over an operator that is set up."""
         self._loop = Loop(operator)
-        self._loop.snapshots = Snapshots(snapshot_every)
+        self._loop.snapshots = Snapshots(self._options.elastic.snapshot_every)
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
@@ -135,7 +134,7 @@ class OperatorRunner(ABC):
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
-        if source is None or source.sharded or not self._registration.settings.add_dist_sampler:
+        if source is None or source.sharded or not self._options.add_dist_sampler:
             return False
         # a DistributedSampler of the user's shares it out
         return not hasattr(getattr(source.loader, "sampler", None), "num_replicas")

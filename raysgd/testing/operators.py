@@ -42,13 +42,14 @@ def run_operator(
 
     if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
         return _keras_operator(operator_cls, dict(config or {}), use_fp16)
+    from raysgd.torch.options import TorchOptions
     from raysgd.torch.registration import OperatorSettings
     from raysgd.torch.runner import build_operator
 
-    settings = OperatorSettings(
+    options = TorchOptions(
         scheduler_step_freq=scheduler_step_freq, use_fp16=use_fp16, amp_dtype=amp_dtype
     )
-    return build_operator(operator_cls, dict(config or {}), settings)
+    return build_operator(operator_cls, dict(config or {}), OperatorSettings(options=options))
 
 
 def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
@@ -58,7 +59,9 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
     from raysgd.context import WorkerContext
     from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Alone
+    from raysgd.tf.options import TFOptions
     from raysgd.tf.registration import TFSettings
 
-    settings = TFSettings(context=WorkerContext(in_driver=True), use_fp16=use_fp16)
+    options = TFOptions(use_fp16=use_fp16)
+    settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
     return build_operator(operator_cls, config, settings, Alone(), seed=0)

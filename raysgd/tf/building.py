@@ -51,7 +51,7 @@ def build_operator(
     Raises:
         RuntimeError: if its setup registered nothing, or a model that cannot be built.
     """
-    policy = policy_name(settings.use_fp16)
+    policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         set_policy(policy)
     # data sets that shuffle without a seed of their own do it alike on all workers

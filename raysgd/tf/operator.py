@@ -253,7 +253,7 @@ class TrainingOperator(OperatorBase):
     @property
     def use_fp16(self) -> bool:
         """Whether models compute in mixed precision."""
-        return self._registration.settings.use_fp16 is not False
+        return self._registration.settings.options.use_fp16 is not False
 
     # ---- helpers
 

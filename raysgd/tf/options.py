@@ -1,45 +1,86 @@
-"""Learning rates that follow from a config: found after ``setup``, changed in a state."""
+"""The arguments of a TFTrainer: what they must be, and what follows from them."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import cloudpickle
 
-__all__ = ["inspect", "with_options"]
+from raysgd.backends import Backend
+from raysgd.comm.horovod import HorovodBackend, check_horovod
+from raysgd.comm.tensorflow import keras_environment
+from raysgd.options import Options
 
+__all__ = ["TFOptions"]
 
-def inspect(operator: Any) -> tuple[bool, list[float | None]]:
-    """Return whether an operator has validation data, and the rates its optimizers begin with.
-
-    Runs on a worker, after ``setup``. A rate that follows a schedule is None.
-    """
-    registration = operator._registration
-    try:
-        has_validation = registration.source("validation") is not None
-    except RuntimeError:  # there is none
-        has_validation = False
-    return has_validation, [_rate(optimizer) for optimizer in registration.optimizers]
+_PRECISIONS = (False, True, "mixed_float16", "mixed_bfloat16")
 
 
-def with_options(
-    state: dict[str, Any], then: list[float | None], now: list[float | None]
-) -> dict[str, Any]:
-    """Change a state to other learning rates, in place, and return it.
+@dataclass(frozen=True, kw_only=True)
+class TFOptions(Options):
+    """See :class:`raysgd.options.Options`."""
 
-    A rate that has been lowered since stays in proportion to what it began with.
-    """
-    for optimizer, old, new in zip(state["optimizers"], then, now, strict=True):
-        if old is None or new is None or old == new:
-            continue
-        for name, value in optimizer.items():
-            if "learning_rate" in name and np.ndim(value) == 0:
-                ratio = float(value) / old if old else 1.0
-                optimizer[name] = np.asarray(new * ratio, np.asarray(value).dtype)
-    return state
+    backend: str = "tensorflow"
+    splits_batches: bool = False
+    """Whether a batch of a ``tf.data.Dataset`` is one of the whole group."""
+    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
+    """One for all workers."""
+    environment: Mapping[str, str] = field(default_factory=keras_environment)
+    """The driver's choice of Keras."""
 
+    trainer = "TFTrainer"
 
-def _rate(optimizer: Any) -> float | None:
-    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-    held: Any = getattr(inner, "_learning_rate", None)
-    return float(held.numpy()) if hasattr(held, "numpy") else None
+    def __post_init__(self) -> None:
+        """See :class:`raysgd.options.Options`."""
+        super().__post_init__()
+        if self.use_horovod:
+            check_horovod()
+        if self.use_local and self.num_workers > 1:
+            raise ValueError(
+                f"TFTrainer(use_local=True, num_workers={self.num_workers}): a strategy has to be "
+                "set up before TensorFlow is first used in a process, and the driver's has used "
+                "it. Use one worker, or leave use_local out."
+            )
+
+    def backends(self) -> tuple[str, ...]:
+        """See :meth:`raysgd.options.Options.backends`."""
+        return ("tensorflow", "horovod")
+
+    def precisions(self) -> tuple[Any, ...]:
+        """See :meth:`raysgd.options.Options.precisions`."""
+        return _PRECISIONS
+
+    def own_gpus(self) -> bool:
+        """See :meth:`raysgd.options.Options.own_gpus`."""
+        import tensorflow as tf
+
+        return bool(tf.config.list_physical_devices("GPU"))
+
+    def transport(self) -> Backend:
+        """See :meth:`raysgd.options.Options.transport`."""
+        if self.use_horovod:
+            return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
+        return super().transport()
+
+    # ---- what workers unpickle before TensorFlow may be imported
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Wrap the operator and its config up: to unpickle them may import TensorFlow."""
+        state = dict(vars(self))
+        wrapped = cloudpickle.dumps((state.pop("training_operator_cls"), state.pop("config")))
+        return {**state, "wrapped": wrapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Leave them wrapped up."""
+        vars(self).update(state)
+
+    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the operator's class and the config."""
+        wrapped = vars(self).get("wrapped")
+        if wrapped is None:
+            return self.training_operator_cls, self.config
+        operator_cls, config = cloudpickle.loads(wrapped)
+        return operator_cls, config

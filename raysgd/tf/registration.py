@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from raysgd.tf.keras import (
     set_arrays,
 )
 from raysgd.tf.losses import batch_metric, loss_function, own_metrics
+from raysgd.tf.options import TFOptions
 from raysgd.tf.precision import scaled_optimizer
 from raysgd.tf.sources import DatasetSource, plain_spec
 from raysgd.tf.state import copied_tree
@@ -36,11 +37,9 @@ _DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class TFSettings(Settings):
-    """What the trainer's arguments and the worker's rank mean for a TensorFlow operator."""
+    """The trainer's arguments, and where this worker is."""
 
-    use_fp16: bool | str = False
-    splits_batches: bool = False
-    """Whether a batch of a ``tf.data.Dataset`` is one of the whole group."""
+    options: TFOptions = field(default_factory=TFOptions)
 
 
 class KerasRegistration(Registration):
@@ -113,7 +112,7 @@ class KerasRegistration(Registration):
                 f"register(optimizers=...) got a legacy optimizer, {name}. Use "
                 f"tf_keras.optimizers.{name}."
             )
-        return scaled_optimizer(self.keras, optimizer, self.settings.use_fp16)
+        return scaled_optimizer(self.keras, optimizer, self.settings.options.use_fp16)
 
     def _compiled(self, name: str, models: Any) -> Any:
         found = getattr(self.models[0], name, None)
@@ -176,8 +175,8 @@ class KerasRegistration(Registration):
                 follows_share=self.batch_size is None or self.batch_size == share,
                 **size_and_rank,
             )
-        if isinstance(loader, tf.data.Dataset) and self.settings.add_dist_sampler:
-            splits = self.settings.splits_batches
+        if isinstance(loader, tf.data.Dataset) and self.settings.options.add_dist_sampler:
+            splits = self.settings.options.splits_batches
             return DatasetSource(loader, training=training, splits=splits, **size_and_rank)
         return PlainLoader(loader)
 

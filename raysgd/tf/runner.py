@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import cloudpickle
+from typing import Any
 
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.config import BATCH_SIZE, worker_config
@@ -16,45 +13,9 @@ from raysgd.context import WorkerContext
 from raysgd.loading import loading
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.snapshots import full_state
+from raysgd.tf.options import TFOptions
 
-__all__ = ["TFRunner", "TFRunnerOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TFRunnerOptions:
-    """The trainer's arguments that matter on a worker."""
-
-    operator_cls: Any
-    config: Mapping[str, Any]
-    seed: int
-    use_gpu: bool = False
-    use_horovod: bool = False
-    use_fp16: bool | str = False
-    add_dist_sampler: bool = True
-    use_tqdm: bool = False
-    splits_batches: bool = False
-    timeout_s: float = 1800
-    snapshot_every: Literal["epoch"] | int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """The driver's choice of Keras."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Wrap the operator and its config up: to unpickle them may import TensorFlow."""
-        state = dict(vars(self))
-        wrapped = cloudpickle.dumps((state.pop("operator_cls"), state.pop("config")))
-        return {**state, "wrapped": wrapped}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Leave them wrapped up."""
-        vars(self).update(state)
-
-    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
-        """Return the operator's class and the config."""
-        wrapped = vars(self).get("wrapped")
-        if wrapped is None:
-            return self.operator_cls, self.config
-        operator_cls, config = cloudpickle.loads(wrapped)
-        return operator_cls, config
+__all__ = ["TFRunner"]
 
 
 class TFRunner(OperatorRunner):
@@ -65,10 +26,7 @@ class TFRunner(OperatorRunner):
 
     # a process that imports TensorFlow ahead could not be given the environment of its group
     imports = ()
-
-    def __init__(self, options: TFRunnerOptions) -> None:
-        super().__init__()
-        self._options = options
+    _options: TFOptions
 
     # ---- life
 
@@ -104,17 +62,11 @@ class TFRunner(OperatorRunner):
             )
         operator_cls, given = options.unwrapped()
         config = worker_config(given, context.world_size)
-        settings = TFSettings(
-            context=context,
-            add_dist_sampler=options.add_dist_sampler,
-            use_tqdm=options.use_tqdm,
-            batch_share=config.get(BATCH_SIZE),
-            use_fp16=options.use_fp16,
-            splits_batches=options.splits_batches,
-        )
+        share = config.get(BATCH_SIZE)
+        settings = TFSettings(options=options, context=context, batch_share=share)
         communication = communication_of(context, options.use_horovod, options.timeout_s)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
-        self.host(operator, options.snapshot_every)
+        self.host(operator)
         self._check_same_data(communication)
 
     def _check_same_data(self, communication: Any) -> None:

@@ -5,42 +5,22 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd.arguments import (
-    check_choice,
-    check_flags,
-    check_hook,
-    check_timeout,
-    check_workers,
-    checked_config,
-    checked_elastic,
-    checked_resources,
-    decide_gpu,
-    suggests,
-    unknown_argument,
-)
-from raysgd.backends import Backend, create_backend
+from raysgd.arguments import check_flags, suggests, unknown_argument
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
-from raysgd.cluster.controller import Controller
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
-from raysgd.comm.horovod import HorovodBackend, check_horovod
-from raysgd.comm.tensorflow import check_tensorflow, keras_environment
-from raysgd.config import check_batch_size, env_seconds
+from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import warn_of_misspelling
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.runner import TFRunner, TFRunnerOptions
+from raysgd.tf.options import TFOptions
+from raysgd.tf.runner import TFRunner
 from raysgd.trainer import OperatorTrainer
 
 __all__ = ["TFTrainer"]
-
-_PRECISIONS = (False, True, "mixed_float16", "mixed_bfloat16")
 
 
 class TFTrainer(OperatorTrainer):
@@ -122,75 +102,29 @@ class TFTrainer(OperatorTrainer):
         callbacks: Iterable[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
     ) -> None:
-        name = "TFTrainer"
-        check_tensorflow(name)
-        environment = keras_environment()
-        if backend == "horovod":
-            check_horovod()
-        config = checked_config(name, config)
-        workers = _number_of_workers(num_workers, num_replicas)
+        check_tensorflow("TFTrainer")
+        check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
-        self._plan = fit_plan(config) if issubclass(operator_cls, CreatorOperator) else None
-        check_hook(name, initialization_hook)
-        check_workers(name, workers, min_workers)
-        check_batch_size(config, workers)
-        resources = checked_resources(name, resources_per_worker, num_cpus_per_worker)
-        check_choice(name, "use_gpu", use_gpu, (True, False, "auto"))
-        check_choice(name, "backend", backend, ("tensorflow", "horovod"))
-        check_choice(name, "use_fp16", use_fp16, _PRECISIONS)
-        check_flags(
-            name,
-            verbose=verbose,
-            use_tqdm=use_tqdm,
+        made_from_functions = issubclass(operator_cls, CreatorOperator)
+        options = TFOptions(
+            training_operator_cls=operator_cls,
+            config=config,
+            num_workers=_number_of_workers(num_workers, num_replicas),
+            min_workers=min_workers,
+            num_cpus_per_worker=num_cpus_per_worker,
+            resources_per_worker=resources_per_worker,
+            use_gpu=use_gpu,
+            backend=backend,
+            timeout_s=timeout_s,
+            use_fp16=use_fp16,
+            use_tqdm=use_tqdm or verbose,
             add_dist_sampler=add_dist_sampler,
             use_local=use_local,
+            elastic=elastic,
+            splits_batches=made_from_functions,
         )
-        check_timeout(name, timeout_s)
-        if use_local and workers > 1:
-            raise ValueError(
-                f"TFTrainer(use_local=True, num_workers={workers}): a strategy has to be set up "
-                "before TensorFlow is first used in a process, and the driver's has used it. Use "
-                "one worker, or leave use_local out."
-            )
-        elastic = checked_elastic(name, elastic, workers)
-        folder = checked_logdir(logdir)
-        attached = trainer_callbacks(name, callbacks, use_tqdm or verbose, folder)
-        gpu = decide_gpu(name, use_gpu, resources, _own_gpus if use_local else None)
-        options = GroupOptions(
-            num_workers=workers,
-            min_workers=elastic.min_workers or min_workers,
-            num_cpus=num_cpus_per_worker,
-            num_gpus=resources.pop("GPU", 1) if gpu else 0,
-            resources=resources,
-            use_local=use_local,
-            start_timeout_s=env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0),
-        )
-        runner = TFRunner(
-            TFRunnerOptions(
-                operator_cls=operator_cls,
-                config=config,
-                seed=secrets.randbelow(2**31),
-                use_gpu=gpu,
-                use_horovod=backend == "horovod",
-                use_fp16=use_fp16,
-                add_dist_sampler=add_dist_sampler,
-                use_tqdm=use_tqdm,
-                splits_batches=self._plan is not None,
-                timeout_s=timeout_s,
-                snapshot_every=elastic.snapshot_every,
-                environment=environment,
-            )
-        )
-        controller = Controller(
-            WorkerGroup(options, runner.imports),
-            runner,
-            _backend(backend, timeout_s) if workers > 1 else None,
-            initialization_hook,
-            timeout_s,
-            elastic,
-            rejoins=workers == 1,
-        )
-        super().__init__(config, controller, operator_cls.__qualname__, attached, folder)
+        self._plan = fit_plan(options.config) if made_from_functions else None
+        super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
     @suggests
     def train(
@@ -332,15 +266,3 @@ def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[
         )
     warn_of_misspelling(operator_cls, TrainingOperator)
     return operator_cls
-
-
-def _backend(name: str, timeout_s: float) -> Backend:
-    if name == "horovod":
-        return HorovodBackend(name, timeout_s, framework="tensorflow")
-    return create_backend(name, timeout_s)
-
-
-def _own_gpus() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.config.list_physical_devices("GPU"))

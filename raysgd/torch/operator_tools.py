@@ -103,19 +103,19 @@ class OperatorTools(OperatorBase):
     @property
     def use_fp16(self) -> bool:
         """Whether training runs in mixed precision."""
-        return self._registration.settings.use_fp16 is not False
+        return self._registration.settings.options.use_fp16 is not False
 
     @property
     def use_fp16_native(self) -> bool:
         """Whether mixed precision is that of ``torch.amp``."""
-        return self._registration.settings.use_fp16 is True
+        return self._registration.settings.options.use_fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
         """Whether mixed precision is that of NVIDIA Apex."""
-        return self._registration.settings.use_fp16 == "apex"
+        return self._registration.settings.options.use_fp16 == "apex"
 
     @property
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._registration.settings.scheduler_step_freq
+        return self._registration.settings.options.scheduler_step_freq

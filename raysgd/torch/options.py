@@ -1,117 +1,96 @@
-"""Options of optimizers that follow from a config: found after ``setup``, changed in a state.
-
-A state carries the options of the optimizers that it was taken from. Where it is loaded under
-another config, as by population based training, those that the config sets are to follow the
-config, while what schedulers have made of them since is kept.
-"""
+"""The arguments of a TorchTrainer: what they must be, and what follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any, Self
 
-from raysgd.torch.operator import TrainingOperator
+import torch
 
-__all__ = ["Options", "Owners", "inspect", "with_options"]
+from raysgd.arguments import check_choice
+from raysgd.backends import backend_names
+from raysgd.comm.horovod import check_horovod
+from raysgd.options import Options
+from raysgd.torch.precision import PRECISIONS
 
-Options = list[list[dict[str, Any]]]
-"""By optimizer and parameter group: the options that are numbers, or lists of them."""
+__all__ = ["TorchOptions"]
 
-Owners = Sequence[int | None]
-"""By scheduler: which of the optimizers it steps, or None where it does not say."""
+logger = logging.getLogger(__name__)
 
-_Rates = list[tuple[list[Any], list[Any]]]
-
-
-def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
-    """Return whether there is a validation loader, the optimizers' options, and whose schedulers.
-
-    Runs on a worker, after ``setup``.
-    """
-    optimizers = operator._registration.optimizers
-    options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
-    return _has_validation(operator), options, owners
+_AMP_DTYPES = (torch.float16, torch.bfloat16)
+_SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
 
 
-def with_options(
-    state: dict[str, Any], then: Options, now: Options, owners: Owners = ()
-) -> dict[str, Any]:
-    """Change a state to other options, in place, and return it.
+@dataclass(frozen=True, kw_only=True)
+class TorchOptions(Options):
+    """See :class:`raysgd.options.Options`."""
 
-    An option that a scheduler has changed stays in proportion: a learning rate that had fallen to
-    a tenth of what it began with will be a tenth of the new one.
+    wrap_ddp: bool = True
+    amp_dtype: torch.dtype | None = None
+    scheduler_step_freq: str | None = None
 
-    Args:
-        state: the state of a trainer.
-        then: what the ``setup`` before it made of the options.
-        now: what they shall begin with instead; options that are the same in both are left alone.
-        owners: whose each scheduler in the state is, so that optimizers of equal rates are told
-            apart. One that is not known, as all are without it, follows the first optimizer that
-            had its rates.
-    """
-    rates: list[_Rates] = []
-    for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
-        groups = optimizer["param_groups"]
-        before = [dict(group) for group in groups]
-        for group, old, new in zip(groups, groups_then, groups_now, strict=True):
-            for name in old.keys() & new.keys() & group.keys():
-                if old[name] != new[name]:
-                    group[name] = _moved(group[name], old[name], new[name])
-        rates.append(
-            [
-                ([g.get(name) for g in before], [g.get(name) for g in groups])
-                for name in ("initial_lr", "lr")
-            ]
+    trainer = "TorchTrainer"
+    flags = ("wrap_ddp", *Options.flags)
+
+    def __post_init__(self) -> None:
+        """See :class:`raysgd.options.Options`."""
+        super().__post_init__()
+        if self.use_horovod:
+            check_horovod()
+        check_choice(
+            self.trainer,
+            "scheduler_step_freq",
+            self.scheduler_step_freq,
+            (None, *_SCHEDULER_STEP_FREQS),
         )
-    schedulers = state.get("schedulers", ())
-    for scheduler, owner in zip(schedulers, owners or [None] * len(schedulers), strict=True):
-        _move_scheduler(scheduler, list(chain(*rates)) if owner is None else rates[owner])
-    return state
+        check_choice(self.trainer, "amp_dtype", self.amp_dtype, (None, *_AMP_DTYPES))
+        if self.amp_dtype is not None and self.use_fp16 is not True:
+            raise ValueError(
+                f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
+                "is for native AMP; pass use_fp16=True with it."
+            )
 
+    def backends(self) -> tuple[str, ...]:
+        """See :meth:`raysgd.options.Options.backends`."""
+        return ("auto", *(name for name in backend_names() if name != "tensorflow"))
 
-def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
-    # by the groups, which a wrapper shares with the optimizer that a scheduler was made with
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-    return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
+    def precisions(self) -> tuple[Any, ...]:
+        """See :meth:`raysgd.options.Options.precisions`."""
+        return tuple(PRECISIONS)
 
+    def own_gpus(self) -> bool:
+        """See :meth:`raysgd.options.Options.own_gpus`."""
+        return torch.cuda.is_available()
 
-def _has_validation(operator: TrainingOperator) -> bool:
-    try:
-        return operator.validation_loader is not None
-    except RuntimeError:  # there is none
-        return False
+    def decided(self) -> Self:
+        """See :meth:`raysgd.options.Options.decided`; the backend follows from the GPUs."""
+        decided = super().decided()
+        if decided.use_gpu and self.use_local and not self.inline:
+            self._do_without_gpus()
+            decided = dataclasses.replace(decided, use_gpu=False)
+        if self.backend == "nccl" and not decided.use_gpu:
+            raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
+        if self.backend == "auto":
+            return dataclasses.replace(decided, backend="nccl" if decided.use_gpu else "gloo")
+        return decided
 
+    def _do_without_gpus(self) -> None:
+        """Warn that the first of several workers lives in the driver's process, and has no GPU.
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    options = {}
-    for name, value in group.items():
-        values = list(value) if isinstance(value, list | tuple) else [value]
-        if name != "params" and all(isinstance(v, int | float) for v in values):
-            options[name] = values if isinstance(value, list | tuple) else value
-    return options
+        Ray assigns GPUs to its own processes, and would give the same one to another.
 
-
-def _moved(value: Any, old: Any, new: Any) -> Any:
-    """Return `value`, which began as `old`, as it would be had it begun as `new`."""
-    if isinstance(new, list):
-        return type(value)(map(_moved, value, old, new))
-    if isinstance(new, bool) or value == old or not old:
-        return new
-    return value / old * new
-
-
-def _move_scheduler(state: Any, rates: _Rates) -> None:
-    """Change the learning rates that a scheduler's state holds, also of schedulers in it."""
-    if isinstance(state, Mapping):
-        for name in state.keys() & {"base_lrs", "_last_lr"}:
-            for before, after in rates:
-                if state[name] == before:
-                    state[name][:] = after
-                    break
-        for value in state.values():
-            _move_scheduler(value, rates)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            _move_scheduler(value, rates)
+        Raises:
+            ValueError: if GPUs were asked for.
+        """
+        if self.use_gpu is True or "GPU" in self.resources_per_worker:
+            raise ValueError(
+                "TorchTrainer(use_local=True, use_gpu=True) needs num_workers=1: of several "
+                "workers the one in this process can be assigned no GPU. Leave use_local out, or "
+                "pass use_gpu=False."
+            )
+        logger.warning(
+            "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
+            "several workers lives in this process, and can be assigned none."
+        )

@@ -30,6 +30,7 @@ from raysgd.torch.fitting import check_fits
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import dataset_loader, wrap_loader
 from raysgd.torch.optimization import Optimization
+from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import copied, on_cpu, to_cpu
 
@@ -38,14 +39,10 @@ __all__ = ["OperatorSettings", "TorchRegistration"]
 
 @dataclass
 class OperatorSettings(Settings):
-    """What the trainer's arguments and the worker's rank mean for an operator."""
+    """The trainer's arguments, and where this worker is."""
 
+    options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    wrap_ddp: bool = True
-    scheduler_step_freq: str | None = None
-    use_fp16: bool | str = False
-    amp_dtype: torch.dtype | None = None
-    use_horovod: bool = False
 
 
 class TorchRegistration(Registration):
@@ -65,7 +62,7 @@ class TorchRegistration(Registration):
         self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
         self._committed_buffers: list[torch.Tensor] = []
         self.optimization = Optimization(
-            create_precision(settings.use_fp16, settings.device, settings.amp_dtype)
+            create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
         )
 
     # ---- registering
@@ -105,23 +102,23 @@ class TorchRegistration(Registration):
         self.models = [self._placed(model) for model in modules]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
-            if self.settings.scheduler_step_freq is None:
+            if self.settings.options.scheduler_step_freq is None:
                 raise ValueError(
                     "register(schedulers=...) needs to know when to step them: pass "
                     'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
                 )
-            check_plateau(self.schedulers, self.settings.scheduler_step_freq)
+            check_plateau(self.schedulers, self.settings.options.scheduler_step_freq)
         self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
         arguments = check_horovod_args(horovod_args)
-        if self.settings.use_horovod and self.settings.context.distributed:
+        if self.settings.options.use_horovod and self.settings.context.distributed:
             self.optimization.exchanges = {
                 id(optimizer): HorovodExchange(
                     optimizer, self.models, arguments, self.optimization.accumulation_steps
                 )
                 for optimizer in self.optimizers
             }
-        elif self.settings.wrap_ddp and self.settings.context.distributed:
+        elif self.settings.options.wrap_ddp and self.settings.context.distributed:
             self.models = [
                 *(self._wrapped(model, ddp_args or {}) for model in self.given_models),
                 *(
@@ -178,7 +175,7 @@ class TorchRegistration(Registration):
             for m in self.models
         ]
         settings = self.settings
-        by_wrappers = settings.wrap_ddp and settings.context.distributed
+        by_wrappers = settings.options.wrap_ddp and settings.context.distributed
         averages = by_wrappers and not self.optimization.exchanges
         self._frozen = self._not_averaged() if averages else []
         if self.optimization.accumulation_steps > 1:
@@ -210,7 +207,7 @@ class TorchRegistration(Registration):
         Every rank must call it.
         """
         models = [model for model in self.models if not ddp.replicated(model)]
-        if self.settings.wrap_ddp and models:
+        if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
             given = ddp.broadcast_state(lambda: held, 0, self.settings.device)
             for own, value in zip(held, given, strict=False):
@@ -224,7 +221,7 @@ class TorchRegistration(Registration):
         return wrap_loader(
             loader,
             training=training,
-            shard=self.settings.add_dist_sampler,
+            shard=self.settings.options.add_dist_sampler,
             world_size=context.world_size,
             rank=context.world_rank,
             seed=self.seed,
@@ -337,7 +334,7 @@ class TorchRegistration(Registration):
         for model in self.models:
             if with_horovod or ddp.replicated(model):
                 buffers += model.buffers()
-            elif self.settings.wrap_ddp:
+            elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)
         if buffers:
             ddp.broadcast_tensors(buffers, source=0)

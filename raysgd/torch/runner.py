@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,37 +15,18 @@ from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch import ddp
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state
 
-__all__ = ["TorchRunner", "TorchRunnerOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchRunnerOptions:
-    """The trainer's arguments that matter on a worker."""
-
-    operator_cls: type[TrainingOperator]
-    config: Mapping[str, Any]
-    use_gpu: bool = False
-    wrap_ddp: bool = True
-    add_dist_sampler: bool = True
-    scheduler_step_freq: str | None = None
-    use_tqdm: bool = False
-    use_fp16: bool | str = False
-    amp_dtype: torch.dtype | None = None
-    use_horovod: bool = False
-    snapshot_every: Literal["epoch"] | int | None = None
+__all__ = ["TorchRunner"]
 
 
 class TorchRunner(OperatorRunner):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
 
     imports = ("raysgd.torch", "torch.distributed")
-
-    def __init__(self, options: TorchRunnerOptions) -> None:
-        super().__init__()
-        self._options = options
+    _options: TorchOptions
 
     # ---- life
 
@@ -73,18 +53,12 @@ class TorchRunner(OperatorRunner):
         options = self._options
         config = worker_config(options.config, context.world_size)
         settings = OperatorSettings(
+            options=options,
             context=context,
-            device=_device(options.use_gpu, context),
-            wrap_ddp=options.wrap_ddp,
-            add_dist_sampler=options.add_dist_sampler,
-            scheduler_step_freq=options.scheduler_step_freq,
-            use_tqdm=options.use_tqdm,
-            use_fp16=options.use_fp16,
-            amp_dtype=options.amp_dtype,
-            use_horovod=options.use_horovod,
+            device=_device(bool(options.use_gpu), context),
             batch_share=config.get(BATCH_SIZE),
         )
-        self.host(build_operator(options.operator_cls, config, settings), options.snapshot_every)
+        self.host(build_operator(options.training_operator_cls, config, settings))
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
             registration = self._registration

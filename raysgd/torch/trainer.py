@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from raysgd.arguments import (
-    check_choice,
-    check_flags,
-    check_hook,
-    check_timeout,
-    check_workers,
-    checked_config,
-    checked_elastic,
-    checked_resources,
-    decide_gpu,
-    unknown_argument,
-)
-from raysgd.backends import backend_names, create_backend
+from raysgd.arguments import checked_config, unknown_argument
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
-from raysgd.cluster.controller import Controller
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
-from raysgd.comm.horovod import check_horovod
-from raysgd.config import check_batch_size, env_seconds
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import warn_of_misspelling
 from raysgd.torch.creators import CreatorOperator
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.precision import PRECISIONS
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 from raysgd.trainer import OperatorTrainer
 
 __all__ = ["TorchTrainer"]
-
-logger = logging.getLogger(__name__)
 
 _OLD_ARGUMENTS = {
     "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
@@ -53,8 +33,6 @@ _OLD_ARGUMENTS = {
     "apex_args": "the arguments of self.register(...) in setup",
     "data_loader_args": "the arguments of the DataLoader that you make in setup",
 }
-_AMP_DTYPES = (torch.float16, torch.bfloat16)
-_SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
 
 
 class TorchTrainer(OperatorTrainer):
@@ -135,79 +113,26 @@ class TorchTrainer(OperatorTrainer):
         **old_arguments: Any,
     ) -> None:
         _refuse(old_arguments, _known_arguments(type(self)))
-        operator_cls = _checked_operator(training_operator_cls)
-        check_hook("TorchTrainer", initialization_hook)
-        config = checked_config("TorchTrainer", config)
-        check_workers("TorchTrainer", num_workers, min_workers)
-        check_batch_size(config, num_workers)
-        resources = checked_resources("TorchTrainer", resources_per_worker, num_cpus_per_worker)
-        check_choice("TorchTrainer", "use_gpu", use_gpu, (True, False, "auto"))
-        check_choice("TorchTrainer", "backend", backend, ("auto", *_backends()))
-        if backend == "horovod":
-            check_horovod()
-        check_choice(
-            "TorchTrainer",
-            "scheduler_step_freq",
-            scheduler_step_freq,
-            (None, *_SCHEDULER_STEP_FREQS),
-        )
-        _check_precision(use_fp16, amp_dtype)
-        check_flags(
-            "TorchTrainer",
+        options = TorchOptions(
+            training_operator_cls=_checked_operator(training_operator_cls),
+            config=config,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            num_cpus_per_worker=num_cpus_per_worker,
+            resources_per_worker=resources_per_worker,
+            use_gpu=use_gpu,
+            backend=backend,
             wrap_ddp=wrap_ddp,
+            timeout_s=timeout_s,
+            use_fp16=use_fp16,
+            amp_dtype=amp_dtype,
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
+            scheduler_step_freq=scheduler_step_freq,
             use_local=use_local,
+            elastic=elastic,
         )
-        check_timeout("TorchTrainer", timeout_s)
-        elastic = checked_elastic("TorchTrainer", elastic, num_workers)
-        folder = checked_logdir(logdir)
-        attached = trainer_callbacks("TorchTrainer", callbacks, use_tqdm, folder)
-        inline = use_local and num_workers == 1
-        start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
-        own_gpus = torch.cuda.is_available if inline else None
-        gpu = decide_gpu("TorchTrainer", use_gpu, resources, own_gpus)
-        if gpu and use_local and not inline:
-            gpu = _local_gpu(use_gpu, resources)
-        if backend == "nccl" and not gpu:
-            raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
-        num_gpus = resources.pop("GPU", 1) if gpu else 0
-        options = GroupOptions(
-            num_workers=num_workers,
-            min_workers=elastic.min_workers or min_workers,
-            num_cpus=num_cpus_per_worker,
-            num_gpus=num_gpus,
-            resources=resources,
-            use_local=use_local,
-            start_timeout_s=start_timeout_s,
-        )
-        name = ("nccl" if gpu else "gloo") if backend == "auto" else backend
-        runner = TorchRunner(
-            TorchRunnerOptions(
-                operator_cls=operator_cls,
-                config=config,
-                use_gpu=gpu,
-                wrap_ddp=wrap_ddp,
-                add_dist_sampler=add_dist_sampler,
-                scheduler_step_freq=scheduler_step_freq,
-                use_tqdm=use_tqdm,
-                use_fp16=use_fp16,
-                amp_dtype=amp_dtype,
-                use_horovod=name == "horovod",
-                snapshot_every=elastic.snapshot_every,
-            )
-        )
-        self._use_gpu = gpu
-        controller = Controller(
-            # the hook comes before any import
-            WorkerGroup(options, () if initialization_hook else runner.imports),
-            runner,
-            create_backend(name, timeout_s) if num_workers > 1 else None,
-            initialization_hook,
-            timeout_s,
-            elastic,
-        )
-        super().__init__(config, controller, operator_cls.__qualname__, attached, folder)
+        super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
@@ -222,7 +147,7 @@ class TorchTrainer(OperatorTrainer):
             TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
         """
         models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3, any_size=True)[0]
-        if self._use_gpu and not to_cpu and torch.cuda.is_available():
+        if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
 
@@ -297,48 +222,6 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
         )
     warn_of_misspelling(operator_cls, TrainingOperator)
     return operator_cls
-
-
-def _local_gpu(use_gpu: bool | str, resources: Mapping[str, float]) -> bool:
-    """Say whether workers use GPUs where the first of several lives in the driver's process.
-
-    That has none: Ray assigns GPUs to its own processes, and would give the same one to another.
-
-    Raises:
-        ValueError: if GPUs were asked for.
-    """
-    if use_gpu is True or "GPU" in resources:
-        raise ValueError(
-            "TorchTrainer(use_local=True, use_gpu=True) needs num_workers=1: of several workers "
-            "the one in this process can be assigned no GPU. Leave use_local out, or pass "
-            "use_gpu=False."
-        )
-    logger.warning(
-        "Training on CPUs, although the cluster has GPUs: with use_local=True the first of several "
-        "workers lives in this process, and can be assigned none."
-    )
-    return False
-
-
-def _backends() -> list[str]:
-    """Return the backends that torch can use."""
-    return [name for name in backend_names() if name != "tensorflow"]
-
-
-def _check_precision(use_fp16: Any, amp_dtype: Any) -> None:
-    check_choice("TorchTrainer", "use_fp16", use_fp16, tuple(PRECISIONS))
-    if amp_dtype is None:
-        return
-    if not isinstance(amp_dtype, torch.dtype) or amp_dtype not in _AMP_DTYPES:
-        raise ValueError(
-            f"TorchTrainer(amp_dtype={amp_dtype!r}): must be one of "
-            f"{', '.join(str(dtype) for dtype in _AMP_DTYPES)}, or None."
-        )
-    if use_fp16 is not True:
-        raise ValueError(
-            f"TorchTrainer(amp_dtype={amp_dtype}, use_fp16={use_fp16!r}): amp_dtype is for native "
-            "AMP; pass use_fp16=True with it."
-        )
 
 
 def __getattr__(name: str) -> Any:

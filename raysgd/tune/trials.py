@@ -186,16 +186,17 @@ class BaseTorchTrainable(BaseTrainable):
 
     def look_at_operator(self) -> tuple[bool, Any]:
         """See :meth:`BaseTrainable.look_at_operator`."""
-        from raysgd.torch import options
+        from raysgd.torch import optimizer_options
 
-        has_validation, found, self._owners = self.trainer.apply_all_operators(options.inspect)[0]
+        inspected = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
+        has_validation, found, self._owners = inspected
         return has_validation, found
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """See :func:`raysgd.torch.options.with_options`."""
-        from raysgd.torch import options
+        """See :func:`raysgd.torch.optimizer_options.with_options`."""
+        from raysgd.torch import optimizer_options
 
-        return options.with_options(state, then, now, self._owners)
+        return optimizer_options.with_options(state, then, now, self._owners)
 
 
 class TFTrainable(BaseTrainable):
@@ -203,16 +204,16 @@ class TFTrainable(BaseTrainable):
 
     def look_at_operator(self) -> tuple[bool, Any]:
         """See :meth:`BaseTrainable.look_at_operator`."""
-        from raysgd.tf import options
+        from raysgd.tf import optimizer_options
 
-        found: tuple[bool, Any] = self.trainer.apply_all_operators(options.inspect)[0]
+        found: tuple[bool, Any] = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
         return found
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """See :func:`raysgd.tf.options.with_options`."""
-        from raysgd.tf import options
+        """See :func:`raysgd.tf.optimizer_options.with_options`."""
+        from raysgd.tf import optimizer_options
 
-        return options.with_options(state, then, now)
+        return optimizer_options.with_options(state, then, now)
 
 
 def trainable_class(

@@ -7,7 +7,9 @@ import pytest
 
 from raysgd.cluster.snapshot import SnapshotKeeper
 from raysgd.context import Progress, WorkerContext
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.elastic.config import ElasticConfig
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 from tests.conftest import wait_until
 from tests.unit.recorder import Recorder
 
@@ -178,8 +180,10 @@ class RunnerMember(FakeMember):
 @pytest.mark.parametrize("train_after", [0, 1])
 def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
     """After going back to an older state, a restart must not go on from the one given up."""
-    options = TorchRunnerOptions(
-        operator_cls=Recorder, config={"num_samples": 40, "batch_size": 8}, snapshot_every=every
+    options = TorchOptions(
+        training_operator_cls=Recorder,
+        config={"num_samples": 40, "batch_size": 8},
+        elastic=ElasticConfig(snapshot_every=every),
     )
     runner = TorchRunner(options)
     runner.prepare(WorkerContext(in_driver=True))

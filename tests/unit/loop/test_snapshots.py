@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from raysgd.context import WorkerContext
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.elastic.config import ElasticConfig
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 from tests.unit.recorder import Recorder
 
 EPOCH = list(range(40))
@@ -17,8 +19,11 @@ def make_runner(every, config=None, context=None, operator_cls=Recorder, **optio
     """A runner of epochs of five batches with eight samples each."""
     config = {"num_samples": 40, "batch_size": 8, **(config or {})}
     runner = TorchRunner(
-        TorchRunnerOptions(
-            operator_cls=operator_cls, config=config, snapshot_every=every, **options
+        TorchOptions(
+            training_operator_cls=operator_cls,
+            config=config,
+            elastic=ElasticConfig(snapshot_every=every),
+            **options,
         )
     )
     context = context or WorkerContext(in_driver=True)

@@ -15,10 +15,11 @@ def build():
     pytest.importorskip("tensorflow")
     from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Alone
+    from raysgd.tf.options import TFOptions
     from raysgd.tf.registration import TFSettings
 
-    def make(operator_cls, config=None, seed=3, **settings):
-        given = TFSettings(context=WorkerContext(in_driver=True), **settings)
-        return build_operator(operator_cls, config or {}, given, Alone(), seed)
+    def make(operator_cls, config=None, seed=3, **options):
+        settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))
+        return build_operator(operator_cls, config or {}, settings, Alone(), seed)
 
     return make

@@ -6,14 +6,17 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd.context import WorkerContext
-from raysgd.tf.runner import TFRunner, TFRunnerOptions
+from raysgd.elastic.config import ElasticConfig
+from raysgd.tf.options import TFOptions
+from raysgd.tf.runner import TFRunner
 from tests.tf_operators import Digits
 
 
 def make_runner(keras, lr=0.1):
     """A runner that takes a snapshot at the begin of each epoch, of 45 steps."""
     config = {"keras": keras, "data": "tf", "shuffle": False, "lr": lr}
-    options = TFRunnerOptions(operator_cls=Digits, config=config, seed=3, snapshot_every="epoch")
+    elastic = ElasticConfig(snapshot_every="epoch")
+    options = TFOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
     runner = TFRunner(options)
     runner.setup(WorkerContext(in_driver=True))
     return runner

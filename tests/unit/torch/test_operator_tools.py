@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from raysgd.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.ddp import ReplicatedModel
+from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings
 from tests.operators import Classifier, make_model
 
@@ -18,7 +19,8 @@ META = torch.device("meta")
 
 def test_an_operator_knows_its_place():
     context = WorkerContext(world_rank=3, world_size=4, local_rank=1)
-    settings = OperatorSettings(context=context, scheduler_step_freq="batch", use_tqdm=True)
+    options = TorchOptions(scheduler_step_freq="batch", use_tqdm=True)
+    settings = OperatorSettings(options=options, context=context)
     operator = Classifier({"a": 1}, settings)
     assert (operator.world_rank, operator.world_size, operator.local_rank) == (3, 4, 1)
     assert operator.config == {"a": 1}
@@ -114,7 +116,7 @@ def test_all_but_the_device_of_a_batch_stays(batch):
 )
 def test_an_operator_knows_its_precision(use_fp16, kinds, monkeypatch):
     monkeypatch.setattr("raysgd.torch.registration.create_precision", lambda *arguments: None)
-    operator = Classifier({}, OperatorSettings(use_fp16=use_fp16))
+    operator = Classifier({}, OperatorSettings(options=TorchOptions(use_fp16=use_fp16)))
     assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == kinds
 
 

@@ -7,11 +7,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.torch import ddp
+from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
 
 def linear():
     return torch.nn.Linear(2, 2)
+
+
+CPU = torch.device("cpu")
 
 
 def sgd(*models):
@@ -22,8 +26,9 @@ def step_lr(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def make_registration(**settings):
-    return TorchRegistration(OperatorSettings(**settings))
+def make_registration(device=CPU, context=None, batch_share=None, **options):
+    place = {"context": context or WorkerContext(), "device": device, "batch_share": batch_share}
+    return TorchRegistration(OperatorSettings(options=TorchOptions(**options), **place))
 
 
 def register(

@@ -13,7 +13,8 @@ from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.loop.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions, _device
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, batches_of
@@ -29,7 +30,9 @@ class TrainOnly(Recorder):
 
 def make_runner(operator_cls=Recorder, config=None, context=None, **options):
     runner = TorchRunner(
-        TorchRunnerOptions(operator_cls=operator_cls, config={**SMALL, **(config or {})}, **options)
+        TorchOptions(
+            training_operator_cls=operator_cls, config={**SMALL, **(config or {})}, **options
+        )
     )
     context = context or WorkerContext(in_driver=True)
     runner.prepare(context)
@@ -52,7 +55,7 @@ def same_parameters(left, right):
 
 
 def test_a_runner_without_operator_has_made_no_progress():
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
     assert runner.progress() == Progress()
     runner.request_stop(True)
     assert runner.pause_at(3) == 0
@@ -73,7 +76,7 @@ def test_after_teardown_there_is_no_operator():
 def test_each_worker_gets_its_threads_but_the_driver_keeps_its_own(monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
     runner.prepare(WorkerContext(num_cpus=3))
     runner.prepare(WorkerContext(num_cpus=0.5))
     runner.prepare(WorkerContext(num_cpus=3, in_driver=True))
@@ -82,7 +85,7 @@ def test_each_worker_gets_its_threads_but_the_driver_keeps_its_own(monkeypatch):
 
 def test_a_gpu_that_torch_does_not_see_is_explained(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
     with pytest.raises(RuntimeError, match=r"shall use a GPU.*use_gpu=False"):
         runner.prepare(WorkerContext(gpu_index=0, in_driver=True))
 
@@ -90,7 +93,7 @@ def test_a_gpu_that_torch_does_not_see_is_explained(monkeypatch):
 def test_the_only_worker_in_the_drivers_process_uses_the_gpu_that_that_is_at(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
     alone = WorkerContext(in_driver=True)
     runner.prepare(alone)
     assert _device(True, alone) == torch.device("cuda", 3)
@@ -103,7 +106,7 @@ def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Recorder, config=SMALL, use_gpu=True))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
     runner.prepare(WorkerContext(visible_gpus=("2", "5"), gpu_index=1, in_driver=True))
     import os
 
@@ -127,7 +130,8 @@ import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd.context import WorkerContext
-from raysgd.torch.runner import TorchRunner, TorchRunnerOptions
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 
 context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
 
@@ -161,7 +165,7 @@ class Distilling(TrainingOperator):
 
 def set_up(seed):
     config = {"seed": seed}
-    runner = TorchRunner(TorchRunnerOptions(operator_cls=Distilling, config=config))
+    runner = TorchRunner(TorchOptions(training_operator_cls=Distilling, config=config))
     runner.prepare(context)
     runner.setup(context)
     return runner
@@ -758,7 +762,7 @@ def test_setup_that_seeds_decides_the_order():
 def test_all_loaders_are_left_as_they_are_where_the_trainer_says_so():
     context = WorkerContext(world_rank=1, world_size=2)
     runner = TorchRunner(
-        TorchRunnerOptions(operator_cls=Recorder, config=SMALL, add_dist_sampler=False)
+        TorchOptions(training_operator_cls=Recorder, config=SMALL, add_dist_sampler=False)
     )
     settings = WorkerContext(in_driver=True)
     runner.setup(settings)

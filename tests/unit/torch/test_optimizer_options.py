@@ -7,7 +7,7 @@ import torch
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
-from raysgd.torch.options import inspect, with_options
+from raysgd.torch.optimizer_options import inspect, with_options
 from tests.operators import Classifier
 
 Lr = torch.optim.lr_scheduler

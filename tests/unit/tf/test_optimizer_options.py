@@ -4,27 +4,27 @@ import numpy as np
 import pytest
 
 from raysgd import TFTrainer
-from raysgd.tf import options
+from raysgd.tf.optimizer_options import inspect, with_options
 from tests.tf_operators import Digits
 
 
 def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     slow, fast = build(Digits, {"lr": 0.01}), build(Digits, {"lr": 0.04})
-    (has_validation, then), (_, now) = options.inspect(slow), options.inspect(fast)
+    (has_validation, then), (_, now) = inspect(slow), inspect(fast)
     assert has_validation
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered since
-    state = options.with_options(slow._registration.training_state(), then, now)
+    state = with_options(slow._registration.training_state(), then, now)
     fast._registration.load_training_state(state)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 
 def test_rates_that_stay_leave_the_state_alone(build):
     operator = build(Digits)
-    _, rates = options.inspect(operator)
+    _, rates = inspect(operator)
     state = operator._registration.training_state()
-    assert options.with_options(state, rates, rates) is state
-    assert options.with_options(state, [None], rates) is state
+    assert with_options(state, rates, rates) is state
+    assert with_options(state, [None], rates) is state
     assert all(isinstance(value, np.ndarray) for value in state["optimizers"][0].values())
 
 

@@ -1,0 +1,134 @@
+"""The arguments of trainers of operators: what they must be, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from raysgd.arguments import (
+    check_choice,
+    check_flags,
+    check_timeout,
+    check_workers,
+    checked_config,
+    checked_elastic,
+    checked_resources,
+    decide_gpu,
+)
+from raysgd.backends import Backend, create_backend
+from raysgd.cluster.worker_group import GroupOptions
+from raysgd.config import check_batch_size, env_seconds
+
+__all__ = ["Options"]
+
+_FLAGS = ("use_tqdm", "add_dist_sampler", "use_local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ABC):
+    """The arguments that trainers of both families take; workers get them as they are.
+
+    What they mean is said where users read it, by :class:`raysgd.TorchTrainer`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument has a value that is not allowed.
+    """
+
+    training_operator_cls: Any = None
+    config: Any = None
+    num_workers: int = 1
+    min_workers: int = 1
+    num_cpus_per_worker: float = 1
+    resources_per_worker: Any = None
+    use_gpu: bool | str = False
+    backend: str = "auto"
+    timeout_s: float = 1800
+    use_fp16: bool | str = False
+    use_tqdm: bool = False
+    add_dist_sampler: bool = True
+    use_local: bool = False
+    elastic: Any = None
+
+    trainer: ClassVar[str]
+    """The name that errors are about."""
+    flags: ClassVar[Sequence[str]] = _FLAGS
+    """The arguments that are True or False."""
+
+    def __post_init__(self) -> None:
+        """Check them; for None as config, resources or elastic there is the default."""
+        resources = checked_resources(
+            self.trainer, self.resources_per_worker, self.num_cpus_per_worker
+        )
+        check_workers(self.trainer, self.num_workers, self.min_workers)
+        self._set(
+            config=checked_config(self.trainer, self.config),
+            resources_per_worker=resources,
+            elastic=checked_elastic(self.trainer, self.elastic, self.num_workers),
+        )
+        check_batch_size(self.config, self.num_workers)
+        check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
+        check_choice(self.trainer, "backend", self.backend, self.backends())
+        check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions())
+        check_flags(self.trainer, **{name: getattr(self, name) for name in self.flags})
+        check_timeout(self.trainer, self.timeout_s)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    # ---- what families define
+
+    @abstractmethod
+    def backends(self) -> tuple[str, ...]:
+        """Return the values of ``backend`` that are allowed."""
+
+    @abstractmethod
+    def precisions(self) -> tuple[Any, ...]:
+        """Return the values of ``use_fp16`` that are allowed."""
+
+    @abstractmethod
+    def own_gpus(self) -> bool:
+        """Say whether this process has GPUs."""
+
+    def transport(self) -> Backend:
+        """Return how several workers communicate, where the backend is decided upon."""
+        return create_backend(self.backend, self.timeout_s)
+
+    # ---- what follows
+
+    @property
+    def inline(self) -> bool:
+        """Whether the only worker lives in the driver's process, without Ray."""
+        return self.use_local and self.num_workers == 1
+
+    @property
+    def use_horovod(self) -> bool:
+        """Whether gradients are averaged by Horovod."""
+        return self.backend == "horovod"
+
+    def decided(self) -> Self:
+        """Return them without "auto": whether there are GPUs, the cluster or this process knows.
+
+        Raises:
+            ValueError: if there cannot be what was asked for.
+        """
+        own_gpus = self.own_gpus if self.inline else None
+        gpu = decide_gpu(self.trainer, self.use_gpu, self.resources_per_worker, own_gpus)
+        return dataclasses.replace(self, use_gpu=gpu)
+
+    def group(self) -> GroupOptions:
+        """Return what the workers reserve, where it is decided whether they use GPUs."""
+        resources = dict(self.resources_per_worker)
+        return GroupOptions(
+            num_workers=self.num_workers,
+            min_workers=self.elastic.min_workers or self.min_workers,
+            num_cpus=self.num_cpus_per_worker,
+            num_gpus=resources.pop("GPU", 1) if self.use_gpu else 0,
+            resources=resources,
+            use_local=self.use_local,
+            start_timeout_s=env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0),
+        )

@@ -1,0 +1,45 @@
+"""Learning rates that follow from a config: found after ``setup``, changed in a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["inspect", "with_options"]
+
+
+def inspect(operator: Any) -> tuple[bool, list[float | None]]:
+    """Return whether an operator has validation data, and the rates its optimizers begin with.
+
+    Runs on a worker, after ``setup``. A rate that follows a schedule is None.
+    """
+    registration = operator._registration
+    try:
+        has_validation = registration.source("validation") is not None
+    except RuntimeError:  # there is none
+        has_validation = False
+    return has_validation, [_rate(optimizer) for optimizer in registration.optimizers]
+
+
+def with_options(
+    state: dict[str, Any], then: list[float | None], now: list[float | None]
+) -> dict[str, Any]:
+    """Change a state to other learning rates, in place, and return it.
+
+    A rate that has been lowered since stays in proportion to what it began with.
+    """
+    for optimizer, old, new in zip(state["optimizers"], then, now, strict=True):
+        if old is None or new is None or old == new:
+            continue
+        for name, value in optimizer.items():
+            if "learning_rate" in name and np.ndim(value) == 0:
+                ratio = float(value) / old if old else 1.0
+                optimizer[name] = np.asarray(new * ratio, np.asarray(value).dtype)
+    return state
+
+
+def _rate(optimizer: Any) -> float | None:
+    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
+    held: Any = getattr(inner, "_learning_rate", None)
+    return float(held.numpy()) if hasattr(held, "numpy") else None

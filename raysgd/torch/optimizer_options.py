@@ -1,0 +1,117 @@
+"""Options of optimizers that follow from a config: found after ``setup``, changed in a state.
+
+A state carries the options of the optimizers that it was taken from. Where it is loaded under
+another config, as by population based training, those that the config sets are to follow the
+config, while what schedulers have made of them since is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["Options", "Owners", "inspect", "with_options"]
+
+Options = list[list[dict[str, Any]]]
+"""By optimizer and parameter group: the options that are numbers, or lists of them."""
+
+Owners = Sequence[int | None]
+"""By scheduler: which of the optimizers it steps, or None where it does not say."""
+
+_Rates = list[tuple[list[Any], list[Any]]]
+
+
+def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
+    """Return whether there is a validation loader, the optimizers' options, and whose schedulers.
+
+    Runs on a worker, after ``setup``.
+    """
+    optimizers = operator._registration.optimizers
+    options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
+    return _has_validation(operator), options, owners
+
+
+def with_options(
+    state: dict[str, Any], then: Options, now: Options, owners: Owners = ()
+) -> dict[str, Any]:
+    """Change a state to other options, in place, and return it.
+
+    An option that a scheduler has changed stays in proportion: a learning rate that had fallen to
+    a tenth of what it began with will be a tenth of the new one.
+
+    Args:
+        state: the state of a trainer.
+        then: what the ``setup`` before it made of the options.
+        now: what they shall begin with instead; options that are the same in both are left alone.
+        owners: whose each scheduler in the state is, so that optimizers of equal rates are told
+            apart. One that is not known, as all are without it, follows the first optimizer that
+            had its rates.
+    """
+    rates: list[_Rates] = []
+    for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
+        groups = optimizer["param_groups"]
+        before = [dict(group) for group in groups]
+        for group, old, new in zip(groups, groups_then, groups_now, strict=True):
+            for name in old.keys() & new.keys() & group.keys():
+                if old[name] != new[name]:
+                    group[name] = _moved(group[name], old[name], new[name])
+        rates.append(
+            [
+                ([g.get(name) for g in before], [g.get(name) for g in groups])
+                for name in ("initial_lr", "lr")
+            ]
+        )
+    schedulers = state.get("schedulers", ())
+    for scheduler, owner in zip(schedulers, owners or [None] * len(schedulers), strict=True):
+        _move_scheduler(scheduler, list(chain(*rates)) if owner is None else rates[owner])
+    return state
+
+
+def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
+    # by the groups, which a wrapper shares with the optimizer that a scheduler was made with
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
+
+
+def _has_validation(operator: TrainingOperator) -> bool:
+    try:
+        return operator.validation_loader is not None
+    except RuntimeError:  # there is none
+        return False
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
+    for name, value in group.items():
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if name != "params" and all(isinstance(v, int | float) for v in values):
+            options[name] = values if isinstance(value, list | tuple) else value
+    return options
+
+
+def _moved(value: Any, old: Any, new: Any) -> Any:
+    """Return `value`, which began as `old`, as it would be had it begun as `new`."""
+    if isinstance(new, list):
+        return type(value)(map(_moved, value, old, new))
+    if isinstance(new, bool) or value == old or not old:
+        return new
+    return value / old * new
+
+
+def _move_scheduler(state: Any, rates: _Rates) -> None:
+    """Change the learning rates that a scheduler's state holds, also of schedulers in it."""
+    if isinstance(state, Mapping):
+        for name in state.keys() & {"base_lrs", "_last_lr"}:
+            for before, after in rates:
+                if state[name] == before:
+                    state[name][:] = after
+                    break
+        for value in state.values():
+            _move_scheduler(value, rates)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            _move_scheduler(value, rates)
