@@ -7,7 +7,7 @@ time is over; and its waits cannot be ended from outside. Here a wait ends when 
 the store, and when the client is interrupted.
 
 A request is a line with a JSON array, the operation and its arguments, and so is the answer, with
-one element; bytes travel as text of the same code points. The first request proves that the client
+one element. The first request proves that the client
 was told of the store by the driver.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import json
 import secrets
 import socket
@@ -24,9 +23,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from raysgd.comm.sockets import shut_down
 
@@ -187,101 +183,56 @@ class StoreServer:
         return self._values.pop(key, None) is not None
 
 
-class StoreClient(Store):
-    """A worker's connection to a store. It lives as long as anything that torch makes of it.
+class StoreClient:
+    """A worker's connection to a store.
 
-    Every method raises DistNetworkError once the store is closed or the client interrupted, and
-    DistStoreError where a key does not come in time.
+    Every method raises ConnectionError once the store is closed or the client interrupted.
 
     Args:
         address: where the store listens.
-        timeout: how long to wait for keys where a call does not say how long.
+
+    Raises:
+        ConnectionError: if the store cannot be reached.
     """
 
-    def __init__(self, address: StoreAddress, timeout: datetime.timedelta) -> None:
-        super().__init__()
-        self.set_timeout(timeout)
+    def __init__(self, address: StoreAddress) -> None:
         self._name = f"The driver's store at {address.host}:{address.port}"
         self._lock = threading.Lock()
         try:
             self._socket = socket.create_connection((address.host, address.port), _CONNECT_S)
         except OSError as error:
-            raise dist.DistNetworkError(
+            raise ConnectionError(
                 f"{self._name} cannot be reached ({error}): this generation of workers was given "
                 "up, or a firewall is in between."
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
         weakref.finalize(self, _close, self._socket, self._answers)
-        self._ask("hello", address.token)
+        self.ask("hello", address.token)
 
     def interrupt(self) -> None:
         """End the wait that another thread is in, and refuse all later ones."""
         shut_down(self._socket)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self.multi_set([key], [value])
+    def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        """Set keys."""
+        self.ask("set", list(keys), list(values))
 
-    def get(self, key: str) -> bytes:
-        """Return a key's value, once it is there."""
-        return self.multi_get([key])[0]
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+        """Return the values of keys, once all are there.
 
-    def add(self, key: str, value: int) -> int:
-        """Add to a number, 0 at first, and return the sum."""
-        return int(self._ask("add", key, value))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value, empty at first."""
-        self._ask("append", key, _text(value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
-        return bool(self._ask("check", list(keys)))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has a certain value, empty for none, and return what it has then."""
-        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key, and return whether it was there."""
-        return bool(self._ask("delete", key))
-
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        return int(self._ask("num_keys"))
-
-    # the names by which torch's C++ looks for them
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        """Whether there are `append` and the operations on several keys."""
-        return True
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, once all are there."""
-        return [_bytes(value) for value in self._values(keys)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        self._ask("set", list(keys), [_text(value) for value in values])
-
-    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all keys are there."""
-        self._values(keys, timeout)
-
-    def _values(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> list[str]:
-        # torch's declarations leave the attribute out that its set_timeout() sets
-        wait_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        values: list[str] | None = self._ask("get", list(keys), wait_s, wait_s=wait_s)
+        Raises:
+            TimeoutError: if they are not within `timeout_s` seconds.
+        """
+        values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
-            raise dist.DistStoreError(
-                f"Waited {wait_s:g} s, in vain, for other workers to set {', '.join(keys)}."
+            raise TimeoutError(
+                f"Waited {timeout_s:g} s, in vain, for other workers to set {', '.join(keys)}."
             )
         return values
 
-    def _ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+    def ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        """Return the answer to a request; `wait_s` is how long the server may wait with it."""
         cause: OSError | None = None
         try:
             with self._lock:
@@ -289,13 +240,13 @@ class StoreClient(Store):
                 self._socket.sendall(_line([operation, *arguments]))
                 answer = self._answers.readline()
         except TimeoutError as error:
-            raise dist.DistNetworkError(
+            raise ConnectionError(
                 f"{self._name} did not answer for {wait_s + _ANSWER_S:g} s."
             ) from error
         except OSError as error:
             answer, cause = b"", error
         if not answer.endswith(b"\n"):
-            raise dist.DistNetworkError(
+            raise ConnectionError(
                 f"{self._name} is closed: this generation of workers was given up."
             ) from cause
         return json.loads(answer)[0]
@@ -308,11 +259,3 @@ def _close(*opened: Any) -> None:
 
 def _line(values: list[Any]) -> bytes:
     return json.dumps(values).encode() + b"\n"
-
-
-def _text(value: str | bytes) -> str:
-    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
-
-
-def _bytes(value: str) -> bytes:
-    return value.encode("latin-1")

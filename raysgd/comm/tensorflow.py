@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.comm.backend import Backend
-from raysgd.comm.exchange import Exchange, exchanged
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
+from raysgd.comm.rendezvous import StoreAddress, StoreClient, StoreServer
 from raysgd.context import WorkerContext
 
 __all__ = [
@@ -32,8 +32,7 @@ _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to re
 class TensorflowRendezvous:
     """Where the workers of one generation tell each other their addresses."""
 
-    host: str
-    port: int
+    store: StoreAddress
     single_node: bool
 
 
@@ -50,15 +49,14 @@ class TensorflowBackend(Backend):
         self._timeout_s = timeout_s
         # on the driver: the choice of Keras that its script was started with holds on all workers
         self._environment = keras_environment()
-        self._exchange: Exchange | None = None
+        self._server: StoreServer | None = None
         self._held: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""
         self.close()
-        host = driver_address(addresses)
-        self._exchange = Exchange(host, len(addresses))
-        return TensorflowRendezvous(host, self._exchange.port, is_single_node(addresses))
+        self._server = StoreServer(driver_address(addresses))
+        return TensorflowRendezvous(self._server.address, is_single_node(addresses))
 
     def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
         """Set the environment that TensorFlow reads when it is imported and the strategy made.
@@ -81,8 +79,10 @@ class TensorflowBackend(Backend):
         host = LOOPBACK if rendezvous.single_node else context.node_ip
         self._held = _held_port(host)
         address = f"{host}:{self._held.getsockname()[1]}"
-        server = (rendezvous.host, rendezvous.port)
-        workers = exchanged(server, context.world_rank, address, self._timeout_s)
+        store = StoreClient(rendezvous.store)
+        store.set([str(context.world_rank)], [address])
+        ranks = [str(rank) for rank in range(context.world_size)]
+        workers = store.get(ranks, self._timeout_s)
         os.environ["TF_CONFIG"] = json.dumps(
             {
                 "cluster": {"worker": workers},
@@ -121,9 +121,9 @@ class TensorflowBackend(Backend):
 
     def close(self) -> None:
         """Stop listening."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
 
 def _held_port(host: str) -> socket.socket:

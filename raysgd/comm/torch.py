@@ -22,8 +22,9 @@ from raysgd.comm.network import (
     interface_of,
     is_single_node,
 )
-from raysgd.comm.rendezvous import StoreAddress, StoreClient, StoreServer
+from raysgd.comm.rendezvous import StoreAddress, StoreServer
 from raysgd.comm.sockets import endpoints, listeners
+from raysgd.comm.torch_store import TorchStore
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
 
@@ -64,7 +65,7 @@ class TorchBackend(Backend):
         )
         self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
-        self._client: StoreClient | None = None
+        self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()
         self._made = False
         self._entry: Entry | None = None
@@ -102,7 +103,7 @@ class TorchBackend(Backend):
         store: Any = HashStore()
         mesh_addresses: list[MeshAddress] = []
         if rendezvous is not None:
-            store = self._client = StoreClient(rendezvous.store, self._timeout)
+            store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank)
             # All are here before any connects: who waits here is woken when the driver closes the

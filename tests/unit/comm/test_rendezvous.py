@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from raysgd.comm import rendezvous as store_module
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.rendezvous import StoreAddress, StoreClient, StoreServer
+from raysgd.comm.rendezvous import StoreAddress, StoreServer
+from raysgd.comm.torch_store import TorchStore
 from tests.conftest import examples
 
 SHORT = datetime.timedelta(seconds=0.1)
@@ -36,7 +37,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    return StoreClient(server.address, LONG)
+    return TorchStore(server.address, LONG)
 
 
 def waiting_for(client, keys):
@@ -44,7 +45,7 @@ def waiting_for(client, keys):
     pool = ThreadPoolExecutor(1)
     future = pool.submit(client.wait, keys, LONG)
     pool.shutdown(wait=False)
-    while not client._lock.locked() and not future.done():
+    while not client._client._lock.locked() and not future.done():
         time.sleep(0.001)
     return future
 
@@ -71,7 +72,7 @@ numbers = st.integers(-(2**40), 2**40)
 )
 def test_a_store_does_what_torchs_own_does(operations):
     ours = StoreServer("127.0.0.1")
-    client, reference = StoreClient(ours.address, LONG), dist.HashStore()
+    client, reference = TorchStore(ours.address, LONG), dist.HashStore()
     try:
         for name, *arguments in operations:
             if name == "compare_set" and not arguments[1] and not reference.check([arguments[0]]):
@@ -90,7 +91,7 @@ def test_a_store_does_what_torchs_own_does(operations):
 @given(st.lists(numbers, min_size=1, max_size=5))
 def test_numbers_are_added_up(amounts):
     server = StoreServer("127.0.0.1")
-    client = StoreClient(server.address, LONG)
+    client = TorchStore(server.address, LONG)
     assert [client.add("n", amount) for amount in amounts][-1] == sum(amounts)
     assert client.get("n") == str(sum(amounts)).encode()
     server.close()
@@ -98,7 +99,7 @@ def test_numbers_are_added_up(amounts):
 
 def test_a_wait_ends_when_another_client_has_set_the_last_key(server, client):
     waits = waiting_for(client, ["a", "b"])
-    other = StoreClient(server.address, LONG)
+    other = TorchStore(server.address, LONG)
     other.set("a", "1")
     assert not waits.done()
     other.multi_set(["b", "c"], ["2", b"\xff\x00"])
@@ -130,7 +131,7 @@ def test_closing_the_store_ends_the_waits_and_refuses_replacements(server, clien
     with pytest.raises(dist.DistNetworkError, match="given up"):
         waits.result(10)
     with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up"):
-        StoreClient(server.address, LONG)
+        TorchStore(server.address, LONG)
     server.close()
     assert not server._thread.is_alive()
 
@@ -192,28 +193,28 @@ def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
     monkeypatch.setattr(store_module, "_RETRY_S", 0.05)
     server = StoreServer("127.0.0.1")
     try:
-        StoreClient(server.address, LONG).set("a", "1")
+        TorchStore(server.address, LONG).set("a", "1")
         assert server._listener.failures == 3
     finally:
         server.close()
 
 
 def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
-    other = StoreClient(server.address, LONG)
+    other = TorchStore(server.address, LONG)
     waits, others_wait = waiting_for(client, ["never"]), waiting_for(other, ["later"])
     client.interrupt()
     with pytest.raises(dist.DistNetworkError):
         waits.result(10)
     with pytest.raises(dist.DistNetworkError):
         client.set("a", "1")
-    StoreClient(server.address, LONG).set("later", "")
+    TorchStore(server.address, LONG).set("later", "")
     others_wait.result(10)
 
 
 def test_who_does_not_know_the_token_gets_no_answer(server):
     wrong = StoreAddress(server.address.host, server.address.port, "guess")
     with pytest.raises(dist.DistNetworkError):
-        StoreClient(wrong, LONG)
+        TorchStore(wrong, LONG)
     for line in [b"\n", b"GET / HTTP/1.1\r\n", b"\xff\xfe\n", b"[]\n", b""]:
         with socket.create_connection(server.address[:2], 10) as stranger:
             stranger.sendall(line)
@@ -243,14 +244,14 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = StoreAddress(*silent.getsockname(), "token")
         with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.2 s"):
-            StoreClient(address, LONG)
+            TorchStore(address, LONG)
 
 
 def test_gloo_and_groups_of_the_users_own_meet_through_it(server):
     """torch calls it from C++, by names of its own."""
 
     def work(rank):
-        store = StoreClient(server.address, LONG)
+        store = TorchStore(server.address, LONG)
         group = dist.ProcessGroupGloo(dist.PrefixStore("own", store), rank, 2, LONG)
         tensor = torch.full((3,), float(rank + 1))
         group.allreduce([tensor]).wait()
@@ -271,10 +272,10 @@ def test_gloo_and_groups_of_the_users_own_meet_through_it(server):
 
 def test_a_group_that_waits_for_a_peer_is_woken_by_closing_the_store(server):
     """The peer died between the barrier and gloo's own meeting."""
-    store = StoreClient(server.address, LONG)
+    store = TorchStore(server.address, LONG)
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(GlooGroup, store, 0, 2, LONG)
-        observer = StoreClient(server.address, LONG)
+        observer = TorchStore(server.address, LONG)
         while observer.num_keys() == 0:
             time.sleep(0.001)
         server.close()
@@ -286,7 +287,7 @@ def test_many_workers_meet(server):
     everyone = [f"here/{rank}" for rank in range(40)]
 
     def come(rank):
-        client = StoreClient(server.address, LONG)
+        client = TorchStore(server.address, LONG)
         client.set(everyone[rank], "")
         client.wait(everyone, LONG)
         return client.add("count", 1)
@@ -298,7 +299,7 @@ def test_many_workers_meet(server):
 def test_a_store_leaves_no_thread_and_no_descriptor():
     def use():
         server = StoreServer("127.0.0.1")
-        client = StoreClient(server.address, LONG)
+        client = TorchStore(server.address, LONG)
         client.set("a", "1")
         server.close()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from raysgd.backends import create_backend
 from raysgd.comm import network
 from raysgd.comm import torch as torch_backend
-from raysgd.comm.rendezvous import StoreClient
+from raysgd.comm.torch_store import TorchStore
 from raysgd.context import WorkerContext
 from tests.conftest import Script, wait_until
 
@@ -49,7 +49,7 @@ def test_each_generation_has_a_store_of_its_own(backend):
     assert all(r.store.host == "127.0.0.1" and r.single_node for r in rendezvous)
     assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
     with pytest.raises(dist.DistNetworkError):  # the earlier one is gone
-        StoreClient(rendezvous[0].store, datetime.timedelta(seconds=30))
+        TorchStore(rendezvous[0].store, datetime.timedelta(seconds=30))
 
 
 def test_nccl_has_a_store_of_torchs_beside():
@@ -91,7 +91,7 @@ def test_a_generation_that_was_given_up_is_not_waited_for(backend):
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
     """The driver closes the store when one is lost on its way, and may interrupt the others."""
     rendezvous = backend.prepare(["127.0.0.1"] * 2)
-    observer = StoreClient(rendezvous.store, datetime.timedelta(seconds=30))
+    observer = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
     with ThreadPoolExecutor(1) as pool:
         joins = pool.submit(backend.setup, WorkerContext(world_size=2), rendezvous)
         observer.wait(["here/0"])
@@ -189,9 +189,9 @@ PEER = """
 import datetime, os, pickle, signal, sys
 import torch, torch.distributed as dist
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.rendezvous import StoreClient
+from raysgd.comm.torch_store import TorchStore
 
-class Dying(StoreClient):
+class Dying(TorchStore):
     # dies as it gives its address to the others: they get it when nobody is there any more
     def set(self, key, value):
         if key.startswith("here/"):
@@ -201,7 +201,7 @@ class Dying(StoreClient):
 
 dies, rendezvous = sys.argv[1] == "dies", pickle.loads(bytes.fromhex(sys.argv[2]))
 timeout = datetime.timedelta(seconds=20)
-store = (Dying if dies else StoreClient)(rendezvous.store, timeout)
+store = (Dying if dies else TorchStore)(rendezvous.store, timeout)
 store.set("here/1", "null")
 store.get("here/0")
 GlooGroup.init(store, 1, 2, timeout)
@@ -219,9 +219,9 @@ def peer_of(rendezvous, conduct):
 def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
     fetched = []
-    get = StoreClient.get
+    get = TorchStore.get
     monkeypatch.setattr(
-        StoreClient, "get", lambda self, key: (get(self, key), fetched.append(key))[0]
+        TorchStore, "get", lambda self, key: (get(self, key), fetched.append(key))[0]
     )
     context = WorkerContext(distributed=True, world_rank=0, world_size=2)
     rendezvous = backend.prepare(["127.0.0.1"] * 2)
@@ -229,7 +229,7 @@ def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatc
         entered = pool.submit(backend.setup, context, rendezvous)
         key, value = pickle.loads(bytes.fromhex(peer.stdout.readline()))
         assert peer.wait(60) == -signal.SIGKILL
-        StoreClient(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
+        TorchStore(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
         wait_until(lambda: key in fetched)
         backend.interrupt()
         error = entered.exception(7)  # gloo alone takes 10 s

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from raysgd import train
 from raysgd.backends import create_backend
-from raysgd.comm.rendezvous import StoreClient
+from raysgd.comm.torch_store import TorchStore
 from raysgd.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.report_queue import ReportQueue
@@ -301,7 +301,7 @@ def places():
     """The process group's places of two workers in a store such as raysgd has."""
     backend = create_backend("gloo", 30)
     rendezvous = backend.prepare(["127.0.0.1"])
-    yield StoreClient(rendezvous.store, datetime.timedelta(seconds=30))
+    yield TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
     backend.close()
 
 
