@@ -87,15 +87,6 @@ assert not loaded(), loaded()
 """)
 
 
-def test_one_local_worker_trains_with_torch_alone(tmp_path):
-    code = """
-import raysgd.torch, raysgd.testing
-raysgd.TorchTrainer
-assert loaded() == {"torch"}, loaded()
-"""
-    run(code + TRAIN + 'assert loaded() == {"torch"}, loaded()', str(tmp_path / "state.pt"))
-
-
 def test_the_operators_and_the_layers_below_cluster_import_what_they_use_alone():
     run("""
 import raysgd.operators as operators
@@ -120,6 +111,7 @@ assert "ray" not in loaded(), loaded()
 
 @pytest.mark.slow("a process of its own that trains, and imports every module")
 def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
+    """One worker in this process trains without Ray, too."""
     without = """
 import importlib, importlib.util, pkgutil, sys
 find_spec = importlib.util.find_spec
@@ -159,7 +151,7 @@ assert loaded() == {"torch", "ray"}, loaded()
     run(without + TRAIN + errors, str(tmp_path / "state.pt"))
 
 
-def test_importing_changes_neither_the_environment_nor_logging():
+def test_importing_the_torch_family_imports_torch_alone_and_changes_no_settings():
     run("""
 import logging, os, random, warnings
 import numpy, torch
@@ -169,6 +161,8 @@ def settings():
             list(warnings.filters))
 
 before = settings()
-import raysgd, raysgd.tf, raysgd.torch
+import raysgd, raysgd.tf, raysgd.torch, raysgd.testing
+raysgd.TorchTrainer
 assert settings() == before
+assert loaded() == {"torch"}, loaded()
 """)
