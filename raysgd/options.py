@@ -20,7 +20,7 @@ from raysgd.arguments import (
 )
 from raysgd.backends import Backend, create_backend
 from raysgd.cluster.worker_group import GroupOptions
-from raysgd.config import check_batch_size, env_seconds
+from raysgd.config import check_batch_size
 
 __all__ = ["Options"]
 
@@ -120,8 +120,12 @@ class Options(ABC):
         gpu = decide_gpu(self.trainer, self.use_gpu, self.resources_per_worker, own_gpus)
         return dataclasses.replace(self, use_gpu=gpu)
 
-    def group(self) -> GroupOptions:
-        """Return what the workers reserve, where it is decided whether they use GPUs."""
+    def group(self, start_timeout_s: float) -> GroupOptions:
+        """Return what the workers reserve, where it is decided whether they use GPUs.
+
+        Args:
+            start_timeout_s: how long to wait for room for the fewest.
+        """
         resources = dict(self.resources_per_worker)
         return GroupOptions(
             num_workers=self.num_workers,
@@ -130,5 +134,5 @@ class Options(ABC):
             num_gpus=resources.pop("GPU", 1) if self.use_gpu else 0,
             resources=resources,
             use_local=self.use_local,
-            start_timeout_s=env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0),
+            start_timeout_s=start_timeout_s,
         )

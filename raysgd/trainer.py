@@ -22,7 +22,7 @@ from raysgd.checkpoint.location import locate
 from raysgd.cluster.controller import Controller, State
 from raysgd.cluster.members import InlineMember
 from raysgd.cluster.worker_group import WorkerGroup
-from raysgd.config import rounded_config, warn_of_rounding
+from raysgd.config import env_seconds, rounded_config, warn_of_rounding
 from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
@@ -49,11 +49,14 @@ class OperatorTrainer:
         check_hook(options.trainer, initialization_hook)
         self._logdir = checked_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
-        self._options = options = options.decided()
+        start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
+        self._options = options = options.decided()  # which may start Ray
         runner = runner_cls(options)
         self._controller = controller = Controller(
             # the hook comes before any import
-            WorkerGroup(options.group(), () if initialization_hook else runner.imports),
+            WorkerGroup(
+                options.group(start_timeout_s), () if initialization_hook else runner.imports
+            ),
             runner,
             options.transport() if options.num_workers > 1 else None,
             initialization_hook,

@@ -7,8 +7,7 @@ time is over; and its waits cannot be ended from outside. Here a wait ends when 
 the store, and when the client is interrupted.
 
 A request is a line with a JSON array, the operation and its arguments, and so is the answer, with
-one element. The first request proves that the client
-was told of the store by the driver.
+one element. The first request proves that the client was told of the store by the driver.
 """
 
 from __future__ import annotations
