@@ -1,8 +1,10 @@
 """Every sample goes to the same worker, at the same step, as it has since this was written down."""
 
 import pytest
+import torch
 
-from tests.blackbox.golden.cases import FAMILIES, kept
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.blackbox.golden.cases import FAMILIES, LOADERS, kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -13,3 +15,39 @@ def test_orders_are_those_that_were_written_down(family):
     changed = [name for name, read in FAMILIES[family]() if read() != golden.pop(name)]
     assert changed == []
     assert not golden, "orders that nobody reads any more"
+
+
+class Reader(TrainingOperator):
+    """Keeps what it is given to train on and to validate."""
+
+    def setup(self, config):
+        torch.manual_seed(12345)
+        model = torch.nn.Linear(1, 1)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+        self.register_data(
+            train_loader=LOADERS[config["kind"]](23, 4),
+            validation_loader=LOADERS["in_order"](23, 4),
+        )
+        self.read = []
+
+    def train_batch(self, batch, batch_info):
+        values = batch[0] if isinstance(batch, list | tuple) else batch
+        self.read.append(values.reshape(-1).int().tolist())
+        return {}
+
+    validate_batch = train_batch
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "in_order"])
+def test_a_trainer_hands_them_out_by_the_seed_of_setup(kind):
+    trainer = TorchTrainer(training_operator_cls=Reader, config={"kind": kind}, use_local=True)
+    operator = trainer.get_local_operator()
+    for _ in range(4):  # the last is epoch 3
+        operator.read.clear()
+        trainer.train()
+    golden = kept("operator")
+    assert [[operator.read]] == golden[f"operator, {kind} 23 by 4, seed 12345, epoch 3, 1"]
+    operator.read.clear()
+    trainer.validate()
+    assert [[operator.read]] == golden["validation, in_order 23 by 4, 1"]
+    trainer.shutdown()

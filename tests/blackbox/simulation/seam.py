@@ -224,6 +224,8 @@ class SimMember(Member):
         self.join_error = None
         self.stack = "in user code"
         self.num_joins = 0
+        self.is_from_setup = False
+        """Its state is that of its setup, until it trains or loads another."""
         self.has_trained = False
         self.interruptions = 0
 
@@ -285,7 +287,10 @@ class SimMember(Member):
         return self.step
 
     def _snapshot(self):
-        return None if self.snapshot_step is None else pickle.dumps({"step": self.snapshot_step})
+        if self.snapshot_step is None:
+            return None
+        self._world.kept_by_driver = self.snapshot_step
+        return pickle.dumps({"step": self.snapshot_step})
 
     def _stacks(self):
         return self.stack
@@ -335,6 +340,7 @@ class SimMember(Member):
                 self._world.meet(self)
                 return
             elif self.is_at("restart_state"):
+                self._world.kept_by_driver = self.step
                 self.end("ok", {"step": self.step})
             elif self.is_at("load_state_dict"):
                 self.step = pickle.loads(task.arguments[1])["state"]["step"]
@@ -345,6 +351,9 @@ class SimMember(Member):
                 return
 
     def _begin_training(self):
+        if self.is_from_setup:
+            assert self.step == self._world.kept_by_driver, "a restart goes back further"
+            self.is_from_setup = False
         if self.context.world_rank == 0 and self.snapshot_step is None:
             self.snapshot_step = self.step
         self._check_goal()
@@ -394,7 +403,7 @@ class SimMember(Member):
             self.end("user", self.join_error)
             return
         if leader_step is None:
-            self.step, self.is_set_up = 0, True
+            self.step, self.is_set_up, self.is_from_setup = 0, True, True
         else:
             self.step = leader_step
         self.end("ok")

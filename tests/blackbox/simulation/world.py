@@ -36,6 +36,8 @@ class World:
         """The most steps that a worker which is alive, or was when it mattered, has committed."""
         self.trained = []
         """Each step at the time when the first worker committed it."""
+        self.kept_by_driver = 0
+        """Step of the newest snapshot that the driver has been given; 0, that of the setup."""
         self.reservations = []
         self.driver = None
         self._plan = []

@@ -547,6 +547,7 @@ def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
     controller = world.drive(3).controller
     controller.call("load_state_dict", state={"step": 7})
     controller.snapshots.set({"step": 7})
+    world.kept_by_driver = 7
     lose_all(world)
     run_until(controller, 30, max_losses=1)
     assert next(e for e in controller.events if e.kind == "restarted").step == 7
@@ -875,6 +876,7 @@ def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(wor
     assert not controller.grow()  # it has started just now
     world.sleep(1.5)
     controller.snapshots.set({"step": 7})
+    world.kept_by_driver = 7
     assert controller.grow()
     assert (len(controller.members), started) == (3, [3])
     assert kinds(controller) == ["started", "grown"]
