@@ -62,7 +62,9 @@ define INSTALL_FRAMEWORKS
 endef
 HOROVOD = $(shell sed -n 's/^horovod==//p' constraints.txt)
 
-$(VENV)/.test-stamp: BESIDE = tensorflow-cpu wheel
+# The package without GPUs is published for Linux on x86_64; elsewhere the other one has none.
+TENSORFLOW := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && echo tensorflow-cpu || echo tensorflow)
+$(VENV)/.test-stamp: BESIDE = $(TENSORFLOW) wheel
 $(VENV)/.test-stamp: AND_THEN = $(INSTALL_FRAMEWORKS)
 $(VENV)/.test-stamp: .ci/horovod-wheel
 
