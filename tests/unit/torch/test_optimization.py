@@ -1,6 +1,7 @@
 """Helpers of train_batch: accumulation, clipping, several optimizers, and what is refused."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -190,6 +191,17 @@ def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
         assert trainer.get_local_operator().scheduler.last_epoch == 3
         trainer.train(num_steps=2)
         assert trainer.get_local_operator().scheduler.last_epoch == 4
+
+
+def test_torchs_warning_of_an_early_scheduler_is_hidden_for_the_first_step_alone():
+    """That one may be skipped for its overflow; later on the warning is of a mistake."""
+    with local(Accumulating, {"steps": 1}, **PRECISIONS[1]) as trainer:
+        optimization = trainer.get_local_operator()._registration.optimization
+        assert optimization.precision.scales
+        with optimization.tolerating_a_skipped_step():
+            warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
+        with pytest.warns(UserWarning, match="Detected"), optimization.tolerating_a_skipped_step():
+            warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
 
 
 def test_without_a_trainer_each_batch_is_a_group_of_its_own():
