@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd.cluster.channels import ChannelAddress, Served, serve
+from raysgd.cluster.channels import Served, serve
 from raysgd.cluster.forks import end_forks_with_this_process
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
+from raysgd.comm.connection import Address
 from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -183,7 +184,7 @@ class Worker:
         """Call a method of the runner."""
         return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
 
-    def serve(self, address: ChannelAddress) -> Served:
+    def serve(self, address: Address) -> Served:
         """Make the calls that the driver asks for by a channel, until it hangs up."""
         return serve(address, self.call)
 

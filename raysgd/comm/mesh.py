@@ -15,39 +15,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import hmac
-import secrets
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from queue import Empty, SimpleQueue
+from typing import NoReturn
 
 import torch
 
+from raysgd.comm.connection import Address, Listener, connect, exactly
 from raysgd.comm.sockets import shut_down
 
-__all__ = ["Mesh", "MeshAddress", "Reduction"]
+__all__ = ["Mesh", "Reduction"]
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _HEADER = struct.Struct("=QQ")
-_HELLO = struct.Struct("=Q32s")
-_HELLO_S = 5.0
-"""How long one that connects may take to say who it is."""
+_RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
 _LONGEST_WAIT_S = 3600.0
 """The system counts milliseconds in an int."""
-
-
-class MeshAddress(NamedTuple):
-    """Where a rank listens, and what shows it that who connects is another rank."""
-
-    host: str
-    port: int
-    key: str
 
 
 class Reduction:
@@ -169,14 +159,17 @@ class Mesh:
     Args:
         rank: this rank.
         host: its address for the others.
-        timeout_s: after how long connecting is given up.
+        key: what all ranks know, and nobody else.
+        timeout_s: after how long connecting, to all of them, is given up.
     """
 
-    def __init__(self, rank: int, host: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, host: str, key: str, timeout_s: float) -> None:
         self._rank = rank
+        self._key = key
         self._timeout_s = timeout_s
-        self._listener = socket.create_server((host, 0), backlog=64)
-        self.address = MeshAddress(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._come: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
+        """Ranks that have connected; None where connecting is interrupted."""
+        self._sockets: list[socket.socket] = []
         self._peers: list[_Peer] = []
         self._unended: dict[int, Reduction] = {}
         self._lock = threading.Lock()
@@ -188,48 +181,58 @@ class Mesh:
             end.setblocking(False)
         self._num_started = 0
         self._broken = ""
+        self._listener = Listener(host, "raysgd-mesh-listener")
+        address = self._listener.expect(self._take, key=key)
+        self.address = address.host, address.port
 
-    def connect(self, addresses: Sequence[MeshAddress]) -> None:
+    def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
         """Connect to all ranks at these addresses. All of them have to call it.
 
         Raises:
             RuntimeError: if one of them is not there in time, or after `interrupt`.
         """
+        ends = time.monotonic() + self._timeout_s
         connections: dict[int, socket.socket] = {}
         try:
-            with self._listener:
-                for rank, address in enumerate(addresses[: self._rank]):
-                    target = (address.host, address.port)
-                    connections[rank] = socket.create_connection(target, self._timeout_s)
-                    connections[rank].sendall(_HELLO.pack(self._rank, address.key.encode()))
-                self._listener.settimeout(self._timeout_s)
-                while len(connections) < len(addresses) - 1:
-                    self._accept(connections)
+            for rank, (host, port) in enumerate(addresses[: self._rank]):
+                target, left_s = Address(host, port, self._key), ends - time.monotonic()
+                connections[rank] = connect(
+                    target, timeout_s=left_s, reach_s=left_s, hold=self._hold
+                )
+                connections[rank].sendall(_RANK.pack(self._rank))
+            while len(connections) < len(addresses) - 1:
+                come = self._come.get(timeout=max(0.0, ends - time.monotonic()))
+                if come is None:
+                    break
+                rank, connections[rank] = come
         except OSError as error:
-            for connection in connections.values():
-                connection.close()
             self._break(f"Workers cannot connect to each other: {error}", error)
+        except Empty:
+            late = sorted(set(range(len(addresses))) - {self._rank, *connections})
+            self._break(
+                f"Workers cannot connect to each other: timed out, waiting for ranks {late}"
+            )
+        finally:
+            self._listener.close()
         for rank, connection in sorted(connections.items()):
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a rank that stands still may read nothing
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             self._peers.append(_Peer(rank, connection))
         if self._broken:  # meanwhile
             self._break(self._broken)  # the new connections as well
 
-    def _accept(self, connections: dict[int, socket.socket]) -> None:
-        """Accept a connection, and keep it if it is another rank's."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(_HELLO_S)
-        hello = b""
-        with contextlib.suppress(OSError):
-            while len(hello) < _HELLO.size and (part := connection.recv(_HELLO.size - len(hello))):
-                hello += part
-        if len(hello) == _HELLO.size:
-            rank, key = _HELLO.unpack(hello)
-            if hmac.compare_digest(key, self.address.key.encode()):
-                connections[rank] = connection
-                return
-        connection.close()  # a stranger
+    async def _take(self, connection: socket.socket) -> None:
+        """Take over the connection of another rank, which says which one it is."""
+        (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
+        connection = socket.socket(fileno=connection.detach())
+        self._sockets.append(connection)
+        self._come.put((rank, connection))
+
+    def _hold(self, connection: socket.socket) -> None:
+        """Let `interrupt` shut a connection down that is being made."""
+        self._sockets.append(connection)
+        self._check()
 
     def start(
         self, tensor: torch.Tensor, combine: Combine, at_end: Callable[[], None]
@@ -368,8 +371,9 @@ class Mesh:
     def interrupt(self, reason: str = "The driver interrupted this collective") -> None:
         """Let whoever waits, on this and on the other ranks, and all later calls raise an error."""
         self._broken = self._broken or f"gloo/ {reason}."
-        for sock in (self._listener, *(peer.socket for peer in self._peers)):
-            shut_down(sock)
+        for connection in list(self._sockets):
+            shut_down(connection)
+        self._come.put(None)
         self._wake()
 
     def close(self) -> None:
@@ -379,5 +383,6 @@ class Mesh:
             while self._unended:
                 self._unended.popitem()[1].at_end()
             self._changed.wait_for(lambda: not self._reads, _CLOSE_S)
-        for sock in (self._listener, *self._wakes, *(peer.socket for peer in self._peers)):
-            sock.close()
+        self._listener.close()
+        for opened in (*self._wakes, *self._sockets):
+            opened.close()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.comm.backend import Backend
+from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
-from raysgd.comm.rendezvous import StoreAddress, StoreClient, StoreServer
+from raysgd.comm.rendezvous import StoreClient, StoreServer
 from raysgd.context import WorkerContext
 
 __all__ = [
@@ -32,7 +33,7 @@ _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to re
 class TensorflowRendezvous:
     """Where the workers of one generation tell each other their addresses."""
 
-    store: StoreAddress
+    store: Address
     single_node: bool
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from raysgd.comm.backend import Backend
+from raysgd.comm.connection import Address, derived_key
 from raysgd.comm.gloo import Entry, GlooGroup
-from raysgd.comm.mesh import Mesh, MeshAddress
+from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
     address_of,
@@ -22,7 +23,7 @@ from raysgd.comm.network import (
     interface_of,
     is_single_node,
 )
-from raysgd.comm.rendezvous import StoreAddress, StoreServer
+from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.sockets import endpoints, listeners
 from raysgd.comm.torch_store import TorchStore
 from raysgd.config import env_seconds
@@ -46,7 +47,7 @@ _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 class TorchRendezvous:
     """Where the stores of one generation listen; the one of torch's own is for NCCL alone."""
 
-    store: StoreAddress
+    store: Address
     single_node: bool
     tcp_store_port: int | None = None
 
@@ -101,11 +102,11 @@ class TorchBackend(Backend):
             )
             self._set_interface = True
         store: Any = HashStore()
-        mesh_addresses: list[MeshAddress] = []
+        mesh_addresses: list[tuple[str, int]] = []
         if rendezvous is not None:
             store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
-                self._mesh = _mesh(context.world_rank)
+                self._mesh = _mesh(context.world_rank, rendezvous.store.key)
             # All are here before any connects: who waits here is woken when the driver closes the
             # store, at once, and knows who is missing.
             everyone = [f"here/{rank}" for rank in range(context.world_size)]
@@ -113,7 +114,7 @@ class TorchBackend(Backend):
             store.set(everyone[context.world_rank], json.dumps(address))
             addresses = [json.loads(address) for address in store.multi_get(everyone)]
             if all(addresses):
-                mesh_addresses = [MeshAddress(*address) for address in addresses]
+                mesh_addresses = [(host, port) for host, port in addresses]
         before = listeners()
         self._made = True
         # one that failed to connect was counted, and ranks meet under the number of their group
@@ -193,10 +194,12 @@ class TorchBackend(Backend):
         self._tcp_store = None
 
 
-def _mesh(rank: int) -> Mesh | None:
+def _mesh(rank: int, key: str) -> Mesh | None:
     """Return a mesh at the address of the interface that gloo uses; None if it has none."""
     address = address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
-    return None if address is None else Mesh(rank, address, _CONNECT.total_seconds())
+    if address is None:
+        return None
+    return Mesh(rank, address, derived_key(key, "mesh"), 3 * _CONNECT.total_seconds())
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:

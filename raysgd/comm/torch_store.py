@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from raysgd.comm.rendezvous import StoreAddress, StoreClient
+from raysgd.comm.connection import Address
+from raysgd.comm.rendezvous import StoreClient
 
 __all__ = ["TorchStore"]
 
@@ -26,7 +27,7 @@ class TorchStore(Store):
         timeout: how long to wait for keys where a call does not say how long.
     """
 
-    def __init__(self, address: StoreAddress, timeout: datetime.timedelta) -> None:
+    def __init__(self, address: Address, timeout: datetime.timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
         with _translated():

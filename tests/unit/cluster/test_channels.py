@@ -12,13 +12,15 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.cluster import channels as module
-from raysgd.cluster.channels import ChannelAddress, Channels, Served, serve
+from raysgd.cluster.channels import Channels, Served, serve
+from raysgd.comm.connection import Address, connect, framed
 from tests.conftest import examples
 
 HOST = "127.0.0.1"
@@ -139,9 +141,7 @@ def test_where_the_driver_cannot_be_reached_calls_go_by_ray(channels, pool, capl
     for _ in range(2):
         channel = channels.open(HOST)
         answer = channel.ask(("train",), lambda: pool.submit(worker.call, "by Ray"))
-        served_by(worker, channel, pool, ChannelAddress(HOST, free_port(), b"?" * 32)).result(
-            WAIT_S
-        )
+        served_by(worker, channel, pool, Address(HOST, free_port(), "key")).result(WAIT_S)
         assert answer.result(WAIT_S) == "did ('by Ray',)"
     assert not channels.usable
     [record] = caplog.records
@@ -156,7 +156,7 @@ def test_a_way_that_is_no_way_is_the_answer(channels, pool):
         raise RuntimeError("Ray was shut down")
 
     answer = channel.ask(("train",), gone)
-    served_by(Worker(), channel, pool, ChannelAddress(HOST, free_port(), b"?" * 32))
+    served_by(Worker(), channel, pool, Address(HOST, free_port(), "key"))
     with pytest.raises(RuntimeError, match="Ray was shut down"):
         answer.result(WAIT_S)
 
@@ -164,7 +164,7 @@ def test_a_way_that_is_no_way_is_the_answer(channels, pool):
 def test_what_the_other_way_raises_is_the_answer(channels, pool):
     channel = channels.open(HOST)
     answer = channel.ask(("train",), lambda: pool.submit(lambda: 1 / 0))
-    served_by(Worker(), channel, pool, ChannelAddress(HOST, free_port(), b"?" * 32))
+    served_by(Worker(), channel, pool, Address(HOST, free_port(), "key"))
     with pytest.raises(ZeroDivisionError):
         answer.result(WAIT_S)
 
@@ -206,44 +206,14 @@ def test_an_oserror_of_the_call_is_no_matter_of_the_connection(channels, pool):
     assert calls == [1]
 
 
-@pytest.mark.parametrize(
-    "greeting", [b"x" * 32, b"x" * 31, b"GET / HTTP/1.1\r\n\r\n" + b" " * 50, b""]
-)
-def test_strangers_are_not_listened_to(channels, pool, greeting):
-    channel, worker = channels.open(HOST), Worker()
-    with socket.create_connection(channel.address[:2], WAIT_S) as stranger:
-        stranger.settimeout(WAIT_S)
-        stranger.sendall(greeting)
-        if len(greeting) >= 32:
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-        served_by(worker, channel, pool)
-        assert channel.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
-    channel.hang_up()
-
-
-def test_a_token_serves_once(channels, pool):
-    channel, worker = channels.open(HOST), Worker()
-    served_by(worker, channel, pool)
-    channel.ask(("train",), no_other_way).result(WAIT_S)
-    with socket.create_connection(channel.address[:2], WAIT_S) as second:
-        second.settimeout(WAIT_S)
-        second.sendall(channel.address.token)
-        assert second.recv(1) == b""
-    assert channel.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
-    channel.hang_up()
-
-
 def test_nobody_waits_for_a_worker_that_does_not_read(channels, pool):
     channel, call = channels.open(HOST), Future()
     call.add_done_callback(channel.end)
-    with socket.create_connection(channel.address[:2], WAIT_S) as connection:
+    with connect(channel.address, WAIT_S) as connection:
         connection.settimeout(WAIT_S)
-        connection.sendall(channel.address.token)
         answer = channel.ask(("train",), no_other_way)
         assert connection.recv(2**10)
-        answered = pickle.dumps((1, "done"))
-        connection.sendall(len(answered).to_bytes(8) + answered)
+        connection.sendall(framed(pickle.dumps((1, "done"))))
         assert answer.result(WAIT_S) == "done"
         answer = channel.ask(bytes(50_000_000), lambda: pool.submit(lambda: "by Ray"))
         while connection.recv(2**20):
@@ -257,16 +227,8 @@ def test_closed_lines_let_their_workers_go(channels, pool):
     channel, worker = channels.open(HOST), Worker()
     call = served_by(worker, channel, pool)
     channel.ask(("train",), no_other_way).result(WAIT_S)
-    # as the processes have them that the driver has forked
-    waker, thread = channels._reader._wake.peek()[2][0], channels._reader._thread
-    forked = [os.dup(waker.fileno()), os.dup(channel._socket.fileno())]
     channels.close()
     assert call.result(WAIT_S) == Served(1, "did ('train',)")
-    assert not thread.is_alive()
-    with pytest.raises(ConnectionError):
-        socket.create_connection(channel.address[:2], WAIT_S)
-    for descriptor in forked:
-        os.close(descriptor)
     channels.close()
     again = channels.open(HOST)
     served_by(worker, again, pool)
@@ -298,7 +260,7 @@ def test_lines_can_be_closed_by_whoever_hears_an_answer(channels, pool, caplog):
 
 def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(channels, pool, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(socket, "socketpair", lambda: (_ for _ in ()).throw(OSError("no descriptor")))
+        patch.setattr(socket, "create_server", Mock(side_effect=OSError("no descriptor")))
         with pytest.raises(OSError, match="no descriptor"):
             channels.open(HOST)
     channels.close()
@@ -308,24 +270,9 @@ def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(channels, pool
     channel.hang_up()
 
 
-def test_a_listener_that_failed_is_replaced(channels, pool, monkeypatch, caplog):
-    first = channels.open(HOST)
-    with monkeypatch.context() as patch:
-        patch.setattr(socket.socket, "accept", lambda self: (_ for _ in ()).throw(OSError("full")))
-        answer = first.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
-        served_by(Worker(), first, pool)
-        assert answer.result(WAIT_S) == "by Ray"
-    assert channels.usable, "it was this end that failed"
-    assert not caplog.records
-    second = channels.open(HOST)
-    served_by(Worker(), second, pool)
-    assert second.ask(("train",), no_other_way).result(WAIT_S) == "did ('train',)"
-    second.hang_up()
-
-
-def test_a_worker_that_is_not_greeted_gives_up(channels, pool, monkeypatch):
+def test_a_worker_that_is_not_answered_gives_up(channels, pool, monkeypatch):
     """Something may stand in between that accepts every connection."""
-    monkeypatch.setattr(module, "_GREET_S", 0.1)
+    monkeypatch.setattr(module, "_CONNECT_S", 0.1)
     channel = channels.open(HOST)
     answer = channel.ask(("train",), lambda: pool.submit(lambda: "by Ray"))
     with socket.create_server((HOST, 0)) as silent:
@@ -333,33 +280,6 @@ def test_a_worker_that_is_not_greeted_gives_up(channels, pool, monkeypatch):
         assert served_by(Worker(), channel, pool, address).result(WAIT_S) == Served(0, "timed out")
     assert answer.result(WAIT_S) == "by Ray"
     assert not channels.usable
-
-
-def test_strangers_are_not_kept(channels, pool, monkeypatch):
-    monkeypatch.setattr(module, "_GREET_S", 0.0)
-    channel = channels.open(HOST)
-    with socket.create_connection(channel.address[:2], WAIT_S) as stranger:
-        stranger.settimeout(WAIT_S)
-        with socket.create_connection(channel.address[:2], WAIT_S):
-            assert stranger.recv(1) == b""
-
-
-def test_both_ends_notice_when_the_other_is_gone_without_a_word(channels, pool, monkeypatch):
-    watched = []
-    watch_over = module._watch_over
-
-    def noted(connection):
-        watch_over(connection)
-        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
-        options = [connection.getsockopt(socket.SOL_TCP, getattr(socket, name)) for name in names]
-        watched.append([connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options])
-
-    monkeypatch.setattr(module, "_watch_over", noted)
-    channel = channels.open(HOST)
-    served_by(Worker(), channel, pool)
-    channel.ask(("train",), no_other_way).result(WAIT_S)
-    channel.hang_up()
-    assert watched == [[1, 30, 10, 3, 60_000]] * 2
 
 
 def test_where_all_is_encrypted_there_are_no_channels(monkeypatch):
@@ -372,20 +292,9 @@ def test_lines_that_nobody_closes_end_with_whom_they_belong_to(pool):
     channel, worker = channels.open(HOST), Worker()
     call = served_by(worker, channel, pool)
     channel.ask(("train",), no_other_way).result(WAIT_S)
-    thread = channels._reader._thread
     del channels, channel
     gc.collect()
     assert call.result(WAIT_S) == Served(1, "did ('train',)")
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-
-
-def test_the_end_of_a_forked_process_is_not_that_of_the_channels():
-    for pid, heard in ((os.getpid(), b"!"), (os.getppid(), b"")):
-        waker, woken = socket.socketpair()
-        module._wake(waker, pid)
-        with woken:
-            assert woken.recv(1) == heard
 
 
 def test_workers_reach_the_driver_at_several_addresses(channels):
@@ -401,22 +310,16 @@ def test_workers_reach_the_driver_at_several_addresses(channels):
             channel.hang_up()
 
 
-def test_nothing_listens_before_the_first_line():
-    channels = Channels()
-    assert channels._reader is None
-    channels.close()
-
-
 def test_the_driver_is_not_held_by_a_stopped_worker():
     """A process that is stopped reads nothing; what is asked of it waits without the driver."""
     channels = Channels()
     channel = channels.open(HOST)
     program = (
-        "import sys; from raysgd.cluster.channels import ChannelAddress, serve; "
-        "serve(ChannelAddress(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), "
-        "lambda data: len(data))"
+        "import sys; from raysgd.cluster.channels import serve; "
+        "from raysgd.comm.connection import Address; "
+        "serve(Address(sys.argv[1], int(sys.argv[2]), sys.argv[3]), lambda data: len(data))"
     )
-    arguments = [HOST, str(channel.address.port), channel.address.token.hex()]
+    arguments = list(map(str, channel.address))
     with subprocess.Popen([sys.executable, "-c", program, *arguments]) as process:
         try:
             assert channel.ask((b"x",), no_other_way).result(WAIT_S) == 1
@@ -493,7 +396,7 @@ class Cut:
     up=st.integers(0, 400), down=st.integers(0, 400), reset=st.booleans(), count=st.integers(1, 4)
 )
 def test_each_request_is_carried_out_once(up, down, reset, count):
-    """Wherever the connection breaks: in the token, a request, an answer, or between them."""
+    """Wherever the connection breaks: in the handshake, a request, an answer, or between them."""
     channels, worker, channel, cuts = Channels(), Worker(), None, []
     work_thread = ThreadPoolExecutor(1)
     for number in range(count):

@@ -194,14 +194,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from raysgd.comm import gloo
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.mesh import Mesh, MeshAddress
+from raysgd.comm.mesh import Mesh
 
 store = TCPStore("127.0.0.1", int(sys.argv[-1]), is_master=False)
 patience = datetime.timedelta(seconds=60)
 group = GlooGroup.init(store, rank, 2, patience)
-mesh = Mesh(rank, "127.0.0.1", 60)
+mesh = Mesh(rank, "127.0.0.1", "key", 60)
 store.set(f"mesh/{rank}", json.dumps(mesh.address))
-addresses = [MeshAddress(*json.loads(store.get(f"mesh/{r}"))) for r in range(2)]
+addresses = [tuple(json.loads(store.get(f"mesh/{r}"))) for r in range(2)]
 
 def trained():
     torch.manual_seed(0)

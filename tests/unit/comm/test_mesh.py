@@ -12,17 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.comm import mesh as mesh_module
 from raysgd.comm.mesh import Mesh
 from tests.conftest import wait_until
 
 PATIENCE_S = 30
 
 
+def make_mesh(rank, timeout_s=PATIENCE_S):
+    return Mesh(rank, "127.0.0.1", "key", timeout_s)
+
+
 @contextlib.contextmanager
 def meshes(size):
     """Yield one mesh a rank, all in this process."""
-    made = [Mesh(rank, "127.0.0.1", PATIENCE_S) for rank in range(size)]
+    made = [make_mesh(rank) for rank in range(size)]
     try:
         on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
         yield made
@@ -239,49 +242,36 @@ def test_waits_are_bounded():
             assert made[0].broken is give_up
 
 
-def test_strangers_who_connect_are_sent_away():
-    made = [Mesh(rank, "127.0.0.1", PATIENCE_S) for rank in range(2)]
-    places = [(mesh.address.host, mesh.address.port) for mesh in made]
-    with (
-        socket.create_connection(places[0]) as curious,
-        socket.create_connection(places[0]) as liar,
-    ):
-        liar.sendall(b"\1" + bytes(100))
-        curious.shutdown(socket.SHUT_WR)
+def test_strangers_neither_join_nor_keep_anyone_waiting():
+    made = [make_mesh(rank) for rank in range(2)]
+    with contextlib.ExitStack() as strangers:
+        for said in [b"", b"\1", b"\1" + bytes(100)] * 10:
+            stranger = strangers.enter_context(socket.create_connection(made[0].address))
+            stranger.sendall(said)
         on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
         assert reduced(made, [torch.ones(1), torch.ones(1)])[0].item() == 2
     for mesh in made:
         mesh.close()
 
 
-def test_a_stranger_who_says_nothing_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(mesh_module, "_HELLO_S", 0.1)
-    made = [Mesh(rank, "127.0.0.1", PATIENCE_S) for rank in range(2)]
-    try:
-        with contextlib.ExitStack() as silent:
-            for mesh in made:
-                place = mesh.address.host, mesh.address.port
-                silent.enter_context(socket.create_connection(place))
-            on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
-            assert reduced(made, [torch.ones(1), torch.ones(1)])[0].item() == 2
-    finally:
-        for mesh in made:
-            mesh.close()
-
-
 def test_connecting_is_given_up_after_a_while():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        mesh = Mesh(0, "127.0.0.1", 0.1)
-        other = mesh.address._replace(port=silent.getsockname()[1])
+        mesh = make_mesh(0, 0.1)
+        with pytest.raises(RuntimeError, match=r"gloo/ .*timed out, waiting for ranks \[1\]"):
+            mesh.connect([mesh.address, silent.getsockname()])
+        other = make_mesh(1, 0.1)
         with pytest.raises(RuntimeError, match=r"gloo/ Workers cannot connect.*timed out"):
-            mesh.connect([mesh.address, other])
+            other.connect([silent.getsockname(), other.address])
+        other.close()
         mesh.close()
 
 
-def test_connecting_is_interrupted():
-    mesh = Mesh(0, "127.0.0.1", PATIENCE_S)
-    with ThreadPoolExecutor(1) as thread:
-        connecting = thread.submit(mesh.connect, [mesh.address] * 2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_connecting_is_interrupted(rank):
+    """Where a rank waits for the others, and where it waits for the answer of one."""
+    mesh = make_mesh(rank)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
+        connecting = thread.submit(mesh.connect, [silent.getsockname()] * 2)
         time.sleep(0.05)  # whether it waits already or not must not matter
         mesh.interrupt()
         with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):

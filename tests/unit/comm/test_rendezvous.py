@@ -1,9 +1,7 @@
 """The store of a generation, with real sockets and threads."""
 
-import contextlib
+import asyncio
 import datetime
-import errno
-import gc
 import json
 import os
 import socket
@@ -11,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.comm import rendezvous as store_module
+from raysgd.comm.connection import Address, connect, framed, read
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.rendezvous import StoreAddress, StoreServer
+from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.torch_store import TorchStore
 from tests.conftest import examples
 
@@ -48,10 +46,6 @@ def waiting_for(client, keys):
     while not client._client._lock.locked() and not future.done():
         time.sleep(0.001)
     return future
-
-
-def test_one_that_nobody_closes_keeps_no_process_alive(server):
-    assert server._thread.daemon
 
 
 keys = st.sampled_from(["a", "b", "ключ\n"])
@@ -133,70 +127,13 @@ def test_closing_the_store_ends_the_waits_and_refuses_replacements(server, clien
     with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up"):
         TorchStore(server.address, LONG)
     server.close()
-    assert not server._thread.is_alive()
-
-
-def test_closing_the_store_ends_connections_that_have_just_come():
-    """At whatever point the store is with them; a garbage collection would end them too late."""
-    gc.disable()
-    try:
-        for delay_s in np.linspace(0, 0.003, 100):
-            server = StoreServer("127.0.0.1")
-            come = [socket.create_connection(server.address[:2], 10) for _ in range(3)]
-            until = time.perf_counter() + delay_s
-            while time.perf_counter() < until:
-                pass
-            server.close()
-            for connection in come:
-                with connection, contextlib.suppress(ConnectionResetError):
-                    assert connection.recv(1) == b""
-    finally:
-        gc.enable()
-
-
-def test_closing_the_store_ends_what_forked_processes_have_too(server, client):
-    """As the processes of a DataLoader have it where the driver is a worker."""
-    waits = waiting_for(client, ["never"])
-    held = [os.dup(each.fileno()) for each in (server._listener, *server._talks)]
-    assert len(held) == 2
-    server.close()
-    with pytest.raises(dist.DistNetworkError, match="given up"):
-        waits.result(10)
-    with pytest.raises(ConnectionError):
-        socket.create_connection(server.address[:2], 10)
-    for descriptor in held:
-        os.close(descriptor)
 
 
 def test_a_client_with_many_requests_holds_no_other_up(server, client):
     client.add("count", 0)
-    with socket.create_connection(server.address[:2], 10) as busy:
-        requests = [["hello", server.address.token], *[["add", "count", 1]] * 50_000]
-        busy.sendall(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
+    with connect(server.address, 10) as busy:
+        busy.sendall(framed(b'["add", "count", 1]') * 50_000)
         assert client.add("count", 0) < 50_000
-
-
-def test_a_store_without_a_descriptor_accepts_when_it_has_one(monkeypatch):
-    class Full(socket.socket):
-        failures = 0
-
-        def accept(self):
-            if self.failures < 3:
-                self.failures += 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    create_server = socket.create_server
-    monkeypatch.setattr(
-        socket, "create_server", lambda *a, **k: Full(fileno=create_server(*a, **k).detach())
-    )
-    monkeypatch.setattr(store_module, "_RETRY_S", 0.05)
-    server = StoreServer("127.0.0.1")
-    try:
-        TorchStore(server.address, LONG).set("a", "1")
-        assert server._listener.failures == 3
-    finally:
-        server.close()
 
 
 def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
@@ -211,15 +148,9 @@ def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
     others_wait.result(10)
 
 
-def test_who_does_not_know_the_token_gets_no_answer(server):
-    wrong = StoreAddress(server.address.host, server.address.port, "guess")
-    with pytest.raises(dist.DistNetworkError):
-        TorchStore(wrong, LONG)
-    for line in [b"\n", b"GET / HTTP/1.1\r\n", b"\xff\xfe\n", b"[]\n", b""]:
-        with socket.create_connection(server.address[:2], 10) as stranger:
-            stranger.sendall(line)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
+def test_who_does_not_know_the_key_is_turned_away(server):
+    with pytest.raises(dist.DistNetworkError, match="cannot be reached"):
+        TorchStore(server.address._replace(key="guess"), LONG)
 
 
 def test_a_client_of_torchs_own_store_is_turned_away(server):
@@ -228,23 +159,25 @@ def test_a_client_of_torchs_own_store_is_turned_away(server):
         dist.TCPStore(*server.address[:2], is_master=False, timeout=datetime.timedelta(seconds=0.5))
 
 
-def test_a_request_that_is_none_ends_that_connection_alone(server, client):
+def test_a_request_that_is_none_ends_that_connection_alone(server, client, caplog):
     for request in [["unknown"], ["set", "a"], "text", [], ["add", "a", "b"], ["check", 3]]:
-        with socket.create_connection(server.address[:2], 10) as stranger:
-            answers = stranger.makefile("rb")
-            stranger.sendall(json.dumps(["hello", server.address.token]).encode() + b"\n")
-            assert answers.readline() == b"[true]\n"
-            stranger.sendall(json.dumps(request).encode() + b"\n")
-            assert answers.readline() == b""
+        with connect(server.address, 10) as other, other.makefile("rb") as answers:
+            other.sendall(framed(json.dumps(request).encode()))
+            with pytest.raises(EOFError):
+                read(answers)
     assert client.num_keys() == 0
+    assert "closed because of an error" in caplog.text
 
 
-def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
+def test_a_server_that_does_not_answer_is_given_up(server, client, monkeypatch):
     monkeypatch.setattr(store_module, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = StoreAddress(*silent.getsockname(), "token")
-        with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.2 s"):
+        address = Address(*silent.getsockname(), "key")
+        with pytest.raises(dist.DistNetworkError, match=r"cannot be reached \(timed out\)"):
             TorchStore(address, LONG)
+    monkeypatch.setattr(StoreServer, "_do", {"get": lambda *_: asyncio.sleep(20)})
+    with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.3 s"):
+        client.wait(["a"], SHORT)
 
 
 def test_gloo_and_groups_of_the_users_own_meet_through_it(server):

@@ -1,0 +1,414 @@
+"""Connections: who may come in, what holds nobody up, and what is left when one ends."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.comm import connection as module
+from raysgd.comm.connection import Listener, connect, derived_key, framed, read, receive, send
+from tests.conftest import examples, wait_until
+
+HOST = "127.0.0.1"
+WAIT_S = 20
+
+
+async def echo(connection):
+    while True:
+        await send(connection, await receive(connection))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A listener and the address of one that sends back what it gets."""
+    listener = Listener(HOST, "test")
+    yield listener, listener.expect(echo)
+    listener.close()
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(HOST, "test")
+    yield listener
+    listener.close()
+
+
+def echoed(connection, content):
+    with connection.makefile("rb") as stream:
+        connection.sendall(framed(content))
+        return read(stream)
+
+
+def closed_at_once(connection):
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+@given(contents=st.lists(st.binary(max_size=100) | st.integers(0, 2**21).map(bytes), max_size=5))
+def test_messages_come_whole_and_in_order(shared, contents):
+    with connect(shared[1], WAIT_S) as connection, connection.makefile("rb") as stream:
+        for content in contents:
+            connection.sendall(framed(content))
+            assert read(stream) == content
+
+
+def test_an_end_within_a_message_is_no_message(listener):
+    async def cut(connection):
+        connection.send(framed(b"whole") + framed(b"cut off")[:-1])
+
+    with connect(listener.expect(cut), WAIT_S) as connection, connection.makefile("rb") as stream:
+        assert read(stream) == b"whole"
+        with pytest.raises(EOFError):
+            read(stream)
+
+
+def hello_of(address):
+    return b"sgd2" + module._name(address.key) + bytes(32)
+
+
+def test_who_does_not_know_the_key_is_sent_away(shared):
+    _, address = shared
+    with pytest.raises(ConnectionError, match="closed by what listens there"):
+        connect(address._replace(key="guess"), WAIT_S)
+    with socket.create_connection(address[:2], WAIT_S) as liar:
+        liar.sendall(hello_of(address))  # what travels in clear text
+        assert len(liar.recv(64, socket.MSG_WAITALL)) == 64
+        liar.sendall(bytes(32))
+        assert closed_at_once(liar)
+
+
+def test_a_proof_is_of_no_use_a_second_time(shared):
+    """Neither what one end has said nor what the other has can be said again."""
+    _, address = shared
+    with socket.create_server((HOST, 0)) as between:
+        said = {}
+
+        def listen_in():
+            client, _ = between.accept()
+            with client, socket.create_connection(address[:2], WAIT_S) as server:
+                server.sendall(said.setdefault("hello", client.recv(52, socket.MSG_WAITALL)))
+                client.sendall(said.setdefault("answer", server.recv(64, socket.MSG_WAITALL)))
+                server.sendall(said.setdefault("proof", client.recv(32, socket.MSG_WAITALL)))
+
+        thread = threading.Thread(target=listen_in)
+        thread.start()
+        connect(address._replace(port=between.getsockname()[1]), WAIT_S).close()
+        thread.join(WAIT_S)
+        for last in (said["proof"], said["answer"][32:]):
+            with socket.create_connection(address[:2], WAIT_S) as again:
+                again.sendall(said["hello"])
+                again.recv(64, socket.MSG_WAITALL)
+                again.sendall(last)
+                assert closed_at_once(again)
+
+        def play_back():
+            client, _ = between.accept()
+            with client:
+                client.sendall(said["answer"])
+                client.recv(100)
+
+        thread = threading.Thread(target=play_back)
+        thread.start()
+        with pytest.raises(ConnectionError, match="does not know the key"):
+            connect(address._replace(port=between.getsockname()[1]), WAIT_S)
+        thread.join(WAIT_S)
+
+
+@examples(60)
+@given(said=st.binary(max_size=200), ends=st.booleans(), known=st.booleans())
+def test_whatever_a_stranger_says_others_are_served(shared, said, ends, known):
+    _, address = shared
+    with socket.create_connection(address[:2], WAIT_S) as stranger:
+        stranger.sendall((hello_of(address) if known else b"") + said)
+        if ends:
+            with contextlib.suppress(OSError):  # it has been sent away
+                stranger.shutdown(socket.SHUT_WR)
+        with connect(address, WAIT_S) as connection:
+            assert echoed(connection, b"?") == b"?"
+
+
+def test_silent_strangers_are_sent_away_after_a_while(listener, monkeypatch):
+    monkeypatch.setattr(module, "_HANDSHAKE_S", 0.1)
+    address = listener.expect(echo)
+    with socket.create_connection(address[:2], WAIT_S) as silent:
+        with socket.create_connection(address[:2], WAIT_S) as slow:
+            slow.sendall(b"sgd2")
+            assert closed_at_once(slow)
+        assert closed_at_once(silent)
+
+
+def test_of_many_strangers_the_oldest_goes(listener, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_STRANGERS", 3)
+    address = listener.expect(echo)
+    with contextlib.ExitStack() as there, connect(address, WAIT_S) as connection:
+        strangers = [
+            there.enter_context(socket.create_connection(address[:2], WAIT_S)) for _ in range(4)
+        ]
+        assert closed_at_once(strangers[0])
+        assert echoed(connection, b"?") == b"?"
+        assert len(listener._service._strangers) == 3
+
+
+def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0\0"):
+        with socket.create_connection(shared[1][:2], WAIT_S) as stranger:
+            stranger.sendall(said)
+            assert closed_at_once(stranger)
+
+
+def test_what_is_expected_once_comes_once(listener):
+    address = listener.expect(echo, once=True)
+    with connect(address, WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+        with pytest.raises(ConnectionError):
+            connect(address, WAIT_S)
+        assert not listener.forget(address)
+        assert echoed(connection, b"!") == b"!"
+
+
+def test_what_is_forgotten_is_refused_and_the_rest_is_not(listener):
+    first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
+    assert listener.forget(first)
+    with pytest.raises(ConnectionError):
+        connect(first, WAIT_S)
+    assert first.port == second.port
+    with connect(second, WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+
+
+def test_who_does_not_answer_is_given_up():
+    with socket.create_server((HOST, 0)) as silent:
+        address = module.Address(*silent.getsockname(), "key")
+        with pytest.raises(TimeoutError):
+            connect(address, 0.1)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_connecting_ends_when_the_socket_is_shut_down(reached):
+    """Where a process does not answer; and where a host does not."""
+    with contextlib.ExitStack() as there, ThreadPoolExecutor(1) as pool:
+        silent = there.enter_context(socket.create_server((HOST, 0), backlog=0))
+        while not reached:  # until its kernel takes no more
+            waiting = there.enter_context(socket.socket())
+            waiting.settimeout(0.2)
+            reached = waiting.connect_ex(silent.getsockname()) != 0
+        held = []
+        address = module.Address(*silent.getsockname(), "key")
+        connecting = pool.submit(connect, address, WAIT_S, WAIT_S, held.append)
+
+        def shut_down():
+            for connection in held:
+                module.shut_down(connection)
+            return connecting.done()
+
+        wait_until(shut_down)
+        with pytest.raises(OSError, match=r"closed|reset|not connected|Broken|aborted"):
+            connecting.result()
+
+
+def test_both_ends_notice_when_the_other_host_is_gone(listener):
+    seen = []
+
+    async def note(connection):
+        seen.append(connection)
+        await echo(connection)
+
+    with connect(listener.expect(note), WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+        for end in (connection, seen[0]):
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            options = [end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+            assert options == [30, 10, 3, 60_000]
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_an_error_ends_its_own_connection_and_is_told(listener, caplog):
+    async def fail(connection):
+        raise LookupError("a mistake of ours")
+
+    with connect(listener.expect(fail), WAIT_S) as connection:
+        assert closed_at_once(connection)
+    assert "a mistake of ours" in caplog.text
+    with connect(listener.expect(echo), WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+
+
+def test_a_connection_can_be_taken_over(listener):
+    taken = []
+
+    async def take(connection):
+        taken.append(socket.socket(fileno=connection.detach()))
+
+    with connect(listener.expect(take), WAIT_S) as connection:
+        wait_until(lambda: taken)
+        listener.close()
+        with taken[0]:
+            taken[0].sendall(b"?")
+            assert connection.recv(1) == b"?"
+
+
+def test_closing_ends_connections_that_have_just_come():
+    """At whatever point the listener is with them; a garbage collection would end them too late."""
+    gc.disable()
+    try:
+        for delay_s in np.linspace(0, 0.003, 100):
+            listener = Listener(HOST, "test")
+            address = listener.expect(echo)
+            come = [socket.create_connection(address[:2], 10) for _ in range(3)]
+            until = time.perf_counter() + delay_s
+            while time.perf_counter() < until:
+                pass
+            listener.close()
+            for connection in come:
+                with connection:
+                    assert closed_at_once(connection)
+    finally:
+        gc.enable()
+
+
+def test_closing_ends_what_forked_processes_have_too(listener):
+    address = listener.expect(echo)
+    with connect(address, WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+        opened = [listener._service.server, *listener._service._connections]
+        held = [os.dup(each.fileno()) for each in opened]
+        assert len(held) == 2
+        listener.close()
+        assert closed_at_once(connection)
+    with pytest.raises(ConnectionError):
+        connect(address, WAIT_S)
+    for descriptor in held:
+        os.close(descriptor)
+
+
+def test_it_can_be_closed_in_its_own_thread(listener):
+    async def close(connection):
+        listener.close()
+
+    with connect(listener.expect(close), WAIT_S) as connection:
+        assert closed_at_once(connection)
+    listener._service.thread.join(WAIT_S)
+    assert not listener._service.thread.is_alive()
+
+
+def test_one_that_nobody_closes_ends_with_its_owner():
+    listener = Listener(HOST, "test")
+    thread = listener._service.thread
+    assert thread.daemon
+    with connect(listener.expect(echo), WAIT_S) as connection:
+        del listener
+        gc.collect()
+        assert closed_at_once(connection)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_without_a_descriptor_it_accepts_when_there_is_one(monkeypatch):
+    class Full(socket.socket):
+        failures = 0
+
+        def accept(self):
+            if self.failures < 3:
+                self.failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    create_server = socket.create_server
+    monkeypatch.setattr(
+        socket, "create_server", lambda *a, **k: Full(fileno=create_server(*a, **k).detach())
+    )
+    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    listener = Listener(HOST, "test")
+    try:
+        with connect(listener.expect(echo), WAIT_S) as connection:
+            assert echoed(connection, b"?") == b"?"
+        assert listener._service.server.failures == 3
+        assert listener.has_failed
+    finally:
+        listener.close()
+
+
+def test_it_leaves_no_thread_and_no_descriptor():
+    def use():
+        listener = Listener(HOST, "test")
+        with connect(listener.expect(echo), WAIT_S) as connection:
+            echoed(connection, b"?")
+        listener.close()
+
+    def left():
+        return len(os.listdir("/dev/fd")), threading.active_count()
+
+    use()
+    before = left()
+    for _ in range(20):
+        use()
+    assert all(now <= then for now, then in zip(left(), before, strict=True))
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                Listener(HOST, "test")
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_ctrl_c_as_the_thread_starts_is_raised_and_leaves_nothing(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        started.append(thread)
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Listener(HOST, "test")
+    gc.collect()
+    started[0].join(WAIT_S)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_what_a_forked_process_does_to_its_copy_is_none_of_the_owners_business(listener):
+    address = listener.expect(echo)
+    with connect(address, WAIT_S) as connection:
+        assert echoed(connection, b"?") == b"?"
+        if (pid := os.fork()) == 0:
+            listener._end()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert echoed(connection, b"?") == b"?"
+        with connect(address, WAIT_S) as another:
+            assert echoed(another, b"?") == b"?"
+
+
+def test_one_that_talks_much_holds_no_other_up(shared):
+    _, address = shared
+
+    async def both():
+        with connect(address, WAIT_S) as busy, connect(address, WAIT_S) as other:
+            busy.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    busy.send(framed(b"x") * 1000)
+            assert echoed(other, b"?") == b"?"
+
+    asyncio.run(both())
