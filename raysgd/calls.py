@@ -6,17 +6,19 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.callback_list import CallbackList
+from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
+from raysgd.cluster.members import Member
 from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
 
-__all__ = ["CallResult", "Calls"]
+__all__ = ["CallResult", "Calls", "TrainCall"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,40 @@ class CallResult(NamedTuple):
     call: LastCall
 
 
+class TrainCall(Call):
+    """A call of ``train``, in as many parts as callbacks want to pause in it.
+
+    To the workers the parts are one call, of which they merge what they have measured.
+
+    Args:
+        num_steps: steps to train; None: to the end of the epoch under way.
+        next_pause: returns the step at which to pause next, from how many are done.
+        options: of `Call`.
+    """
+
+    def __init__(
+        self, num_steps: int | None, next_pause: Callable[[int], int | None], **options: Any
+    ) -> None:
+        super().__init__(
+            method="train", is_frequent=True, has_batches=True, can_pause=True, **options
+        )
+        self._num_steps = num_steps
+        self._next_pause = next_pause
+        self.start: Progress | None = None
+        """How far training was as it began."""
+
+    def begin(self, members: Sequence[Member], progress: Progress) -> None:
+        """Set the goal, in absolute terms, and where the part under way pauses."""
+        super().begin(members, progress)
+        if self.start is None:
+            self.start = progress
+            if self._num_steps is None:
+                self.arguments["until_epoch"] = progress.epoch + 1
+            else:
+                self.arguments["until_step"] = progress.global_step + self._num_steps
+        self.arguments["stop_at"] = self._next_pause(progress.global_step)
+
+
 class Calls:
     """Makes calls on the workers of a controller.
 
@@ -43,22 +79,17 @@ class Calls:
         self._controller = controller
         self._callback_list = callback_list
         self._numbers = itertools.count()
-        self._metrics_start_step: dict[Any, int] | None = None
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
 
-    def make(self, method: str, *, own: bool = True, **arguments: Any) -> list[Any]:
-        """Call a method of the runner, and return what it returned, by rank.
+    def make(self, call: Call, own: bool = True) -> list[Any]:
+        """Make a call, and return what the method returned, by rank.
 
         Args:
-            method: name of the method.
-            own: whether the caller may write to tensors and arrays in it.
-            arguments: those of `Controller.call`.
+            call: what to call.
+            own: whether the caller may write to tensors and arrays in what is returned.
         """
-        outcomes = self._controller.call(
-            method, metrics_start_step=self._metrics_start_step, **arguments
-        )
-        return [outcome.value(own) for outcome in outcomes]
+        return [outcome.value(own) for outcome in self._controller.run(call)]
 
     def train(
         self,
@@ -70,52 +101,33 @@ class Calls:
         info: Mapping[str, Any] | None,
         dataset: Dataset | None,
     ) -> CallResult:
-        """Make one call of train, in as many parts as callbacks want to pause in it.
-
-        To the workers the parts are one call, of which they merge what they have measured.
-        """
-        begun: list[Progress] = []
-
-        def goal(reached: Progress) -> dict[str, Any]:
-            # in absolute terms, so that the call can be repeated after a loss or a pause
-            begun.append(reached)
-            target = (
-                {"until_epoch": begun[0].epoch + 1}
-                if num_steps is None
-                else {"until_step": begun[0].global_step + num_steps}
-            )
-            return {**target, "stop_at": self._callback_list.next_pause(reached.global_step)}
-
-        controller, number = self._controller, next(self._numbers)
-        losses: tuple[int, list[str]] = (0, [])
+        """Make one call of train."""
+        arguments = {
+            "call": next(self._numbers),
+            "profile": profile,
+            "info": dict(info or {}),
+            "dataset": dataset,
+        }
+        call = TrainCall(
+            num_steps,
+            self._callback_list.next_pause,
+            arguments=arguments,
+            max_losses=max_retries,
+        )
+        controller = self._controller
         num_lost_paused = 0
         total_s = ended = 0.0
         results: list[Any] = [None]
-        try:
-            while results[0] is None:
-                results, seconds = self._timed(
-                    trainer,
-                    "train",
-                    max_losses=max_retries,
-                    losses_before=losses,
-                    call=number,
-                    profile=profile,
-                    info=dict(info or {}),
-                    dataset=dataset,
-                    arguments_from=goal,
-                )
-                losses = controller.losses_in_call, controller.causes_in_call
-                total_s, ended = total_s + seconds, time.time()
-                if results[0] is None:
-                    # what a worker has measured so far would be lost with it in the pause, too
-                    self._metrics_start_step = dict(controller.metrics_start_step)
-                num_events = len(controller.events)
-                self._callback_list.pause(trainer)
-                num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
-        finally:
-            self._metrics_start_step = None
-        completed = controller.progress.epoch > begun[0].epoch
-        merged = self._merged("train", results, losses[0] + num_lost_paused > 0)
+        while results[0] is None:
+            call.on_wait = self._callback_list.watcher(trainer, "train")
+            results, seconds = self._timed(call)
+            total_s, ended = total_s + seconds, time.time()
+            num_events = len(controller.events)
+            self._callback_list.pause(trainer)
+            num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
+        assert call.start is not None
+        completed = controller.progress.epoch > call.start.epoch
+        merged = self._merged("train", results, call.num_losses + num_lost_paused > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
     def validate(
@@ -133,23 +145,28 @@ class Calls:
         number = self._failed_validation
         if number is None:
             number = self._failed_validation = next(self._numbers)
-        results, seconds = self._timed(
-            trainer,
-            "validate",
+        arguments = {
+            "call": number,
+            "profile": profile,
+            "info": dict(info or {}),
+            "num_steps": num_steps,
+        }
+        call = Call(
+            method="validate",
+            arguments=arguments,
             max_losses=3,
-            call=number,
-            profile=profile,
-            info=dict(info or {}),
-            num_steps=num_steps,
+            is_frequent=True,
+            has_batches=True,
+            on_wait=self._callback_list.watcher(trainer, "validate"),
         )
+        results, seconds = self._timed(call)
         self._failed_validation = None
-        merged = self._merged("validate", results, self._controller.losses_in_call > 0)
+        merged = self._merged("validate", results, call.num_losses > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
-    def _timed(self, trainer: Trainer, method: str, **arguments: Any) -> tuple[list[Any], float]:
-        watcher = self._callback_list.watcher(trainer, method)
+    def _timed(self, call: Call) -> tuple[list[Any], float]:
         started = time.perf_counter()
-        results = self.make(method, on_wait=watcher, **arguments)
+        results = self.make(call)
         return results, time.perf_counter() - started
 
     def _merged(

@@ -19,6 +19,7 @@ from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.values import scalars
 from raysgd.calls import Calls
 from raysgd.checkpoint.location import locate
+from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller, State
 from raysgd.cluster.members import InlineMember
 from raysgd.cluster.worker_group import WorkerGroup
@@ -223,7 +224,7 @@ class OperatorTrainer:
             )
         self._stop_reason = None
         with self._callback_list.attached(self, own):
-            if validate_every and not any(self._call("can_validate", max_losses=3)):
+            if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
             with self._validations.of_fit(num_epochs, validate_every):
@@ -251,7 +252,7 @@ class OperatorTrainer:
         Raises:
             WorkerLostError: if a worker is lost; it is not repeated.
         """
-        self._call("update_schedulers", metric=metric)
+        self._call(Call(method="update_schedulers", arguments={"metric": metric}, is_frequent=True))
 
     # ---- state
 
@@ -290,8 +291,8 @@ class OperatorTrainer:
         if not self._controller.members and (snapshot := self._controller.snapshots.state()):
             # no worker lives; this is what is left, and it may be what the user gave to load
             return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
-        generators = self._call("rng_state", max_losses=3, any_size=True)
-        states = self._call("state_dict", rank=0, max_losses=3, any_size=True, own=own)
+        generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
+        states = self._call(Call(method="state_dict", rank=0, max_losses=3, any_size=True), own=own)
         state: dict[str, Any] = states[0]
         state["data"]["rng"] = generators
         return state
@@ -318,7 +319,7 @@ class OperatorTrainer:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
         of_driver = ("callbacks", "validation_due")
         own = {key: value for key, value in state.items() if key not in of_driver}
-        self._call("load_state_dict", state=own, max_losses=3)
+        self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
         self._controller.snapshots.set(own)
         self._latest_metrics.update(state.get("validation_due", {}))
         # also where it is empty: saved before anything had been measured
@@ -371,7 +372,7 @@ class OperatorTrainer:
 
     def _saved_weights(self) -> Any:
         """Return the models, or their arrays by name, for `save_model`."""
-        models = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        models = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
         return models[0] if len(models) == 1 else models
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -403,14 +404,16 @@ class OperatorTrainer:
             WorkerLostError: if a worker is lost; it is not repeated.
             BaseException: what it raised.
         """
-        return self._call("apply", function=_callable("apply_all_workers", fn))
+        function = _callable("apply_all_workers", fn)
+        return self._call(Call(method="apply", arguments={"function": function}))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn` with the operator of every worker and return what it returned, by rank.
 
         Arguments and errors are those of `apply_all_workers`.
         """
-        return self._call("apply_operator", function=_callable("apply_all_operators", fn))
+        function = _callable("apply_all_operators", fn)
+        return self._call(Call(method="apply_operator", arguments={"function": function}))
 
     def get_local_operator(self) -> Any:
         """Return the operator in this process.
@@ -557,9 +560,9 @@ class OperatorTrainer:
             self._shown = before
             self._latest_metrics.update(metrics)
 
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
+    def _call(self, call: Call, own: bool = True) -> list[Any]:
         self._check_open()
-        return self._calls.make(method, **arguments)
+        return self._calls.make(call, own)
 
     def _check_open(self, moves: bool = False) -> None:
         """Check that the workers may be called now, and for what `moves` the state."""

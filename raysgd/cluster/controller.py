@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from raysgd.cluster.attempt import Attempt
+from raysgd.cluster.call import Call
 from raysgd.cluster.health import HealthMonitor, Heartbeats, stacks_of
 from raysgd.cluster.members import Member, is_loss, loss_cause
 from raysgd.cluster.scaling import Replacement, ScaleUp
@@ -76,8 +77,7 @@ _BUSY_TICK_S = 0.05
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
-_OFTEN = ("train", "validate", "update_schedulers")
-"""Methods of runners that are called often, and for which there is a shorter way than Ray's."""
+_NO_CALL = Call(method="none")
 
 
 class State(enum.Enum):
@@ -132,21 +132,14 @@ class Controller:
         """Called after each event, in the thread that called."""
         self.on_start: Callable[[], None] | None = None
         """Called whenever all workers have started anew, before they get a snapshot."""
-        self.losses_in_call = 0
-        """Times that workers were lost in the newest call."""
         # the driver's own worker stays, unless all start anew
         start_anew = not self._elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver=start_anew)
-        self.causes_in_call: list[str] = []
-        """What each worker was lost by in it."""
-        self._begun = False
-        self.metrics_start_step: dict[Member, int] = {}
-        """The step from which a worker's metrics of the newest call are with itself alone."""
-        self._losses_before_call = 0
-        self._hangs_in_call = 0
         self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
         self._entering: list[Member] = []
+        self._call = _NO_CALL
+        """The call under way."""
         self._paused_at: int | None = None
         self._failed_rejoins = 0
         self._salvaged = False
@@ -220,65 +213,37 @@ class Controller:
 
     # ---- calls
 
-    def call(
-        self,
-        method: str,
-        *,
-        max_losses: int = 0,
-        any_size: bool = False,
-        rank: int | None = None,
-        arguments_from: Callable[[Progress], dict[str, Any]] | None = None,
-        on_wait: Callable[[Sequence[Progress]], None] | None = None,
-        metrics_start_step: Mapping[Member, int] | None = None,
-        losses_before: tuple[int, Sequence[str]] = (0, ()),
-        **arguments: Any,
-    ) -> list[Outcome]:
-        """Call a method of the runner on every worker, or on one, and return the outcomes.
-
-        Args:
-            method: name of the method.
-            max_losses: how often workers may be lost in this call. After each loss the call is
-                made again, so it must say what it wants to reach in absolute terms.
-            any_size: whether fewer workers than ``min_workers`` will do.
-            rank: the only worker to call.
-            arguments_from: returns further arguments from how far training is as the call begins.
-            on_wait: called with every worker's progress while the call runs.
-            metrics_start_step: what the attribute was after the part of a call that this one
-                follows.
-            losses_before: what `losses_in_call` and `causes_in_call` were then; they count here.
-            arguments: keyword arguments of the method.
+    def run(self, call: Call) -> list[Outcome]:
+        """Make a call, or a further part of it, and return the outcomes.
 
         Raises:
-            WorkerLostError: more losses than `max_losses`, or not enough workers to be had.
+            WorkerLostError: more losses than ``max_losses``, or not enough workers to be had.
             CollectiveError: workers could not communicate though all are alive.
             BaseException: what user code raised first, with the worker's traceback.
         """
-        self.losses_in_call, self._hangs_in_call = losses_before[0], 0
-        self.causes_in_call = list(losses_before[1])
-        self._begun, self._losses_before_call = False, 0
-        self.metrics_start_step = dict(metrics_start_step or {})
-        min_workers = 1 if any_size else self.min_workers
+        self._call = call
+        call.start_part()
+        try:
+            return self._run(call)
+        finally:
+            self._call = _NO_CALL
+
+    def _run(self, call: Call) -> list[Outcome]:
+        min_workers = 1 if call.any_size else self.min_workers
         if len(self.members) < min_workers:
             self._scale_up.try_again()  # once a call: there their number has an end
         while True:
-            self._make_ready(max_losses, min_workers)
-            if arguments_from is not None:
-                arguments = {**arguments, **arguments_from(self.progress)}
-                arguments_from = None
-            if not self._begun:
-                self._begun = True
-                since = self.progress.global_step
-                self.metrics_start_step = (
-                    dict.fromkeys(self.members, since) | self.metrics_start_step
-                )
-            members = list(self.members if rank is None else [self.members[rank]])
+            self._make_ready(min_workers)
+            if not call.has_begun:
+                call.begin(self.members, self.progress)
+            members = list(self.members if call.rank is None else [self.members[call.rank]])
             self._seen_step = self.progress.global_step
-            attempt = self._run(members, method, arguments, on_wait)
+            attempt = self._attempt(call, members)
             if attempt.outcomes:
                 self.progress = furthest([o.progress for o in attempt.outcomes.values()])
                 self._seen_step = self.progress.global_step
             if attempt.lost:
-                self._lose(attempt.lost, max_losses)
+                self._lose(attempt.lost)
             elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
                 error = attempt.error()
                 if attempt.first_error is not None:
@@ -291,37 +256,30 @@ class Controller:
                     self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                     return [attempt.outcomes[member] for member in members]
 
-    def _run(
-        self,
-        members: Sequence[Member],
-        method: str,
-        arguments: dict[str, Any],
-        on_wait: Callable[[Sequence[Progress]], None] | None,
-    ) -> Attempt:
+    def _attempt(self, call: Call, members: Sequence[Member]) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
-        packed: Any = arguments
+        packed: Any = call.arguments
         if not self._group.options.inline:
-            packed = self._group.shared(_pickled(f"the arguments of {method}", arguments))
+            packed = self._group.shared(_pickled(f"the arguments of {call.method}", packed))
         attempt = Attempt({}, self._clock)
         try:
             self.state = State.RUNNING
-            has_batches = method in ("train", "validate")
             attempt = Attempt(
                 {
-                    member: member.call(method, packed)
-                    if method in _OFTEN
-                    else member.work("call", method, packed)
+                    member: member.call(call.method, packed)
+                    if call.is_frequent
+                    else member.work("call", call.method, packed)
                     for member in members
                 },
                 self._clock,
             )
-            hang_timeout_s = self._elastic.hang_timeout_s if has_batches else None
+            hang_timeout_s = self._elastic.hang_timeout_s if call.has_batches else None
             monitor = HealthMonitor(attempt, self._ranks, hang_timeout_s, self._clock)
             while attempt.under_way:
-                busy = on_wait is not None or self._scale_up.under_way
+                busy = call.on_wait is not None or self._scale_up.under_way
                 idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
                 if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
-                    self._look(attempt, monitor, on_wait, pausable=method == "train")
+                    self._look(call, attempt, monitor)
             if attempt.failed:
                 self._end(attempt)
         except BaseException:
@@ -334,17 +292,11 @@ class Controller:
             raise
         return attempt
 
-    def _look(
-        self,
-        attempt: Attempt,
-        monitor: HealthMonitor,
-        on_wait: Callable[[Sequence[Progress]], None] | None,
-        pausable: bool,
-    ) -> None:
+    def _look(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
         """Do what there is to do while a call is under way."""
         progress = self.ask_progress()
-        if on_wait is not None:
-            on_wait(list(progress.values()))
+        if call.on_wait is not None:
+            call.on_wait(list(progress.values()))
         if progress:
             self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
             first = next(iter(progress))
@@ -352,13 +304,13 @@ class Controller:
         monitor.mention_uneven()
         stuck = monitor.stuck(progress)
         if stuck is not None:
-            self._break_hang(attempt, stuck)
+            self._break_hang(call, attempt, stuck)
         elif (why := monitor.in_vain(progress)) is not None:
             attempt.interrupted_by_us = True
             self._end(attempt)
             raise CollectiveError(why)
         self._scale_up.tend(self._generation)
-        if pausable and self._paused_at is None and self._scale_up.ready():
+        if call.can_pause and self._paused_at is None and self._scale_up.ready():
             self._pause(attempt, progress)
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
@@ -381,7 +333,7 @@ class Controller:
         self._clock.wait(answers, _ANSWER_S)
         return answers
 
-    def _break_hang(self, attempt: Attempt, stuck: Sequence[Member]) -> None:
+    def _break_hang(self, call: Call, attempt: Attempt, stuck: Sequence[Member]) -> None:
         for member in stuck:
             self._record("hung", [member], cause="no batch finished within hang_timeout_s")
             logger.warning("Killing worker %d, which hangs.", self._ranks[member])
@@ -389,8 +341,8 @@ class Controller:
         if not stuck:  # they wait for each other: only a new process group can help
             attempt.interrupted_by_us = True
             self._end(attempt)
-            self._hangs_in_call += 1
-            if self._hangs_in_call > self._elastic.max_attempts:
+            call.num_hangs += 1
+            if call.num_hangs > self._elastic.max_attempts:
                 raise CollectiveError(
                     f"No batch finished for {self._elastic.hang_timeout_s:g} s, and no worker "
                     "is stuck by itself: all wait for each other. The log has their stacks."
@@ -448,7 +400,7 @@ class Controller:
 
     # ---- generations
 
-    def _make_ready(self, max_losses: int, min_workers: int) -> None:
+    def _make_ready(self, min_workers: int) -> None:
         """Mend a group that is broken, let replacement workers in, and wait for enough workers."""
         if self.state is State.CLOSED:
             raise RuntimeError("The workers are shut down.")
@@ -464,7 +416,7 @@ class Controller:
                 self._await_replacements(min_workers)
             elif self.state is State.BROKEN or self._scale_up.ready():
                 if self._rejoins:
-                    self._renew(max_losses)
+                    self._renew()
                 else:
                     self._replace_all()
             else:
@@ -473,17 +425,17 @@ class Controller:
             self._let_pause(None)
             self._paused_at = None  # and not before, as Ctrl-C may come in between
 
-    def _renew(self, max_losses: int) -> None:
+    def _renew(self) -> None:
         """Make a new generation of the survivors and the replacement workers that are ready."""
         started = self._clock.monotonic()
         lost = self._await_stragglers()
         if lost:
-            self._lose(lost, max_losses)
+            self._lose(lost)
             return
         replacements = self._scale_up.ready()
         lost = self._rejoin(replacements)
         if lost:
-            self._lose(lost, max_losses)
+            self._lose(lost)
         if self.state is not State.READY:
             return
         seconds = self._clock.monotonic() - started
@@ -554,7 +506,8 @@ class Controller:
         if not attempt.failed:
             self._group.members[:] = entering
             self._number_members()
-            self.metrics_start_step |= dict.fromkeys(joining, self.progress.global_step)
+            start_step = self._call.metrics_start_step
+            start_step |= dict.fromkeys(joining, self.progress.global_step)
             self._paused_at = None
             self._failed_rejoins = 0
             self.state = State.READY
@@ -572,8 +525,9 @@ class Controller:
             logger.warning("No new process group came about, and is tried again: %s", reason)
         return attempt.lost
 
-    def _lose(self, lost: Mapping[Member, BaseException], max_losses: int) -> None:
+    def _lose(self, lost: Mapping[Member, BaseException]) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
+        call = self._call
         self.state = State.BROKEN
         for member in lost:
             self._stragglers.pop(member, None)
@@ -583,11 +537,11 @@ class Controller:
             return
         for member, error in lost.items():
             rank, said = self._ranks.get(member, -1), _cause(member, error)
-            since = self.metrics_start_step.get(member, self.progress.global_step)
+            since = call.metrics_start_step.get(member, self.progress.global_step)
             # no survivor to ask: use the last polled progress
             step = max(self.progress.global_step, self._seen_step)
             self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
-            self.causes_in_call.append(f"worker {rank} on {member.name}: {said}")
+            call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._scale_up.lost(self._group.slot_of(member))
             self._group.discard(member)
@@ -598,18 +552,18 @@ class Controller:
         self._scale_up.resized()
         self._scale_up.tend(self._generation)
         member, error = next(iter(lost.items()))
-        if self._begun:
-            self.losses_in_call += 1
-            if self.losses_in_call > max_losses:
+        if call.has_begun:
+            call.num_losses += 1
+            if call.num_losses > call.max_losses:
                 raise self._failed(
-                    f"{self.losses_in_call} loss{'es' * (self.losses_in_call > 1)} in one call, "
-                    f"which allows {max_losses} (max_retries, in train and fit)",
+                    f"{call.num_losses} loss{'es' * (call.num_losses > 1)} in one call, "
+                    f"which allows {call.max_losses} (max_retries, in train and fit)",
                     member,
                     error,
                 )
         else:  # what was lost since the last call costs this one no retry
-            self._losses_before_call += 1
-            if self._losses_before_call > self._elastic.max_attempts:
+            call.num_losses_before += 1
+            if call.num_losses_before > self._elastic.max_attempts:
                 raise self._failed("workers are lost again and again", member, error)
         if self.members:
             logger.warning("Going on with %d of %d workers.", len(self.members), self.max_workers)
@@ -620,7 +574,7 @@ class Controller:
         self, why: str, member: Member | None = None, cause: BaseException | None = None
     ) -> WorkerLostError:
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self.causes_in_call]),
+            "\n".join([f"Training run failed: {why.rstrip('.')}.", *self._call.causes]),
             rank=-1 if member is None else self._ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else _cause(member, cause),
@@ -683,7 +637,7 @@ class Controller:
         self._scale_up.stop()
         self._group.shutdown(force=True)
         self._stragglers.clear()
-        self.metrics_start_step.clear()
+        self._call.metrics_start_step = {}
         queue = self._group.queue()
         try:
             for number in range(config.max_attempts):
@@ -709,8 +663,9 @@ class Controller:
                 )
         finally:
             queue.clear()
-        if self._begun:  # what was measured in the call is gone
-            self.metrics_start_step = dict.fromkeys(self.members, self.progress.global_step)
+        if self._call.has_begun:  # what was measured in the call is gone
+            since = dict.fromkeys(self.members, self.progress.global_step)
+            self._call.metrics_start_step = since
         grown = num_before is not None and len(self.members) > num_before
         joining = self.members[num_before:] if grown else self.members
         seconds = self._clock.monotonic() - started

@@ -10,6 +10,7 @@ from typing import Any
 
 from raysgd.arguments import check_flags, suggests, unknown_argument
 from raysgd.callbacks.base import Callback
+from raysgd.cluster.call import Call
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.config import ElasticConfig
@@ -187,7 +188,7 @@ class TFTrainer(OperatorTrainer):
         del to_cpu
         from raysgd.tf.models import assembled
 
-        portable = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        portable = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
         models = [assembled(each) for each in portable]
         return models[0] if len(models) == 1 else models
 
@@ -196,9 +197,8 @@ class TFTrainer(OperatorTrainer):
         self.load(path)
 
     def _saved_weights(self) -> Any:
-        weights: list[dict[str, Any]] = self._call("weights", rank=0, max_losses=3, any_size=True)[
-            0
-        ]
+        call = Call(method="weights", rank=0, max_losses=3, any_size=True)
+        weights: list[dict[str, Any]] = self._call(call)[0]
         if len(weights) == 1:
             return weights[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(weights) for key, a in arrays.items()}

@@ -12,6 +12,7 @@ import torch
 
 from raysgd.arguments import checked_config, unknown_argument
 from raysgd.callbacks.base import Callback
+from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import warn_of_misspelling
 from raysgd.torch.creators import CreatorOperator
@@ -146,7 +147,8 @@ class TorchTrainer(OperatorTrainer):
         Raises:
             TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
         """
-        models: list[torch.nn.Module] = self._call("models", rank=0, max_losses=3, any_size=True)[0]
+        call = Call(method="models", rank=0, max_losses=3, any_size=True)
+        models: list[torch.nn.Module] = self._call(call)[0]
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models

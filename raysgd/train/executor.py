@@ -17,6 +17,7 @@ from typing import Any
 
 from raysgd.cluster import tasks
 from raysgd.cluster import worker_group as core
+from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller, State
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
@@ -278,7 +279,7 @@ class BackendExecutor:
         self._guarded(self._mend)
         self._first_event = len(controller.events)
         self._guarded(self._share_data_once)
-        self._call("begin", plan=self._plan)
+        self._call("begin", {"plan": self._plan})
         return self._checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
@@ -426,12 +427,13 @@ class BackendExecutor:
     def _fetched_checkpoint(self, rank: int) -> bytes | None:
         """Return the checkpoint that a worker has handed over; None if it was lost with that."""
         controller = self._supervised("fetch_next_result")
+        # no loss is allowed here: the call would be made again, on a worker that has none
+        call = Call(method="checkpoint", rank=rank)
         try:
-            # no loss is allowed here: the call would be made again, on a worker that has none
-            blob: bytes | None = controller.call("checkpoint", rank=rank)[0].value()
+            blob: bytes | None = controller.run(call)[0].value()
         except WorkerLostError:
-            self._num_losses += controller.losses_in_call
-            if not controller.losses_in_call or self._num_losses > self._max_losses:
+            self._num_losses += call.num_losses
+            if not call.num_losses or self._num_losses > self._max_losses:
                 raise
             return None
         return blob
@@ -441,7 +443,8 @@ class BackendExecutor:
 
         What was lost between two runs costs neither of them a retry.
         """
-        self._supervised("run").call("end_run", max_losses=self._elastic.max_attempts)
+        call = Call(method="end_run", max_losses=self._elastic.max_attempts)
+        self._supervised("run").run(call)
 
     def _share_data_once(self) -> None:
         """Hand out the data. If a worker is lost the next call finds that, and starts all anew."""
@@ -465,18 +468,18 @@ class BackendExecutor:
         ]
         tasks.results(members, references)
 
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
+    def _call(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
         controller = self._supervised(method)
+        call = Call(method=method, arguments=arguments or {}, max_losses=self._max_losses)
+        call.num_losses = self._num_losses  # of the whole function; their causes are in the events
 
-        def call() -> list[Any]:
+        def run() -> list[Any]:
             try:
-                most: Any = self._max_losses
-                before = self._num_losses, ()  # what they were is in the events
-                return controller.call(method, max_losses=most, losses_before=before, **arguments)
+                return controller.run(call)
             finally:
-                self._num_losses = controller.losses_in_call
+                self._num_losses = call.num_losses
 
-        return [outcome.value() for outcome in self._guarded(call)]
+        return [outcome.value() for outcome in self._guarded(run)]
 
     def _guarded(self, function: Callable[[], Any]) -> Any:
         """Call a function; where it fails the run is over."""

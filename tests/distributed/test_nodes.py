@@ -20,6 +20,7 @@ from raysgd.context import Progress
 from raysgd.errors import WorkerLostError
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.cluster.placement import reserve
+from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
 from tests.operators import Classifier, replica_hash
 
@@ -44,7 +45,7 @@ class Places:
 options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
 controller = Controller(WorkerGroup(options), Places(), None, None, 60)
 controller.start()
-print(json.dumps([o.value() for o in controller.call("where")]), flush=True)
+print(json.dumps([o.value() for o in controller.run(Call(method="where"))]), flush=True)
 controller.shutdown()
 
 JOINED = ("started", "grown")

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray.exceptions
 
+from raysgd.cluster.call import Call
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.controller import Controller, State
 from raysgd.cluster.members import Member
@@ -87,9 +88,17 @@ class Driver:
     def start(self):
         self.controller.start()
 
-    def train(self, goal, **arguments):
+    def train(self, goal, max_losses=0):
         """Train up to a step; return where each worker is then."""
-        outcomes = self.controller.call("train", until_step=goal, **arguments)
+        self.call = Call(
+            method="train",
+            arguments={"until_step": goal},
+            max_losses=max_losses,
+            is_frequent=True,
+            has_batches=True,
+            can_pause=True,
+        )
+        outcomes = self.controller.run(self.call)
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property
@@ -120,7 +129,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.controller.losses_in_call
+        return self.call.num_losses
 
     def shutdown(self):
         self.controller.shutdown()

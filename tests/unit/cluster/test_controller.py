@@ -16,6 +16,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
 from tests.blackbox.simulation.seam import LostError
+from tests.unit.cluster.calls import run
 
 PATIENCE_S = 20
 """How long a test waits for what must happen, and never in a run that passes."""
@@ -258,13 +259,13 @@ def test_every_worker_is_told_its_place(start):
 def test_outcomes_come_in_the_order_of_the_ranks(start):
     controller = start()
     script(controller, r0=lambda r: "a", r1=lambda r: "b", r2=lambda r: "c")
-    assert [outcome.value() for outcome in controller.call("work")] == ["a", "b", "c"]
+    assert [outcome.value() for outcome in run(controller, "work")] == ["a", "b", "c"]
     assert controller.state is State.READY
 
 
 def test_one_worker_alone_can_be_called(start):
     controller = start()
-    assert len(controller.call("work", rank=1)) == 1
+    assert len(run(controller, "work", rank=1)) == 1
     assert [runner.calls for runner in runners(controller)] == [0, 1, 0]
 
 
@@ -272,17 +273,17 @@ def test_progress_is_that_of_the_newest_call(start):
     controller = start()
     for runner in runners(controller):
         runner.step = 7
-    controller.call("work")
+    run(controller, "work")
     assert controller.progress.global_step == 7
 
 
 def test_what_cannot_be_pickled_is_found_before_a_worker_is_asked(start):
     controller = start()
     with pytest.raises(TypeError, match=r"arguments of work.*cannot be pickled"):
-        controller.call("work", goal=threading.Lock())
+        run(controller, "work", goal=threading.Lock())
     with pytest.raises(TypeError, match=r"initialization_hook.*cannot be pickled"):
         start(hook=threading.Lock().acquire)
-    assert [outcome.value() for outcome in controller.call("work")] == ["done"] * 3
+    assert [outcome.value() for outcome in run(controller, "work")] == ["done"] * 3
 
 
 # ---- errors of the user
@@ -297,7 +298,7 @@ def test_the_first_error_of_the_user_is_raised_as_itself_and_the_others_are_stop
         r2=FakeRunner.wait_for_peers,
     )
     with pytest.raises(ValueError, match="bad batch") as caught:
-        controller.call("work")
+        run(controller, "work")
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "worker 1" in str(caught.value.__cause__)
     assert controller.state is State.BROKEN
@@ -313,9 +314,9 @@ def test_after_an_error_the_next_call_makes_a_new_generation_from_the_furthest_w
         r2=raising(StoppedError(), step=1),
     )
     with pytest.raises((ValueError, StoppedError)):
-        controller.call("work")
+        run(controller, "work")
     script(controller, **{f"r{rank}": lambda r: r.step for rank in range(3)})
-    controller.call("work")
+    run(controller, "work")
     for rank, runner in enumerate(runners(controller)):
         first, second = runner.contexts
         assert (second.generation, second.world_rank) == (first.generation + 1, rank)
@@ -340,7 +341,7 @@ def test_a_broken_connection_is_not_taken_for_the_reason(start):
 
     script(controller, r0=broken, r1=late)
     with pytest.raises(ValueError, match="the reason"):
-        controller.call("work")
+        run(controller, "work")
     assert runner.calls == 1
 
 
@@ -348,9 +349,9 @@ def test_workers_that_cannot_communicate_though_all_are_alive_are_an_error(start
     controller = start(2)
     script(controller, r0=raising(ConnectionError("a")), r1=raising(ConnectionError("b")))
     with pytest.raises(CollectiveError, match="all of them are alive"):
-        controller.call("work")
+        run(controller, "work")
     script(controller, r0=lambda r: 1, r1=lambda r: 2)
-    assert len(controller.call("work")) == 2
+    assert len(run(controller, "work")) == 2
 
 
 # ---- losses
@@ -366,22 +367,22 @@ def test_survivors_go_on_after_a_loss(start):
         return runner.wait_for_peers() if len(runner.contexts) == 1 else runner.contexts[-1]
 
     script(controller, r0=work, r2=work)
-    outcomes = controller.call("work", max_losses=1)
+    outcomes = run(controller, "work", max_losses=1)
     contexts = [outcome.value() for outcome in outcomes]
     assert controller.members == survivors
     assert [(c.world_rank, c.world_size) for c in contexts] == [(0, 2), (1, 2)]
     before = controller.events[0].generation
     assert [c.generation for c in contexts] == [before + 1] * 2
     assert [c.local_rank for c in contexts] == [0, 0]
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     assert lost.killed
     assert not any(member.killed for member in survivors)
     assert kinds(controller) == ["started", "lost", "resumed"]
     event = controller.events[1]
     assert (event.ranks, event.generation) == ((1,), before)
     assert "OOM" in event.cause
-    controller.call("work")
-    assert controller.losses_in_call == 0
+    run(controller, "work")
+    assert run.call.num_losses == 0
 
 
 def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
@@ -400,7 +401,7 @@ def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
         return runner.leaders
 
     script(controller, r0=behind, r1=dying(controller, 1), r2=ahead)
-    outcomes = controller.call("work", max_losses=1)
+    outcomes = run(controller, "work", max_losses=1)
     # rank 2 has become rank 1
     assert [outcome.value() for outcome in outcomes] == [[1], [1]]
 
@@ -414,7 +415,7 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
         r2=FakeRunner.wait_for_peers,
     )
     with pytest.raises(WorkerLostError, match="Training run failed") as caught:
-        controller.call("work", max_losses=0)
+        run(controller, "work", max_losses=0)
     error = caught.value
     assert (error.rank, error.node_id) == (1, "node0")
     assert "1 loss in one call, which allows 0" in str(error)
@@ -426,11 +427,11 @@ def test_fewer_survivors_than_min_workers_end_the_call(start):
     controller = start(2, min_workers=2)
     script(controller, r0=FakeRunner.wait_for_peers, r1=dying(controller, 1))
     with pytest.raises(WorkerLostError, match=r"1 left, and min_workers=2.*grow=False") as caught:
-        controller.call("work", max_losses=3)
+        run(controller, "work", max_losses=3)
     assert "OOM" in str(caught.value)
     script(controller, r0=lambda runner: "done")
     # what reads the state is allowed with fewer
-    assert [o.value() for o in controller.call("work", any_size=True)] == ["done"]
+    assert [o.value() for o in run(controller, "work", any_size=True)] == ["done"]
 
 
 def test_losses_of_one_call_add_up(start):
@@ -447,9 +448,9 @@ def test_losses_of_one_call_add_up(start):
         return runner.wait_for_peers() if runner.contexts[-1].world_size > 1 else "alone"
 
     script(controller, r0=first, r1=dying(controller, 1), r2=second)
-    (outcome,) = controller.call("work", max_losses=2)
+    (outcome,) = run(controller, "work", max_losses=2)
     assert outcome.value() == "alone"
-    assert controller.losses_in_call == 2
+    assert run.call.num_losses == 2
     assert kinds(controller) == ["started", "lost", "resumed", "lost", "resumed"]
 
 
@@ -461,7 +462,7 @@ def test_a_worker_that_dies_between_two_calls_is_noticed(start):
         r1=lambda r: r.contexts[-1].world_rank,
         r2=lambda r: r.contexts[-1].world_rank,
     )
-    outcomes = controller.call("work", max_losses=1)
+    outcomes = run(controller, "work", max_losses=1)
     assert [outcome.value() for outcome in outcomes] == [0, 1]
 
 
@@ -480,9 +481,9 @@ def test_a_loss_while_the_others_join_anew_is_one_more_loss(start):
 
     runners(controller)[2].rejoin = rejoin_and_die
     script(controller, r0=work, r1=dying(controller, 1), r2=work)
-    outcomes = controller.call("work", max_losses=2)
+    outcomes = run(controller, "work", max_losses=2)
     assert [outcome.value() for outcome in outcomes] == ["done"]
-    assert controller.losses_in_call == 2
+    assert run.call.num_losses == 2
 
 
 def test_a_generation_that_could_not_be_joined_is_not_used(start):
@@ -491,15 +492,15 @@ def test_a_generation_that_could_not_be_joined_is_not_used(start):
     controller = start(2, backend=backend)
     script(controller, r0=raising(ValueError("bad batch")), r1=FakeRunner.wait_for_peers)
     with pytest.raises(ValueError, match="bad batch"):
-        controller.call("work")
+        run(controller, "work")
     script(controller, r0=lambda r: "done", r1=lambda r: "done")
     backend.broken = True
     before = [runner.calls for runner in runners(controller)]
     with pytest.raises(CollectiveError):
-        controller.call("work")
+        run(controller, "work")
     assert [runner.calls for runner in runners(controller)] == before
     backend.broken = False
-    assert len(controller.call("work")) == 2
+    assert len(run(controller, "work")) == 2
     assert all(len(runner.contexts) == 2 for runner in runners(controller))
 
 
@@ -513,9 +514,9 @@ def test_workers_that_do_not_find_each_other_try_again(start):
     controller = start(2, backend=backend)
     script(controller, r0=raising(ValueError("bad batch")), r1=FakeRunner.wait_for_peers)
     with pytest.raises(ValueError, match="bad batch"):
-        controller.call("work")
+        run(controller, "work")
     script(controller, r0=lambda r: "done", r1=lambda r: "done")
-    assert len(controller.call("work")) == 2
+    assert len(run(controller, "work")) == 2
     assert backend.num_prepared == 4
 
 
@@ -526,7 +527,7 @@ def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start
     local.remote = False
     runner = local.worker.runner
     script(controller, r0=FakeRunner.wait_for_peers, r1=dying(controller, 1))
-    controller.call("work", max_losses=1)
+    run(controller, "work", max_losses=1)
     assert local not in controller.members
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert getattr(runner, "torn_down", False)
@@ -576,10 +577,10 @@ def test_a_second_call_at_the_same_time_is_refused(start):
 
     script(controller, r0=work)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(controller.call, "work")
+        first = pool.submit(run, controller, "work")
         assert inside.wait(PATIENCE_S)
         with pytest.raises(RuntimeError, match="under way"):
-            controller.call("work")
+            run(controller, "work")
         outside.set()
         assert first.result(PATIENCE_S)[0].value() == "done"
 
@@ -595,10 +596,10 @@ def test_after_ctrl_c_the_next_call_goes_on(start):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        controller.call("work", on_wait=interrupt)
+        run(controller, "work", on_wait=interrupt)
     assert controller.state is State.BROKEN
     script(controller, r0=lambda r: 1, r1=lambda r: 2)
-    assert [outcome.value() for outcome in controller.call("work")] == [1, 2]
+    assert [outcome.value() for outcome in run(controller, "work")] == [1, 2]
     assert kinds(controller) == ["started", "resumed"]
 
 
@@ -615,9 +616,9 @@ def test_ctrl_c_while_a_pause_is_taken_back_leaves_none_behind(start, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(controller.members[1], "control", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            controller.call("work")
+            run(controller, "work")
     script(controller, r0=lambda r: 1, r1=lambda r: 2)
-    controller.call("work")
+    run(controller, "work")
     assert [runner.pause for runner in runners] == [None, None]
 
 
@@ -636,7 +637,7 @@ def test_whoever_waits_is_told_how_far_the_workers_are(start):
         return "done"
 
     script(controller, r0=work, r1=work)
-    controller.call("work", on_wait=on_wait)
+    run(controller, "work", on_wait=on_wait)
     assert told[-1] == [3, 3]
 
 
@@ -674,10 +675,10 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(start):
     assert controller._group.shutdowns == [False]
     assert controller._backend.closed == 1
     with pytest.raises(RuntimeError, match="shut down"):
-        controller.call("work")
+        run(controller, "work")
     broken = start(2)
     script(broken, r0=raising(ValueError("x")), r1=raising(ValueError("x")))
     with pytest.raises(ValueError, match="x"):
-        broken.call("work")
+        run(broken, "work")
     broken.shutdown()
     assert broken._group.shutdowns == [True]

@@ -10,11 +10,12 @@ from raysgd.cluster.controller import State
 from raysgd.errors import CollectiveError, InsufficientResourcesError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import TICK_S, World
+from tests.unit.cluster.calls import run
 
 
 def run_until(controller, step, **arguments):
     """Train up to a step, as the trainer does."""
-    return controller.call("train", until_step=step, **arguments)
+    return run(controller, "train", until_step=step, **arguments)
 
 
 def kinds(controller):
@@ -54,7 +55,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     assert set(survivors) < set(controller.members)
     assert [member.num_joins for member in controller.members if member not in survivors] == [1]
     assert world.trained == list(range(1, 101))
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     lost, resumed, grown = controller.events[1:]
     assert (lost.ranks, resumed.ranks, lost.cause) == (
         (1,),
@@ -110,7 +111,7 @@ def test_growing_costs_no_retry_and_redoes_no_step(world):
     world.at_step(20, lambda: setattr(world, "room", 3))
     assert steps_of(run_until(controller, 200, max_losses=0)) == [200] * 3
     assert kinds(controller) == ["started", "grown"]
-    assert controller.losses_in_call == 0
+    assert run.call.num_losses == 0
     assert world.trained == list(range(1, 201))
     assert [member.interruptions for member in first_two] == [0, 0]
 
@@ -141,7 +142,7 @@ def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
     world.room = 3
     run_until(controller, 6)
     for _ in range(5):
-        controller.call("validate")
+        run(controller, "validate")
         world.sleep(1.0)
     assert len(controller.members) == 3
     assert steps_of(run_until(controller, 9)) == [9] * 3
@@ -152,7 +153,7 @@ def test_other_calls_than_training_are_not_paused(world):
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     world.room = 3
     for _ in range(20):
-        controller.call("validate")
+        run(controller, "validate")
         world.sleep(0.2)
     assert all(member.interruptions == 0 for member in world.workers)
     assert len(controller.members) == 3
@@ -175,7 +176,7 @@ def test_two_of_three_are_lost_at_once_and_both_replaced(world):
     world.at_step(20, lose_two)
     assert steps_of(run_until(controller, 200, max_losses=1)) == [200] * 3
     assert kinds(controller).count("lost") == 2
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
 
 
 def test_the_step_that_a_survivor_had_committed_is_kept(world):
@@ -272,7 +273,7 @@ def test_a_replacement_whose_setup_fails_is_tried_again_after_a_while(world):
     failed = [event for event in controller.events if event.kind == "newcomer_failed"]
     assert failed
     assert all(event.cause == "no such file" for event in failed)
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     assert world.trained == list(range(1, 401))
 
 
@@ -292,7 +293,7 @@ def test_a_replacement_that_dies_while_it_sets_up_is_no_loss(world):
     world.at_step(20, lambda: world.lose(1))
     world.at_step(40, lambda: world.workers[3].die("OOM in setup"))
     assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     assert kinds(controller).count("newcomer_failed") == 1
 
 
@@ -304,7 +305,7 @@ def test_a_replacement_that_dies_when_it_is_ready_is_no_loss(world):
     world.at_step(60, lambda: world.workers[2].die("OOM while waiting"))
     assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
     assert kinds(controller).count("newcomer_failed") == 1
-    assert controller.losses_in_call == 0
+    assert run.call.num_losses == 0
 
 
 def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
@@ -314,7 +315,7 @@ def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
     world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
     assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
     assert kinds(controller).count("newcomer_failed") == 1
-    assert controller.losses_in_call == 0
+    assert run.call.num_losses == 0
     assert world.trained == list(range(1, 401))
 
 
@@ -328,7 +329,7 @@ def test_a_replacement_that_raises_as_it_joins_stays_out_and_the_others_go_on(wo
     failed = [event for event in controller.events if event.kind == "newcomer_failed"]
     assert failed
     assert failed[0].cause == "cannot load"
-    assert controller.losses_in_call == 0
+    assert run.call.num_losses == 0
     assert world.trained == list(range(1, 401))
 
 
@@ -340,7 +341,7 @@ def test_a_member_that_is_lost_while_replacements_join_is_one_loss_and_they_join
     world.on_meeting.append(lambda: doomed.die("OOM"))
     assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
     assert doomed not in controller.members
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     assert "newcomer_failed" not in kinds(controller)
 
 
@@ -373,7 +374,7 @@ def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
     world.lose(1)
     assert steps_of(run_until(controller, 20, max_losses=0)) == [20] * 3
     lost = next(event for event in controller.events if event.kind == "lost")
-    assert (lost.num_batches, controller.losses_in_call) == (0, 0)
+    assert (lost.num_batches, run.call.num_losses) == (0, 0)
 
 
 def test_losses_without_end_before_a_call_are_given_up(world):
@@ -530,7 +531,7 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert controller.events[-1].step in (10, 20)  # not the start, and nothing that was not done
     lost = [event.step for event in controller.events if event.kind == "lost"]
     assert all(controller.events[-1].step <= step <= 25 for step in lost)
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
     assert controller._group.num_starts == 2
 
 
@@ -545,7 +546,7 @@ def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
 
 def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
     controller = world.drive(3).controller
-    controller.call("load_state_dict", state={"step": 7})
+    run(controller, "load_state_dict", state={"step": 7})
     controller.snapshots.set({"step": 7})
     world.kept_by_driver = 7
     lose_all(world)
@@ -577,10 +578,10 @@ def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
     controller = world.drive(3).controller
     world.at_step(5, lambda: world.lose(1))
     run_until(controller, 20, max_losses=1)
-    before = controller.losses_in_call, controller.causes_in_call
     world.at_step(35, lambda: world.lose(0))
+    run.call.arguments = {"until_step": 60}
     with pytest.raises(WorkerLostError, match="2 losses in one call, which allows 1") as caught:
-        run_until(controller, 60, max_losses=1, losses_before=before)
+        controller.run(run.call)
     assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["1", "0"]
 
 
@@ -682,7 +683,7 @@ def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
     assert not set(before) & set(controller.members)
     assert all(member.dead for member in before)
     assert kinds(controller) == ["started", "lost", "restarted"]
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
 
 
 # ---- too few are left
@@ -724,7 +725,7 @@ def test_without_replacements_in_the_end_the_call_fails_and_the_state_can_be_rea
     assert "OOM" in str(caught.value)
     assert kinds(controller).count("waiting") == 3
     assert len(controller.members) == 2
-    assert len(controller.call("work", any_size=True)) == 2
+    assert len(run(controller, "work", any_size=True)) == 2
 
 
 def test_a_later_call_tries_replacements_again_that_were_given_up(world):
@@ -786,7 +787,7 @@ def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
     assert kinds(controller) == ["started", "hung", "lost", "resumed"]
     assert controller.events[1].ranks == (1,)
     assert stuck.dead
-    assert controller.losses_in_call == 1
+    assert run.call.num_losses == 1
 
 
 def test_workers_that_wait_for_the_one_that_hangs_are_left_alone(world):
@@ -841,7 +842,7 @@ def test_work_without_batches_is_not_taken_for_a_hang(world):
     members = list(controller.members)
     for member in members:
         member.work_s = 20.0
-    assert len(controller.call("work")) == 3
+    assert len(run(controller, "work")) == 3
     assert controller.members == members
     assert kinds(controller) == ["started"]
 

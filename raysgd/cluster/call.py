@@ -1,0 +1,62 @@
+"""A call on the workers, as a value: what it is to reach, and what has been seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.cluster.members import Member
+from raysgd.context import Progress
+
+__all__ = ["Call"]
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of a method of the runner.
+
+    It is made again after each loss of workers, so its arguments must say in absolute terms what it
+    is to reach. `Controller.run` may run it in several parts, which are one call to the workers.
+    """
+
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the method."""
+    rank: int | None = None
+    """The only worker to call; None: all."""
+    max_losses: float = 0
+    """How often workers may be lost in it; ``math.inf`` for as often as they are."""
+    any_size: bool = False
+    """Whether fewer workers than ``min_workers`` will do."""
+    is_frequent: bool = False
+    """Whether it is made so often that it is worth a channel of its own to each worker."""
+    has_batches: bool = False
+    """Whether workers finish batches in it; one that does not is stuck."""
+    can_pause: bool = False
+    """Whether it can pause at a step, for replacement workers to join there."""
+    on_wait: Callable[[Sequence[Progress]], None] | None = None
+    """Called with every worker's progress while it runs."""
+
+    num_losses: int = 0
+    """How often workers were lost in it."""
+    causes: list[str] = field(default_factory=list)
+    """What each worker was lost by in it."""
+    metrics_start_step: dict[Member, int] = field(default_factory=dict)
+    """The step from which a worker's metrics of the call are with itself alone."""
+    has_begun: bool = False
+    """Whether the part under way has reached the workers; what was lost before costs no retry."""
+    num_losses_before: int = 0
+    """How often workers were lost before that."""
+    num_hangs: int = 0
+    """How often all workers of the part under way waited for each other."""
+
+    def start_part(self) -> None:
+        """Forget what was counted in the part before."""
+        self.has_begun, self.num_losses_before, self.num_hangs = False, 0, 0
+
+    def begin(self, members: Sequence[Member], progress: Progress) -> None:
+        """Note how far training is as the part reaches its workers for the first time."""
+        self.has_begun = True
+        since = dict.fromkeys(members, progress.global_step)
+        self.metrics_start_step = since | self.metrics_start_step
