@@ -13,8 +13,9 @@ from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.loop.registration import Registration
+from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
-from raysgd.loop.steps import StepInterruptedError, Steps
+from raysgd.loop.steps import Steps
 from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
 
 __all__ = ["Loop"]
@@ -34,8 +35,9 @@ class Loop:
     again after a failure and then does what is left; `call` tells a repetition from a new call.
     """
 
-    def __init__(self, operator: Any) -> None:
+    def __init__(self, operator: Any, signal: Signal) -> None:
         self.operator = operator
+        self.signal = signal
         self._registration: Registration = operator._registration
         self._batches: Iterator[Any] | None = None
         self._signature: tuple[Any, tuple[bool, frozenset[str] | None]] = (None, (True, None))
@@ -46,14 +48,12 @@ class Loop:
         self._skipped_before = 0
         self._validated: _Counted | None = None
         self._validation: tuple[int, int] | None = None
-        self._stop_requested = False
         self._orders_agree = False
         self._start: int | None = None
         self._shared_out = True
         self._source: Source | None = None
         self.read: Source | None = None
         """What the newest call reads."""
-        self._pause_at: int | None = None
         self.snapshots = Snapshots(None)
         """Copies of the state for the driver; none until the runner says how often."""
         self.num_covered: int | None = None
@@ -80,21 +80,6 @@ class Loop:
         if steps is not None:
             return steps.num_finished
         return 0 if validated is None else validated.count
-
-    def request_stop(self, requested: bool) -> None:
-        """Let calls raise StepInterruptedError at their next batch. Called from another thread."""
-        self._stop_requested = requested
-        for under_way in (self.steps, self._validated):
-            if under_way is not None:
-                under_way.stop_requested = requested
-
-    def pause_at(self, step: int | None) -> int:
-        """Let the call under way raise PausedError at a step. Called from another thread."""
-        self._pause_at = step
-        steps = self.steps
-        if steps is not None:
-            steps.pause_at(step)
-        return self._registration.global_step
 
     def call_state(self) -> dict[str, Any]:
         """Return what the call under way has reached, for workers that join it."""
@@ -146,7 +131,8 @@ class Loop:
         self._shared_out, self._source = source.sharded, source
         self.read = source
         while (limit := self._left(until_epoch, until_step)) != 0:
-            if self._pause_at is not None and self._registration.global_step >= self._pause_at:
+            pause = self.signal.pause
+            if pause is not None and self._registration.global_step >= pause:
                 raise PausedError
             self._train_segment(source, limit, info)
         self._registration.check_averaged()  # again: it may have been unfrozen meanwhile
@@ -170,9 +156,6 @@ class Loop:
         start = self._start = registration.offset
         self.snapshots.maybe_take(registration, operator, self.call_state)
         steps = registration.steps = self._new_steps(source, limit)
-        if (pause := self._pause_at) is not None:  # None might take one back that comes just now
-            steps.pause_at(pause)
-        steps.stop_requested |= self._stop_requested
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         registration.meters = None
@@ -301,7 +284,9 @@ class Loop:
             on_commit = partial(
                 self.snapshots.maybe_take, registration, self.operator, self.call_state
             )
-        return Steps(registration, source, self._batches, limit, left, go_on, on_commit)
+        return Steps(
+            registration, source, self._batches, limit, left, go_on, self.signal, on_commit
+        )
 
     def _check_order(self, source: Source) -> None:
         """See that all ranks share out one order: a user's sampler or generator may differ."""
@@ -358,8 +343,8 @@ class Loop:
             while left is None or left > 0:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
-                batches = self._validated = _Counted(source.batches(0, offset, limit))
-                batches.stop_requested = self._stop_requested
+                taken_from = source.batches(0, offset, limit)
+                batches = self._validated = _Counted(taken_from, self.signal)
                 try:
                     metrics = operator.validate(batches, info)
                 except BaseException:
@@ -410,18 +395,17 @@ def _added(total: int, more: int | None) -> int | None:
 class _Counted:
     """An iterator that counts what it yields, and can be stopped."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], signal: Signal) -> None:
         self._batches = batches
+        self.signal = signal
         self.count = 0
         self.exhausted = False
-        self.stop_requested = False
 
     def __iter__(self) -> _Counted:
         return self
 
     def __next__(self) -> Any:
-        if self.stop_requested:
-            raise StepInterruptedError("The driver asked this worker to stop.")
+        self.signal.raise_stop()
         try:
             batch = next(self._batches)
         except StopIteration:

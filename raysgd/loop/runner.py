@@ -16,6 +16,7 @@ from raysgd.data.source import Source
 from raysgd.loop.loop import Loop
 from raysgd.loop.progress import check_position
 from raysgd.loop.registration import Registration
+from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots, full_state
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
@@ -29,8 +30,8 @@ class OperatorRunner(ABC):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._loop: Loop | None = None
-        self._asked_pause: int | None = None
-        self._own_pause: int | None = None
+        self.signal = Signal()
+        """What the driver and callbacks ask of the call under way."""
         self._loss = LossReader()
 
     # ---- life
@@ -49,7 +50,7 @@ class OperatorRunner(ABC):
 
     def host(self, operator: Any) -> None:
         """Take over an operator that is set up."""
-        self._loop = Loop(operator)
+        self._loop = Loop(operator, self.signal)
         self._loop.snapshots = Snapshots(self._options.elastic.snapshot_every)
 
     def teardown(self) -> None:
@@ -141,25 +142,12 @@ class OperatorRunner(ABC):
 
     def request_stop(self, requested: bool) -> None:
         """Let the call under way raise at its next batch."""
-        if self._loop is not None:
-            self._loop.request_stop(requested)
+        self.signal.stop = requested
 
     def pause_at(self, step: int | None) -> int:
         """Let the call under way pause at a step; returns the step that it is at."""
-        self._asked_pause = step
-        return self._apply_pause()
-
-    def _apply_pause(self) -> int:
-        """Let the loop pause at the first step of those that the driver and the call ask for."""
-        while self._loop is not None:
-            asked = [step for step in (self._asked_pause, self._own_pause) if step is not None]
-            first = min(asked, default=None)
-            reached = self._loop.pause_at(first)
-            # the other thread may have asked meanwhile; whoever comes last sees what both ask for
-            latest = [step for step in (self._asked_pause, self._own_pause) if step is not None]
-            if min(latest, default=None) == first:
-                return reached
-        return 0
+        self.signal.driver_pause = step
+        return 0 if self._loop is None else self._registration.global_step
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, on CPU."""
@@ -185,8 +173,7 @@ class OperatorRunner(ABC):
             call made again goes on, and its metrics cover all of it.
         """
         loop = self._running
-        self._own_pause = stop_at
-        self._apply_pause()
+        self.signal.callback_pause = stop_at
         try:
             return loop.train(call, until_epoch, until_step, info, profile, dataset)
         except PausedError:
@@ -194,8 +181,7 @@ class OperatorRunner(ABC):
                 raise  # it was the driver that asked for this one
             return None
         finally:
-            self._own_pause = None
-            self._apply_pause()
+            self.signal.callback_pause = None
 
     def can_validate(self) -> bool:
         """Return whether there is a validation loader."""

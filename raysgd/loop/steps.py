@@ -8,14 +8,11 @@ from typing import Any
 
 from raysgd.data.source import Source
 from raysgd.loop.registration import Registration
+from raysgd.loop.signal import Signal
 
-__all__ = ["StepInterruptedError", "Steps"]
+__all__ = ["Steps"]
 
 _NOTHING = object()
-
-
-class StepInterruptedError(Exception):
-    """Raised inside a loop when the driver asked the worker to stop."""
 
 
 class Steps:
@@ -32,6 +29,7 @@ class Steps:
         limit: the most batches of this segment; None for the rest of the epoch.
         steps_left: steps from ``registration.offset`` to the end of the epoch; None where unknown.
         go_on: asks all ranks whether each of them has a batch; None where that is certain.
+        signal: asks it to stop or to pause.
         on_commit: called after each update.
     """
 
@@ -43,6 +41,7 @@ class Steps:
         limit: int | None,
         steps_left: int | None,
         go_on: Callable[[bool], bool] | None,
+        signal: Signal,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
         self._registration = registration
@@ -56,14 +55,13 @@ class Steps:
         self._start = registration.offset
         self._start_step = registration.global_step
         self._started = time.perf_counter()
-        self._pause: int | None = None
+        self._signal = signal
         self._in_flight: list[Any] = []
         self._is_last = True
         self._ahead = _NOTHING
         self._exhausted = False
         self._ended = False
         self._timers = registration.timers if registration.timers.enabled else None
-        self.stop_requested = False
         self.paused = False
         """Whether it has ended for a pause."""
         self.num_batches = 0
@@ -85,14 +83,6 @@ class Steps:
     def num_finished(self) -> int:
         """Batches that are finished, also those whose update is still to come."""
         return self.num_batches + max(0, len(self._in_flight) - 1)
-
-    def pause_at(self, step: int | None) -> None:
-        """Let the segment end once `step` steps are committed. Called from another thread.
-
-        It ends with the group that reaches the step. None takes the request back.
-        """
-        held, asked = self._pause, None if step is None else step - self._start_step
-        self._pause = asked if asked is None or held is None else min(asked, held)
 
     @property
     def total_batches(self) -> int | None:
@@ -121,8 +111,7 @@ class Steps:
         self.drawn_from = True
         if self._in_flight and self._is_last:
             self._commit()
-        if self.stop_requested:
-            raise StepInterruptedError("The driver asked this worker to stop.")
+        self._signal.raise_stop()
         if not self._in_flight and self._is_at_end():
             self._ended = True
             raise StopIteration
@@ -139,8 +128,8 @@ class Steps:
     def _is_at_end(self) -> bool:
         if self._exhausted or self.num_batches == self._limit:
             return True
-        pause = self._pause  # which may be taken back at any moment
-        self.paused = pause is not None and self.num_batches >= pause
+        pause = self._signal.pause  # which may be taken back at any moment
+        self.paused = pause is not None and self._start_step + self.num_batches >= pause
         return self.paused
 
     def finish(self) -> list[Any]:

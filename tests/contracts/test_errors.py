@@ -7,7 +7,7 @@ import cloudpickle
 import pytest
 
 from raysgd import errors
-from raysgd.loop.steps import StepInterruptedError
+from raysgd.loop.signal import StepInterruptedError
 from raysgd.train import errors as train_errors
 
 EXAMPLES = {

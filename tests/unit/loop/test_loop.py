@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
-from raysgd.loop.steps import Steps
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
 EPOCH = list(range(40))
@@ -671,7 +670,7 @@ def pausing(loop, pause, at):
 
     def ask(batch_info, when):
         if when == "before" and loop.operator.global_step == at:
-            loop.pause_at(pause)
+            loop.signal.driver_pause = pause
 
     return ask
 
@@ -699,7 +698,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
@@ -725,7 +724,7 @@ def test_who_joins_a_call_knows_of_it_what_the_others_know(loop_of):
 @pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
 def test_a_pause_beyond_the_goal_changes_nothing(loop_of, goal):
     loop, operator = loop_of()
-    loop.pause_at(50)
+    loop.signal.driver_pause = 50
     train(loop, **goal)
     assert operator.global_step == goal.get("until_step", 10)
 
@@ -743,7 +742,7 @@ def test_a_pause_at_the_end_of_an_epoch_ends_the_epoch(loop_of):
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert (operator._registration.epoch, operator._registration.offset) == (1, 0)
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     train(loop, until_epoch=2)
     assert operator.trained == EPOCH * 2
 
@@ -752,7 +751,7 @@ def test_a_pause_at_the_end_of_an_epoch_ends_the_epoch(loop_of):
 def test_a_call_that_begins_at_or_after_its_pause_does_no_step(loop_of, pause):
     loop, operator = loop_of()
     train(loop, until_step=3)
-    assert loop.pause_at(pause) == 3
+    loop.signal.driver_pause = pause
     with pytest.raises(PausedError):
         train(loop, call=1, until_step=6)
     assert operator.global_step == 3
@@ -767,14 +766,15 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
 
     def late(batch_info, when):
         if when == "before" and operator.global_step == 3:
-            told.append(loop.pause_at(pause))
+            told.append(operator.global_step)
+            loop.signal.driver_pause = pause
 
     operator.fail = late
     with contextlib.suppress(PausedError):
         train(loop, **goal)
     assert told == [3]
     assert operator.global_step <= goal.get("until_step", 5)
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     train(loop, **goal)
     assert operator.trained == EPOCH[: len(operator.trained)]
     assert operator.global_step == goal.get("until_step", 5)
@@ -788,9 +788,9 @@ def test_none_takes_a_pause_back(loop_of, goal, operator_cls):
 
     def ask_and_take_back(batch_info, when):
         if when == "before" and operator.global_step == 1:
-            loop.pause_at(3)
+            loop.signal.driver_pause = 3
         if when == "before" and operator.global_step == 2:
-            loop.pause_at(None)
+            loop.signal.driver_pause = None
 
     operator.fail = ask_and_take_back
     train(loop, **goal)
@@ -806,7 +806,7 @@ def test_a_pause_that_is_taken_back_as_a_segment_ends_for_it_does_not_end_the_ep
 
     def and_take_back(*arguments, **by_name):
         metrics = train_epoch(*arguments, **by_name)
-        loop.pause_at(None)
+        loop.signal.driver_pause = None
         return metrics
 
     operator.train_epoch = and_take_back
@@ -815,21 +815,6 @@ def test_a_pause_that_is_taken_back_as_a_segment_ends_for_it_does_not_end_the_ep
     steps = goal.get("until_step", 10)
     assert operator.global_step == steps
     assert operator.trained == (EPOCH * 2)[: steps * 8]
-
-
-def test_a_segment_that_begins_takes_back_no_pause_that_comes_just_then(loop_of, monkeypatch):
-    loop, operator = loop_of()
-    pause_at = Steps.pause_at
-
-    def too_late(steps, step):
-        if step is None:  # after another thread has asked, and been told that it is in time
-            loop.pause_at(3)
-        pause_at(steps, step)
-
-    monkeypatch.setattr(Steps, "pause_at", too_late)
-    train(loop, until_step=7)
-    assert operator.global_step == 7
-    assert loop._pause_at is None
 
 
 class Brief(Recorder):
@@ -845,7 +830,7 @@ def test_a_loop_that_ends_its_epoch_where_it_is_to_pause_has_ended_it(loop_of):
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator._registration.epoch == 1
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     train(loop, until_epoch=2)
     assert operator.trained == EPOCH[:16] * 2
 
@@ -860,7 +845,7 @@ def test_a_pause_that_is_asked_for_as_a_segment_begins_is_no_empty_loader(loop_o
     take = loop.snapshots.maybe_take
 
     def ask(*arguments):
-        loop.pause_at(done)
+        loop.signal.driver_pause = done
         return take(*arguments)
 
     loop.snapshots.maybe_take = ask
@@ -868,7 +853,7 @@ def test_a_pause_that_is_asked_for_as_a_segment_begins_is_no_empty_loader(loop_o
         train(loop, call=1, **goal)
     assert operator.global_step == done
     loop.snapshots.maybe_take = take
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     train(loop, call=1, **goal)
     steps = goal.get("until_step", 10)
     assert operator.trained == (EPOCH * 2)[: steps * 8]
@@ -883,7 +868,7 @@ def test_a_pause_does_not_step_schedulers_of_epochs(start):
         train(loop, until_epoch=1)
     assert rate(operator) == before
     operator.fail = lambda *arguments: None
-    loop.pause_at(None)
+    loop.signal.driver_pause = None
     train(loop, until_epoch=1)
     assert rate(operator) == before / 2
 

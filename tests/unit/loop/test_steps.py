@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.loop.steps import StepInterruptedError, Steps
+from raysgd.loop.signal import Signal, StepInterruptedError
+from raysgd.loop.steps import Steps
 from raysgd.torch.loading import PlainLoader
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
@@ -21,7 +22,7 @@ def make_registration(num_optimizers=1):
 def make_steps(registration, batches, limit=None, steps_left="all", go_on=None):
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
-    return Steps(registration, PlainLoader(batches), iter(batches), limit, left, go_on)
+    return Steps(registration, PlainLoader(batches), iter(batches), limit, left, go_on, Signal())
 
 
 @given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
@@ -78,7 +79,7 @@ def test_no_batch_is_fetched_beyond_the_limit():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), PlainLoader([]), batches(), 2, None, None)
+    steps = Steps(make_registration(), PlainLoader([]), batches(), 2, None, None, Signal())
     assert list(steps) == [0, 1]
     assert fetched == [0, 1]
 
@@ -143,7 +144,7 @@ def test_a_failure_between_two_steps_takes_nothing_back():
         raise OSError("disk")
 
     registration = make_registration()
-    steps = Steps(registration, PlainLoader([]), broken(), None, None, None)
+    steps = Steps(registration, PlainLoader([]), broken(), None, None, None, Signal())
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
@@ -173,7 +174,7 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     registration = make_registration()
     steps = make_steps(registration, range(5))
     next(steps)
-    steps.stop_requested = True
+    steps._signal.stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
     assert steps.fail() == []
@@ -215,11 +216,11 @@ def drawn(steps, pause=None, after=None):
     """What a loop draws that is told to pause `after` so many batches."""
     batches = []
     if after == 0:
-        steps.pause_at(pause)
+        steps._signal.driver_pause = pause
     for batch in steps:
         batches.append(batch)
         if len(batches) == after:
-            steps.pause_at(pause)
+            steps._signal.driver_pause = pause
     steps.finish()
     return batches
 
@@ -263,7 +264,7 @@ def test_the_batches_that_follow_a_pause_are_not_fetched():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), PlainLoader([]), batches(), None, None, None)
+    steps = Steps(make_registration(), PlainLoader([]), batches(), None, None, None, Signal())
     assert drawn(steps, pause=2, after=1) == [0, 1]
     assert fetched == [0, 1]
 
@@ -283,12 +284,13 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
 
 def test_the_newest_request_to_pause_counts():
     steps = make_steps(make_registration(), range(9))
-    steps.pause_at(6)
-    steps.pause_at(3)
+    steps._signal.driver_pause = 6
+    steps._signal.driver_pause = 3
+    steps._signal.callback_pause = 4
     assert list(steps) == [0, 1, 2]
     steps = make_steps(make_registration(), range(9), limit=7)
-    steps.pause_at(6)
-    steps.pause_at(None)
+    steps._signal.driver_pause = 6
+    steps._signal.driver_pause = None
     assert list(steps) == list(range(7))
 
 
@@ -327,6 +329,7 @@ def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
         None,
         3,
         None,
+        Signal(),
         on_commit=lambda: told.append((registration.global_step, registration.offset)),
     )
     next(steps)
@@ -351,7 +354,7 @@ def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=Fal
     left = len(batches) if steps_left == "all" else steps_left
     source = PlainLoader(batches)
     source.sharded = sharded
-    return registration, Steps(registration, source, iter(batches), limit, left, go_on)
+    return registration, Steps(registration, source, iter(batches), limit, left, go_on, Signal())
 
 
 def groups_of(registration, steps, after=None, pause=None):
@@ -364,7 +367,7 @@ def groups_of(registration, steps, after=None, pause=None):
             groups.append(group)
             group = []
         if count == after:
-            steps.pause_at(pause)
+            steps._signal.driver_pause = pause
     assert group == []
     assert steps.finish() == []
     return groups
@@ -423,7 +426,7 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
             yield index
 
     registration, _ = grouped(3, [])
-    steps = Steps(registration, PlainLoader([]), batches(), None, None, None)
+    steps = Steps(registration, PlainLoader([]), batches(), None, None, None, Signal())
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
@@ -436,7 +439,7 @@ def test_without_accumulation_no_loader_is_looked_into():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), PlainLoader([]), batches(), None, None, None)
+    steps = Steps(make_registration(), PlainLoader([]), batches(), None, None, None, Signal())
     assert [(batch, len(fetched)) for batch in steps] == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -461,7 +464,13 @@ def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_know
     iterator = iter(batches)
     registration, _ = grouped(3, [])
     steps = Steps(
-        registration, PlainLoader(batches), iterator, None, 5 if length_known else None, None
+        registration,
+        PlainLoader(batches),
+        iterator,
+        None,
+        5 if length_known else None,
+        None,
+        Signal(),
     )
     for _ in range(at + 1):
         batch = next(steps)
