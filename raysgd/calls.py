@@ -79,6 +79,7 @@ class Calls:
         self._controller = controller
         self._callback_list = callback_list
         self._numbers = itertools.count()
+        self._paused: TrainCall | None = None
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
 
@@ -89,6 +90,8 @@ class Calls:
             call: what to call.
             own: whether the caller may write to tensors and arrays in what is returned.
         """
+        if self._paused is not None:  # a worker that is lost now takes what it has measured with it
+            call.metrics_start_step = dict(self._paused.metrics_start_step)
         return [outcome.value(own) for outcome in self._controller.run(call)]
 
     def train(
@@ -120,10 +123,15 @@ class Calls:
         results: list[Any] = [None]
         while results[0] is None:
             call.on_wait = self._callback_list.watcher(trainer, "train")
-            results, seconds = self._timed(call)
-            total_s, ended = total_s + seconds, time.time()
+            started = time.perf_counter()
+            results = [outcome.value() for outcome in controller.run(call)]
+            total_s, ended = total_s + time.perf_counter() - started, time.time()
             num_events = len(controller.events)
-            self._callback_list.pause(trainer)
+            self._paused = call
+            try:
+                self._callback_list.pause(trainer)
+            finally:
+                self._paused = None
             num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
@@ -159,15 +167,12 @@ class Calls:
             has_batches=True,
             on_wait=self._callback_list.watcher(trainer, "validate"),
         )
-        results, seconds = self._timed(call)
+        started = time.perf_counter()
+        results = self.make(call)
+        seconds = time.perf_counter() - started
         self._failed_validation = None
         merged = self._merged("validate", results, call.num_losses > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
-
-    def _timed(self, call: Call) -> tuple[list[Any], float]:
-        started = time.perf_counter()
-        results = self.make(call)
-        return results, time.perf_counter() - started
 
     def _merged(
         self, method: str, results: Sequence[Mapping[str, Any]], lost: bool

@@ -223,56 +223,50 @@ class Controller:
         """
         self._call = call
         call.start_part()
-        try:
-            return self._run(call)
-        finally:
-            self._call = _NO_CALL
-
-    def _run(self, call: Call) -> list[Outcome]:
         min_workers = 1 if call.any_size else self.min_workers
         if len(self.members) < min_workers:
             self._scale_up.try_again()  # once a call: there their number has an end
-        while True:
-            self._make_ready(min_workers)
-            if not call.has_begun:
-                call.begin(self.members, self.progress)
-            members = list(self.members if call.rank is None else [self.members[call.rank]])
-            self._seen_step = self.progress.global_step
-            attempt = self._attempt(call, members)
-            if attempt.outcomes:
-                self.progress = furthest([o.progress for o in attempt.outcomes.values()])
+        try:
+            while True:
+                self._make_ready(min_workers)
+                if not call.has_begun:
+                    call.begin(self.members, self.progress)
+                members = list(self.members if call.rank is None else [self.members[call.rank]])
                 self._seen_step = self.progress.global_step
-            if attempt.lost:
-                self._lose(attempt.lost)
-            elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
-                error = attempt.error()
-                if attempt.first_error is not None:
-                    self._record("user_error", [attempt.first_error[0]], cause=repr(error))
-                raise error
-            elif not attempt.failed:
-                # who was interrupted as the call ended has to be told to go on
-                self.state = State.BROKEN if attempt.interrupted_by_us else State.READY
-                if not attempt.paused:
-                    self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
-                    return [attempt.outcomes[member] for member in members]
+                attempt = self._attempt(call, members)
+                if attempt.outcomes:
+                    self.progress = furthest([o.progress for o in attempt.outcomes.values()])
+                    self._seen_step = self.progress.global_step
+                if attempt.lost:
+                    self._lose(attempt.lost)
+                elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
+                    error = attempt.error()
+                    if attempt.first_error is not None:
+                        self._record("user_error", [attempt.first_error[0]], cause=repr(error))
+                    raise error
+                elif not attempt.failed:
+                    # who was interrupted as the call ended has to be told to go on
+                    self.state = State.BROKEN if attempt.interrupted_by_us else State.READY
+                    if not attempt.paused:
+                        self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
+                        return [attempt.outcomes[member] for member in members]
+        finally:
+            self._call = _NO_CALL
 
     def _attempt(self, call: Call, members: Sequence[Member]) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
         packed: Any = call.arguments
         if not self._group.options.inline:
             packed = self._group.shared(_pickled(f"the arguments of {call.method}", packed))
-        attempt = Attempt({}, self._clock)
+        futures: dict[Member, Future[Outcome]] = {}
+        attempt = Attempt(futures, self._clock)
         try:
             self.state = State.RUNNING
-            attempt = Attempt(
-                {
-                    member: member.call(call.method, packed)
-                    if call.is_frequent
-                    else member.work("call", call.method, packed)
-                    for member in members
-                },
-                self._clock,
-            )
+            for member in members:
+                futures[member] = member.work(
+                    "call", call.method, packed, frequent=call.is_frequent
+                )
+            attempt = Attempt(futures, self._clock)
             hang_timeout_s = self._elastic.hang_timeout_s if call.has_batches else None
             monitor = HealthMonitor(attempt, self._ranks, hang_timeout_s, self._clock)
             while attempt.under_way:

@@ -35,12 +35,14 @@ class Member(ABC):
     remote: bool
 
     @abstractmethod
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call in the work thread."""
+    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
+        """Start a call in the work thread.
 
-    def call(self, method: str, arguments: Any) -> Future[Any]:
-        """Start a call of a method of the runner that is called often, in the work thread."""
-        return self.work("call", method, arguments)
+        Args:
+            method: of the worker.
+            arguments: of the method.
+            frequent: whether it is one that is made again and again.
+        """
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
@@ -102,40 +104,46 @@ class ActorMember(Member):
         """Number of the newest call of the work thread."""
         self._order = threading.RLock()
 
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call in the actor's work thread."""
+    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
+        """Start a call in the actor's work thread; by a channel, if it is a frequent short one.
+
+        Whoever starts another before that is answered waits for its answer in vain, if the channel
+        breaks before the worker has it: it is given up then.
+        """
+        if not frequent or self._channels is None or not self._channels.usable:
+            return self._by_ray(method, arguments)
+        if not _is_short(arguments[-1]):
+            return self._by_ray(method, arguments)
+        return self._by_channel(self._channels, method, arguments)
+
+    def _by_ray(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         with self._order:
             self._hang_up()
             return self._submit("work", method, arguments)
 
-    def call(self, method: str, arguments: Any) -> Future[Any]:
-        """Start a call of a method of the runner that is called often, in the work thread.
-
-        Whoever starts another before it is answered waits for its answer in vain, if the channel
-        breaks before the worker has it: it is given up then.
-        """
-        if self._channels is None or not self._channels.usable or not _is_short(arguments):
-            return self.work("call", method, arguments)
+    def _by_channel(
+        self, channels: Channels, method: str, arguments: tuple[Any, ...]
+    ) -> Future[Any]:
+        assert method == "call"  # what a worker carries out while it serves a channel
         self._check_alive()
-        request = method, arguments
         turn = self._turn = self._turn + 1
 
         def by_ray() -> Future[Any]:
             with self._order:
                 if self._turn != turn:  # it was given up, and is not to come after what followed
                     raise RuntimeError("The call was given up before it reached the worker.")
-                return self._submit("work", "call", request)
+                return self._submit("work", method, arguments)
 
-        answer = None if self._channel is None else self._channel.ask(request, by_ray)
+        answer = None if self._channel is None else self._channel.ask(arguments, by_ray)
         if answer is None:
             if self._channel is not None:
                 self._channel.hang_up()
             try:
-                channel = self._channels.open(driver_address([self.info.node_ip]))
+                channel = channels.open(driver_address([self.info.node_ip]))
             except (OSError, RuntimeError):
-                return self.work("call", method, arguments)
+                return self._by_ray(method, arguments)
             self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
-            answer = channel.ask(request, by_ray)
+            answer = channel.ask(arguments, by_ray)
             assert answer is not None
             self._submit("work", "serve", (channel.address,)).add_done_callback(channel.end)
         return answer
@@ -233,13 +241,15 @@ class InlineMember(Member):
         """The worker itself."""
         return self._worker
 
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
+    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Make the call."""
         future: Future[Any] = Future()
         future.set_result(getattr(self._worker, method)(*arguments))
         return future
 
-    control = work
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Make the call."""
+        return InlineMember.work(self, method, *arguments)
 
     def kill(self) -> None:
         """Do nothing: the process is the driver's own."""
@@ -255,7 +265,7 @@ class ThreadMember(InlineMember):
         super().__init__()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
 
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
+    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Start a call in the thread."""
         return self._thread.submit(getattr(self._worker, method), *arguments)
 

@@ -182,7 +182,10 @@ class Worker:
 
     def call(self, method: str, arguments: Any) -> Outcome:
         """Call a method of the runner."""
-        return self._attempt(lambda: getattr(self._hosted, method)(**_unpickled(arguments)))
+        try:
+            return self._success(getattr(self._hosted, method)(**_unpickled(arguments)))
+        except (Exception, SystemExit) as error:
+            return self._failure(error)
 
     def serve(self, address: Address) -> Served:
         """Make the calls that the driver asks for by a channel, until it hangs up."""
@@ -258,12 +261,15 @@ class Worker:
             raise RuntimeError("This worker hosts nothing: it was not created, or torn down.")
         return self._runner
 
-    def _attempt(self, function: Callable[[], Any]) -> Outcome:
+    def _attempt(self, function: Callable[[], None]) -> Outcome:
         try:
-            value = function()
-            payload = _packed(value) if self._remote else value
+            function()
+            return self._success(None)
         except (Exception, SystemExit) as error:
             return self._failure(error)
+
+    def _success(self, value: Any) -> Outcome:
+        payload = _packed(value) if self._remote else value
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:

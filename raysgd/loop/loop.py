@@ -159,8 +159,11 @@ class Loop:
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         registration.meters = None
+        by_position, by_name = self._train_epoch_takes(
+            {"info": info, "num_steps": limit, "epoch_idx": registration.epoch}
+        )
         try:
-            metrics = self._call_train_epoch(steps, info, limit)
+            metrics = operator.train_epoch(steps, *by_position, **by_name)
             left = steps.finish()
         except BaseException:
             self._settle_failure(steps, source, start)
@@ -181,18 +184,18 @@ class Loop:
             registration.epoch += 1
             self._batches = None
 
-    def _call_train_epoch(self, steps: Steps, info: Any, limit: int | None) -> Any:
-        """Call ``train_epoch`` with what its signature takes: older ones end after ``info``."""
+    def _train_epoch_takes(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return those that the signature of ``train_epoch`` takes: older ones end after ``info``.
+
+        Returns:
+            What goes by position, and what by name.
+        """
         method = self.operator.train_epoch
         if method != self._signature[0]:  # reading it takes as long as a step of a small model
             self._signature = method, _taken_by(method)
-        by_name, taken = self._signature[1]
-        given: dict[str, Any] = {"num_steps": limit, "epoch_idx": self._registration.epoch}
-        if by_name:
-            given["info"] = info
-        if taken is not None:
-            given = {name: value for name, value in given.items() if name in taken}
-        return method(steps, *([] if by_name else [info]), **given)
+        info_by_name, taken = self._signature[1]
+        by_position = [] if info_by_name else [arguments.pop("info")]
+        return by_position, {n: v for n, v in arguments.items() if taken is None or n in taken}
 
     def _settle_rest(self, source: Source, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""

@@ -240,7 +240,7 @@ class SimMember(Member):
 
     # ---- what the driver calls
 
-    def work(self, method, *arguments):
+    def work(self, method, *arguments, frequent=False):
         task = Task(method, arguments)
         if self.dead:
             task.future.set_exception(self.dead)

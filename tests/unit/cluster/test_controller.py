@@ -124,7 +124,7 @@ class FakeMember(Member):
         self._pending = []
         self._thread = ThreadPoolExecutor(1)
 
-    def work(self, method, *arguments):
+    def work(self, method, *arguments, frequent=False):
         return self._start(self._thread.submit, method, arguments)
 
     def control(self, method, *arguments):

@@ -182,7 +182,7 @@ def reached(monkeypatch):
 def test_calls_that_are_made_often_go_by_a_line(reached):
     member, hosted = reached
     for number in range(3):
-        assert member.call("train", b"%d" % number).result(20) == 2 + number
+        assert member.work("call", "train", b"%d" % number, frequent=True).result(20) == 2 + number
     calls = [("train", b"0"), ("train", b"1"), ("train", b"2")]
     assert hosted.calls == ["a channel", *calls]
 
@@ -191,10 +191,10 @@ def test_what_goes_by_ray_follows_on_what_goes_by_the_line(reached):
     member, hosted = reached
     hosted.gate.clear()
     answers = [
-        member.call("train", b"1"),
+        member.work("call", "train", b"1", frequent=True),
         member.work("call", "state_dict", b"2"),
-        member.call("train", b"3"),
-        member.call("train", b"4"),  # while the third is under way
+        member.work("call", "train", b"3", frequent=True),
+        member.work("call", "train", b"4", frequent=True),  # while the third is under way
         member.work("call", "teardown", b"5"),
     ]
     assert not any(answer.done() for answer in answers)
@@ -209,16 +209,16 @@ def test_what_is_large_or_shared_goes_by_ray(reached):
     member, hosted = reached
     shared = object()  # one of Ray's references, say
     for arguments in (bytes(2**14), shared):
-        member.call("train", arguments).result(20)
+        member.work("call", "train", arguments, frequent=True).result(20)
         assert hosted.calls.pop() == ("train", arguments)
     assert not hosted.calls
 
 
 def test_functions_of_the_user_follow_on_what_goes_by_the_line(reached):
     member, hosted = reached
-    member.call("train", b"1").result(20)
+    member.work("call", "train", b"1", frequent=True).result(20)
     member.execute("a function").future().result(20)
-    member.call("train", b"2").result(20)
+    member.work("call", "train", b"2", frequent=True).result(20)
     done = [call for call in hosted.calls if call != "a channel"]
     assert done == [("train", b"1"), "a function", ("train", b"2")]
 
@@ -231,19 +231,19 @@ def test_ctrl_c_at_any_moment_leaves_a_worker_that_can_be_called(reached):
     while interrupted:
         number += 1
         hosted.calls.clear()
-        member.call("train", b"0").result(20)
+        member.work("call", "train", b"0", frequent=True).result(20)
         interrupted = interrupts(
             number,
             lambda: (
-                member.call("train", b"1").result(20),
+                member.work("call", "train", b"1", frequent=True).result(20),
                 member.work("call", "state_dict", b"2").result(20),
-                member.call("train", b"3").result(20),
+                member.work("call", "train", b"3", frequent=True).result(20),
             ),
         )
         if not interrupted:
             break
         member.work("call", "enter", b"4").result(20)
-        member.call("train", b"5").result(20)
+        member.work("call", "train", b"5", frequent=True).result(20)
         done = [call[1] for call in hosted.calls if call != "a channel"]
         assert done == sorted(set(done)), number
         assert done[-2:] == [b"4", b"5"], number
@@ -280,7 +280,7 @@ def test_a_call_that_was_given_up_does_not_come_after_what_followed(reached):
     member, hosted = reached
     hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
     hosted.gate.clear()
-    given_up = member.call("train", b"1")
+    given_up = member.work("call", "train", b"1", frequent=True)
     followed = member.work("call", "enter", b"2")
     hosted.gate.set()
     assert followed.result(20)
@@ -294,10 +294,10 @@ def test_nor_after_the_next_that_is_made_like_it(reached):
     serve_at = hosted.serve
     hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
     hosted.gate.clear()
-    given_up = member.call("train", b"1")
+    given_up = member.work("call", "train", b"1", frequent=True)
     member.work("call", "enter", b"2")
     hosted.serve = serve_at
-    followed = member.call("train", b"3")
+    followed = member.work("call", "train", b"3", frequent=True)
     hosted.gate.set()
     assert followed.result(20)
     with pytest.raises(RuntimeError, match="given up"):
@@ -317,7 +317,7 @@ def test_where_there_can_be_no_line_all_goes_by_ray(reached, monkeypatch, why):
     else:
         hosted.serve = lambda address: serve(address._replace(port=closed_port()), hosted.call)
     for number in range(3):
-        assert member.call("train", b"%d" % number).result(20) == 1 + number
+        assert member.work("call", "train", b"%d" % number, frequent=True).result(20) == 1 + number
     assert [call[1] for call in hosted.calls if call != "a channel"] == [b"0", b"1", b"2"]
 
 
