@@ -195,7 +195,10 @@ def _keep(gloo: Any, running: _Running) -> None:
 
 def _collective(name: str) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
-        return _Collective(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs))
+        output = args[0] if args else None  # it comes first in all of them
+        return _Collective(
+            self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output
+        )
 
     method.__name__ = name
     method.__doc__ = f"Start gloo's {name}."
@@ -268,7 +271,7 @@ class _Running:
 class _Collective(Work):
     """A collective under way. Its future holds what gloo returned, or an exception."""
 
-    def __init__(self, running: _Running, start: Callable[[], Any]) -> None:
+    def __init__(self, running: _Running, start: Callable[[], Any], output: Any = None) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
         ended = self._ended
@@ -281,15 +284,26 @@ class _Collective(Work):
             raise
 
         # Nothing here may hold the group: this runs in a thread of gloo's, which cannot outlive it.
-        def finish(done: Future[Any]) -> None:
+        def finish(value: Callable[[], Any]) -> None:
             try:
-                value = done.value()
+                found = value()
             except Exception as error:
-                value = error
+                found = error
             if running.finish(key):
-                ended.set_result(value)
+                ended.set_result(found)
 
-        self._work.get_future().add_done_callback(finish)
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # there is none for a reduce_scatter: a thread waits for it
+            work = self._work
+            threading.Thread(
+                target=finish,
+                args=(lambda: _waited_for(work, output),),
+                name="raysgd-gloo",
+                daemon=True,
+            ).start()
+        else:
+            future.add_done_callback(lambda done: finish(done.value))
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait for the end.
@@ -324,6 +338,11 @@ class _Collective(Work):
         self._work.wait()  # gloo's work ends a moment after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
+
+
+def _waited_for(work: Any, output: Any) -> list[Any]:
+    work.wait()
+    return output if isinstance(output, list) else [output]
 
 
 def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> Any:

@@ -313,3 +313,57 @@ print("good", flush=True)
 
 def test_small_reductions_go_by_the_mesh_with_the_same_bits():
     run_ranks(MESHED, 2)
+
+
+DIVIDED = """
+import datetime, sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from raysgd.comm.gloo import GlooGroup
+
+store = TCPStore("127.0.0.1", int(sys.argv[-1]), is_master=False)
+group = GlooGroup.init(store, rank, 2, datetime.timedelta(seconds=60))
+part = torch.zeros(2)
+dist.reduce_scatter_tensor(part, torch.arange(4.0))
+assert part.tolist() == [[0, 2], [4, 6]][rank]
+work = dist.reduce_scatter(part, [torch.ones(2), torch.full((2,), 3.0)], async_op=True)
+assert work.get_future().wait()[0] is part and part.tolist() == [2.0 + 4 * rank] * 2
+
+def trained(divide):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    divide(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.parameters()
+
+mesh = init_device_mesh("cpu", (2,))
+whole = trained(lambda model: None)
+divided = trained(lambda model: fully_shard(model, mesh=mesh))
+for expected, found in zip(whole, divided, strict=True):
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+if rank == 0:
+    waits = dist.reduce_scatter_tensor(part, torch.arange(4.0), async_op=True)
+    group.interrupt()
+    try:
+        waits.wait()
+    except RuntimeError as error:
+        assert "interrupted" in str(error), error
+    else:
+        raise SystemExit("not interrupted")
+    store.set("interrupted", "")
+else:
+    store.wait(["interrupted"])
+print("good", flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
+def test_models_that_are_divided_over_ranks_can_be_trained():
+    run_ranks(DIVIDED, 2)
