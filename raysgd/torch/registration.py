@@ -17,6 +17,7 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings
 from raysgd.torch import collectives, ddp
+from raysgd.torch.buffers import BufferLog
 from raysgd.torch.checks import (
     check_plateau,
     check_static_graphs,
@@ -59,8 +60,7 @@ class TorchRegistration(Registration):
         self._required: dict[int, dict[str, bool]] = {}
         self._wrapping: list[ddp.Wrapping | None] = []
         self._frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]] = []
-        self._buffer_slots: list[tuple[torch.nn.Module, str]] = []
-        self._committed_buffers: list[torch.Tensor] = []
+        self._buffers = BufferLog()
         self.optimization = Optimization(
             create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
         )
@@ -134,15 +134,8 @@ class TorchRegistration(Registration):
             criterion = self.models[-1]
         elif isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
-        self._buffer_slots = [
-            (module, name)
-            for model in self.models
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers = BufferLog(self.models)
         self.registered = True
-        self.commit_buffers()
         given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
             given
@@ -213,7 +206,7 @@ class TorchRegistration(Registration):
             for own, value in zip(held, given, strict=False):
                 if own.shape == value.shape:  # else it is a cache of what setup has computed
                     own.copy_(value)
-            self.commit_buffers()
+            self._buffers.remember()
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader."""
@@ -298,34 +291,12 @@ class TorchRegistration(Registration):
         self.optimization.check_complete()
         self.optimization.commit()
         self.global_step += num_batches
-        if self._buffer_slots:
-            self.commit_buffers()
-
-    def commit_buffers(self) -> None:
-        """Remember the buffers: a forward pass changes them also in a step that then fails."""
-        buffers = self._buffers()
-        if [b.shape for b in self._committed_buffers] != [b.shape for b in buffers]:
-            self._committed_buffers = [torch.empty_like(buffer) for buffer in buffers]
-        if buffers:
-            torch._foreach_copy_(self._committed_buffers, buffers)
+        self._buffers.remember_step()
 
     def roll_back(self) -> None:
         """Take back what a step that was not committed left behind."""
-        self._set_buffers(self._committed_buffers)
+        self._buffers.restore()
         self.optimization.roll_back()
-
-    def _set_buffers(self, values: Iterable[torch.Tensor]) -> None:
-        for (module, name), value in zip(self._buffer_slots, values, strict=True):
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.shape == value.shape:
-                buffer.detach().copy_(value)
-            else:
-                module._buffers[name] = value.clone()
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Return the buffers; by name, since a forward pass may put another tensor in a place."""
-        found = [module._buffers[name] for module, name in self._buffer_slots]
-        return [buffer.detach() for buffer in found if buffer is not None]
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
@@ -338,7 +309,7 @@ class TorchRegistration(Registration):
                 buffers += ddp.running_statistics(model)
         if buffers:
             ddp.broadcast_tensors(buffers, source=0)
-            self.commit_buffers()
+            self._buffers.remember()
 
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
@@ -384,10 +355,9 @@ class TorchRegistration(Registration):
             state = ddp.broadcast_state(self.training_state, leader, device, to)
             if lacks:
                 self.load_training_state(state)
-        buffers = ddp.broadcast_state(self._buffers, leader, device)
+        buffers = ddp.broadcast_state(self._buffers.tensors, leader, device)
         if follows:
-            self._set_buffers(buffers)
-            self.commit_buffers()
+            self._buffers.set(buffers)
 
     @property
     def replicated(self) -> bool:
@@ -438,7 +408,7 @@ class TorchRegistration(Registration):
                 held.load_state_dict(saved)
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
-        self.commit_buffers()
+        self._buffers.remember()
 
     def _scaler_key(self, state: dict[str, Any]) -> str | None:
         """Return where in a state there is something for this precision's scaler."""

@@ -181,7 +181,7 @@ join("first")
 runner = set_up(rank)
 check_same()
 noise = runner.operator.teacher.noise.clone()
-assert torch.equal(noise, runner._registration._committed_buffers[0])
+assert torch.equal(noise, runner._registration._buffers._copies[0])
 runner.train(call=0, until_epoch=1)
 assert runner.operator.teacher.layer[1].num_batches_tracked > 0
 check_same()

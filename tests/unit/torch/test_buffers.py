@@ -1,0 +1,133 @@
+"""Buffers go back to what they were after the last step, and what stays as it is costs nothing."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.torch.buffers import BufferLog
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(2))
+        self.register_buffer("count", torch.tensor(0))
+
+
+def batch_norm(model):
+    model.norm(torch.randn(4, 2))
+
+
+def in_place(model):
+    model.count += 1
+
+
+def replaced(model):
+    model.cache = model.cache + 1
+
+
+def grown(model):
+    model.cache = torch.cat([model.cache, torch.ones(1)])
+
+
+def through_data(model):
+    model.average.data.add_(1)
+
+
+def removed(model):
+    model.cache = None
+
+
+CHANGES = [batch_norm, in_place, replaced, grown]
+
+
+def values(model):
+    return {name: None if b is None else b.clone() for name, b in model._buffers.items()} | {
+        f"norm.{name}": buffer.clone() for name, buffer in model.norm.named_buffers()
+    }
+
+
+@given(
+    steps=st.lists(st.lists(st.sampled_from(CHANGES), max_size=3), max_size=5),
+    failing=st.lists(st.sampled_from([*CHANGES, removed]), max_size=3, unique=True),
+    again=st.booleans(),
+)
+def test_what_a_failed_step_has_changed_is_taken_back(steps, failing, again):
+    model = Model()
+    log = BufferLog([model])
+    for changes in steps:
+        for change in changes:
+            change(model)
+        log.remember_step()
+    for _ in range(1 + again):
+        expected = values(model)
+        if removed in failing:
+            failing = [removed]
+        for change in failing:
+            change(model)
+        log.restore()
+        torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_torch_does_not_count_is_found_out_in_the_first_steps(first):
+    model = Model()
+    log = BufferLog([model])
+    for step in range(1, 6):
+        if step >= first:
+            through_data(model)
+        log.remember_step()
+    expected = values(model)
+    through_data(model)
+    log.restore()
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+
+
+def test_what_was_made_in_inference_mode_is_taken_back_too():
+    model = Model()
+    with torch.inference_mode():
+        model.cache = torch.zeros(2)
+    log = BufferLog([model])
+    log.remember_step()
+    with torch.inference_mode():
+        model.cache += 1
+    log.remember_step()
+    with torch.inference_mode():
+        model.cache += 1
+        log.restore()
+    assert model.cache.tolist() == [1, 1]
+
+
+def test_what_stays_as_it_is_is_not_copied():
+    model = Model()
+    log = BufferLog([model])
+    copied = [copy._version for copy in log._copies]
+    for _ in range(3):
+        batch_norm(model)
+        in_place(model)
+        log.remember_step()
+    times = [copy._version - before for copy, before in zip(log._copies, copied, strict=True)]
+    names = [name for _, name in log._slots]
+    assert {name for name, number in zip(names, times, strict=True) if number} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "count",
+    }
+
+
+def test_other_values_are_taken_over_and_remembered():
+    model, other = Model(), Model()
+    log = BufferLog([model])
+    for change in (batch_norm, in_place, grown):
+        change(other)
+    log.set(BufferLog([other]).tensors())
+    expected = values(other)
+    torch.testing.assert_close(values(model), expected)
+    in_place(model)
+    log.restore()
+    torch.testing.assert_close(values(model), expected)
