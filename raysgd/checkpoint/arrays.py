@@ -23,7 +23,7 @@ import numpy as np
 from raysgd.checkpoint.location import Location, first_line
 from raysgd.errors import CheckpointError
 
-__all__ = ["check_loadable", "is_one", "read", "record_names", "write"]
+__all__ = ["check_loadable", "is_one", "read", "write"]
 
 _FOLDER = "raysgd-state/"
 _STRUCTURE = "structure.json"
@@ -81,27 +81,6 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
             f"Cannot save to {target.shown}: the state_dict() of the {owner} returned what no file "
             f"can hold: {error} Turn it into numbers, strings, lists, dicts or arrays."
         ) from error
-
-
-def record_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the records hold."""
-    names: list[str] = []
-    _name_arrays(state, "", names)
-    return {
-        _STRUCTURE: "structure",
-        **{f"arrays/{number}": name for number, name in enumerate(names)},
-    }
-
-
-def _name_arrays(tree: Any, path: str, names: list[str]) -> None:
-    if isinstance(tree, np.ndarray):
-        names.append(path)
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            _name_arrays(value, f"{path}/{key}" if path else str(key), names)
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            _name_arrays(value, f"{path}/{index}", names)
 
 
 def _described(tree: Any, held: list[Any]) -> Any:

@@ -1,18 +1,17 @@
 """Hashes over every byte of a checkpoint, so that damage is found wherever it is.
 
 ``torch.save`` writes a zip archive. `add_checksums` adds a record to it, the manifest, with the
-SHA-256 of each other record's content, and makes this line the archive's comment, the end of the
-file::
+SHA-256 of all that came before, and makes this line the archive's comment, the end of the file::
 
     raysgd-checkpoint manifest=OFFSET+SIZE sha256=… rest=… trailer=…
 
-``sha256`` is the hash of the manifest's content; ``rest`` that of all other bytes that are no
-record's content, joined: headers, padding, the central directory; ``trailer`` that of this line
-up to there. So each byte of the file is in exactly one hash, and is read once. The layout of the
-line is the same in all formats: what changes is told by the manifest.
+``sha256`` is the hash of the manifest's content; ``rest`` that of all other bytes that the manifest
+tells nothing of, joined; ``trailer`` that of this line up to there. So each byte of the file is in
+exactly one hash, and is read once. The layout of the line is the same in all formats: what changes
+is told by the manifest. In earlier files each record of the archive is a part with a hash of its
+own.
 
-Any other file gets its checksum by `add_checksum`: the manifest and the line follow its content,
-which is the only part.
+In a file that is no archive the manifest and the line follow the content.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import hashlib
 import re
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO, Any
 
 from raysgd.checkpoint.manifest import Manifest, Part
 
-__all__ = ["DamageError", "add_checksum", "add_checksums", "find_manifest", "verify"]
+__all__ = ["DamageError", "add_checksums", "find_manifest", "verify"]
 
 _RECORD = "raysgd-manifest.json"
 _MAGIC = b"raysgd-checkpoint"
@@ -58,57 +57,41 @@ class _Trailer:
     rest: str
 
 
-def add_checksums(file: IO[bytes], manifest: Manifest, names: Mapping[str, str]) -> None:
-    """Add a manifest and the hashes to what ``torch.save`` wrote into `file`.
+def add_checksums(file: IO[bytes], manifest: Manifest, is_archive: bool = True) -> None:
+    """Add a manifest and the hashes to what was written into `file`.
 
     Args:
         file: open for reading and writing.
-        manifest: what to say; its parts are filled in.
-        names: what the records hold, by their names without the archive's prefix.
+        manifest: what to say; its part is filled in.
+        is_archive: whether it is a zip archive, and to stay one.
     """
+    if not is_archive:
+        size = file.seek(0, 2)
+        part, content = _described(file, size, manifest)
+        file.seek(0, 2)
+        file.write(content + bytes(_TRAILER_SIZE))
+        _write_trailer(file, part, size, content)
+        return
     with zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
-    prefix = records[0].filename.split("/")[0] + "/"
-    parts = []
-    for info in sorted(records, key=lambda info: info.header_offset):
-        offset = _content_offset(file, info)
-        name = info.filename.removeprefix(prefix)
-        parts.append(
-            Part(
-                name=names.get(name, name),
-                record=info.filename,
-                offset=offset,
-                size=info.file_size,
-                sha256=_hash_of(file, offset, info.file_size),
-            )
-        )
-    content = dataclasses.replace(manifest, parts=tuple(parts)).to_json()
+        size = archive.start_dir
+        prefix = archive.namelist()[0].split("/")[0] + "/"
+    part, content = _described(file, size, manifest)
     with zipfile.ZipFile(file, "a") as archive:
         added = zipfile.ZipInfo(prefix + _RECORD)
         archive.writestr(added, content)
         archive.comment = bytes(_TRAILER_SIZE)  # the directory tells its length
-    _write_trailer(file, parts, _content_offset(file, added), content)
+    _write_trailer(file, part, _content_offset(file, added), content)
 
 
-def add_checksum(file: IO[bytes], manifest: Manifest, name: str) -> None:
-    """Add a manifest and the hashes behind what was written into `file`.
-
-    Args:
-        file: open for reading and writing.
-        manifest: what to say; its parts are filled in.
-        name: what the content is.
-    """
-    size = file.seek(0, 2)
-    part = Part(name=name, record=name, offset=0, size=size, sha256=_hash_of(file, 0, size))
-    content = dataclasses.replace(manifest, parts=(part,)).to_json()
-    file.seek(0, 2)
-    file.write(content + bytes(_TRAILER_SIZE))
-    _write_trailer(file, [part], size, content)
+def _described(file: IO[bytes], size: int, manifest: Manifest) -> tuple[Part, bytes]:
+    """Return the part that the first bytes of a file are, and the manifest's content."""
+    part = Part(name="state", record="state", offset=0, size=size, sha256=_hash_of(file, 0, size))
+    return part, dataclasses.replace(manifest, parts=(part,)).to_json()
 
 
-def _write_trailer(file: IO[bytes], parts: Sequence[Part], offset: int, content: bytes) -> None:
+def _write_trailer(file: IO[bytes], part: Part, offset: int, content: bytes) -> None:
     """Write the line at the end, in the place that was left for it."""
-    rest = _rest_of(file, parts, (offset, len(content))).encode()
+    rest = _rest_of(file, [part], (offset, len(content))).encode()
     sha256 = hashlib.sha256(content).hexdigest().encode()
     line = _LINE % (_MAGIC, offset, len(content), sha256, rest)
     file.seek(-_TRAILER_SIZE, 2)
@@ -123,7 +106,7 @@ def verify(file: IO[bytes]) -> Manifest | None:
         checksums could be checked then.
 
     Raises:
-        DamageError: if it is not as it was written; names the part.
+        DamageError: if it is not as it was written.
         NewerFormatError: if a newer library wrote it.
     """
     found = _find(file)
@@ -132,12 +115,8 @@ def verify(file: IO[bytes]) -> Manifest | None:
         return None
     trailer, manifest = found
     parts = manifest.parts
-    damaged = [part for part in parts if _hash_of(file, part.offset, part.size) != part.sha256]
-    if damaged:
-        raise DamageError(
-            "is damaged: " + ", ".join(_label(part) for part in damaged) + " has another "
-            "SHA-256 than when it was written"
-        )
+    if any(_hash_of(file, part.offset, part.size) != part.sha256 for part in parts):
+        raise DamageError("is damaged: its state has another SHA-256 than when it was written")
     if _rest_of(file, parts, (trailer.offset, trailer.size)) != trailer.rest:
         raise DamageError("is damaged: its headers are not as they were written")
     return manifest
@@ -252,8 +231,3 @@ def _content_offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
     file.seek(info.header_offset)
     name_size, extra_size = struct.unpack("<HH", file.read(_LOCAL_HEADER)[-4:])
     return info.header_offset + _LOCAL_HEADER + int(name_size) + int(extra_size)
-
-
-def _label(part: Part) -> str:
-    record = f"record {part.record}"
-    return record if part.record.endswith(part.name) else f"{part.name} ({record})"

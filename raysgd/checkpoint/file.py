@@ -87,7 +87,7 @@ def prepare_write(
 
     def fill(file: IO[bytes]) -> None:
         archive.write(state, file)
-        add_checksums(file, manifest, archive.record_names(state))
+        add_checksums(file, manifest)
 
     return functools.partial(target.write, fill)
 

@@ -37,12 +37,13 @@ class NewerFormatError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A segment of the file that has a hash of its own."""
+    """A segment of the file that has a hash of its own.
+
+    There is one, all that the state was written as; of earlier files each record is one.
+    """
 
     name: str
-    """What it holds, such as ``models/0/weight``; the name of the record where that is unknown."""
     record: str
-    """Name of the record in the zip archive."""
     offset: int
     size: int
     sha256: str

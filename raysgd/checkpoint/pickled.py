@@ -10,14 +10,13 @@ import os
 from typing import IO
 
 from raysgd.checkpoint.checked import checked_manifest
-from raysgd.checkpoint.checksum import add_checksum
+from raysgd.checkpoint.checksum import add_checksums
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
 __all__ = ["read_pickle", "read_pickle_manifest", "write_pickle"]
 
-_NAME = "pickle"
 _STOP = b"."
 """How every pickle ends."""
 
@@ -34,7 +33,7 @@ def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) 
 
     def fill(file: IO[bytes]) -> None:
         file.write(blob)
-        add_checksum(file, manifest, _NAME)
+        add_checksums(file, manifest, is_archive=False)
 
     return locate(path).write(fill)
 

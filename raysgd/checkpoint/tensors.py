@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from raysgd.checkpoint.location import Location, first_line
 from raysgd.errors import CheckpointError
 
-__all__ = ["check_loadable", "read", "record_names", "write"]
+__all__ = ["check_loadable", "read", "write"]
 
 _ALLOW = (
     "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
@@ -82,31 +82,3 @@ def _refused(error: BaseException) -> str:
     """Return what torch says of the type that it refuses, without its advice."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return first_line(error) if found is None else f"It is {found[1]}."
-
-
-def record_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the records hold; those of tensors are numbered as ``torch.save`` meets them.
-
-    An object that has tensors of its own shifts the numbers of those that follow; so the names
-    are for messages, and nothing depends on them.
-    """
-    names: dict[int, str] = {}
-    for name, tensor in _tensors(state, ""):
-        if tensor.layout is not torch.strided:
-            break  # several storages, in an order of its own
-        names.setdefault(tensor.untyped_storage()._cdata, name)
-    return {
-        "data.pkl": "structure",
-        **{f"data/{number}": name for number, name in enumerate(names.values())},
-    }
-
-
-def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, f"{path}/{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            yield from _tensors(value, f"{path}/{index}")

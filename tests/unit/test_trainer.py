@@ -279,7 +279,6 @@ def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
     manifest = read_manifest(trainer.save(tmp_path / "state.pt"))
     assert (manifest.world_size, manifest.epoch, manifest.global_step) == (1, 2, 7)
     assert manifest.operator == "Recorder"
-    assert "models/0/0.weight" in {part.name for part in manifest.parts}
 
 
 def test_a_url_is_saved_to_and_loaded_from(make_trainer):

@@ -48,11 +48,6 @@ def test_bfloat16_comes_back(tmp_path):
     assert same(read_file(path)["models"], [{"w": array}])
 
 
-def test_the_manifest_names_the_arrays(tmp_path):
-    names = [part.name for part in read_manifest(write_file(STATE, tmp_path / "s")).parts]
-    assert names[:2] == ["structure", "models/0/0/kernel"]
-
-
 def test_every_flipped_byte_is_found(tmp_path):
     path = tmp_path / "state"
     write_file(STATE, path)
