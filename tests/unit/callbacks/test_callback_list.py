@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.callbacks import Callback
+from raysgd.cluster.states import Closed
 from raysgd.errors import CallbackError, CheckpointError
 from tests.unit.callbacks.spy import Late, Spy, Unloadable
 from tests.unit.recorder import Recorder, Streaming
@@ -620,4 +621,4 @@ def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
     del trainer
     gc.collect()
     assert ref() is None
-    assert controller.state.name == "CLOSED"
+    assert isinstance(controller.state, Closed)

@@ -1,0 +1,141 @@
+"""Runs whose files are kept.
+
+    python -m tests.blackbox.written.runs FOLDER
+
+writes them into a new folder. ``2026-11`` was written when each record of a checkpoint had a hash
+of its own. Never write one anew: add another where the format changes.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import ray
+import torch
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import CheckpointCallback, EarlyStopping, JsonlLogger
+
+
+class Line(TrainingOperator):
+    """Learns y = 3 x - 1, with all that a state may hold."""
+
+    def setup(self, config):
+        torch.manual_seed(7)
+        # no bias that the normalization takes away: its gradient would be noise
+        first, norm = torch.nn.Linear(1, 3, bias=False), torch.nn.BatchNorm1d(3)
+        model = torch.nn.Sequential(first, norm, torch.nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.criterion, _ = self.register(
+            models=model, optimizers=optimizer, schedulers=scheduler, criterion=torch.nn.MSELoss()
+        )
+        x = torch.linspace(0, 1, 24).reshape(-1, 1)
+        data = torch.utils.data.TensorDataset(x, 3 * x - 1)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        self.register_data(train_loader=loader, validation_loader=loader)
+        self.seen = 0
+
+    def train_batch(self, batch, batch_info):
+        self.seen += 1
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def line_trainer(folder):
+    """Return a trainer of the run in a folder."""
+    return TorchTrainer(
+        training_operator_cls=Line,
+        use_local=True,
+        use_gpu=False,
+        scheduler_step_freq="epoch",
+        logdir=folder,
+        callbacks=[CheckpointCallback(every=4, keep=2), EarlyStopping(patience=9), JsonlLogger()],
+    )
+
+
+def digits(trainer):
+    """Return what tells states apart, as numbers."""
+    state = trainer.state_dict()
+    return {
+        "epoch": state["epoch"],
+        "global_step": state["global_step"],
+        "seen": state["operator"]["seen"],
+        **{name: tensor.double().sum().item() for name, tensor in state["models"][0].items()},
+    }
+
+
+def write(folder):
+    """Write all runs."""
+    folder.mkdir(parents=True)
+    write_line(folder)
+    write_keras(folder)
+    write_function(folder)
+
+
+def write_line(folder):
+    """Write a run that was cut off in its third epoch, and a state of its own."""
+    with line_trainer(folder / "run") as trainer:
+        trainer.fit(2)
+        trainer.train(num_steps=2)
+        trainer.save(folder / "state.pt")
+        trainer.save_model(folder / "model.safetensors")
+        (folder / "expected.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
+        trainer.train()
+        (folder / "next.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
+    (folder / "run" / "report.html").unlink()  # which is large, and only written
+
+
+def write_keras(folder):
+    """Write a state with arrays."""
+    import keras
+    import numpy as np
+
+    from raysgd.tf import TFTrainer
+    from raysgd.tf import TrainingOperator as KerasOperator
+
+    class Doubling(KerasOperator):
+        def setup(self, config):
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model,
+                optimizers=keras.optimizers.Adam(),
+                criterion=keras.losses.MeanSquaredError(),
+            )
+            x = np.linspace(0, 1, 24, dtype="float32").reshape(-1, 1)
+            self.register_data(train_loader=(x, 2 * x), batch_size=4)
+
+    with TFTrainer(training_operator_cls=Doubling, use_local=True) as trainer:
+        trainer.train()
+        trainer.save(folder / "keras.state")
+        arrays = trainer.state_dict()["models"][0]
+        sums = {name: float(array.sum()) for name, array in arrays.items()}
+        (folder / "keras.json").write_text(json.dumps(sums) + "\n")
+
+
+def write_function(folder):
+    """Write the checkpoints of a training function."""
+    from raysgd import train
+
+    def function():
+        for epoch in range(2):
+            train.save_checkpoint(epoch=epoch, weights=[1.0, 2.0])
+
+    ray.init("local", num_cpus=1, include_dashboard=False)
+    trainer = train.Trainer("torch", num_workers=1, logdir=folder / "logs")
+    trainer.start()
+    trainer.run(function)
+    trainer.latest_checkpoint_dir.rename(folder / "function")
+    trainer.shutdown()
+    shutil.rmtree(folder / "logs")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]).absolute())

@@ -1,0 +1,61 @@
+"""What an earlier version wrote is read, and gone on from as if nothing had happened."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from raysgd.checkpoint import CheckpointStore, read_file, read_manifest
+from raysgd.train import Trainer
+from tests.blackbox.written.runs import digits, line_trainer
+
+FOLDERS = sorted(path for path in Path(__file__).parent.iterdir() if (path / "state.pt").exists())
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def folder(request, tmp_path):
+    """A copy of what was written."""
+    return Path(shutil.copytree(request.param, tmp_path / "written"))
+
+
+def said(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def test_a_state_is_loaded_and_gone_on_from(folder, tmp_path):
+    with line_trainer(tmp_path / "new") as trainer:
+        trainer.load(folder / "state.pt")
+        assert digits(trainer) == pytest.approx(said(folder, "expected.json"), rel=1e-4)
+        trainer.train()
+        assert digits(trainer) == pytest.approx(said(folder, "next.json"), rel=1e-4)
+
+
+def test_a_run_goes_on_in_its_folder(folder):
+    with line_trainer(folder / "run") as trainer:
+        trainer.fit(3)
+        assert trainer.epoch == 3
+        assert digits(trainer) == pytest.approx(said(folder, "next.json"), rel=1e-4)
+
+
+def test_what_a_store_kept_is_restored(folder):
+    checkpoints = folder / "run" / "checkpoints"
+    restored = CheckpointStore(checkpoints, job="Line").restore()
+    assert restored.passed_over == []
+    assert restored.state["global_step"] == 16
+    for path in checkpoints.glob("*.ckpt"):
+        manifest = read_manifest(path)
+        assert (manifest.operator, manifest.job, manifest.world_size) == ("Line", "Line", 1)
+
+
+def test_arrays_of_keras_are_read_without_it(folder):
+    state = read_file(folder / "keras.state")
+    assert (state["epoch"], state["global_step"]) == (1, 6)
+    sums = {name: float(array.sum()) for name, array in state["models"][0].items()}
+    assert sums == pytest.approx(said(folder, "keras.json"))
+    assert read_manifest(folder / "keras.state").epoch == 1
+
+
+def test_checkpoints_of_functions_are_read(folder):
+    found = Trainer.load_checkpoint_from_path(folder / "function" / "checkpoint_000002")
+    assert found == {"epoch": 1, "weights": [1.0, 2.0]}
