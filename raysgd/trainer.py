@@ -20,8 +20,9 @@ from raysgd.callbacks.values import scalars
 from raysgd.calls import Calls
 from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
-from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import InlineMember
+from raysgd.cluster.states import Closed
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.config import env_seconds, rounded_config, warn_of_rounding
 from raysgd.context import Runner
@@ -444,7 +445,7 @@ class OperatorTrainer:
             CallbackError: if a callback failed in ``on_train_end``, likewise.
         """
         try:
-            if self._controller.state is not State.CLOSED:
+            if not isinstance(self._controller.state, Closed):
                 self._callback_list.end(self)
         finally:  # also when Ctrl-C ends the callbacks
             self._controller.shutdown(force)
@@ -453,7 +454,7 @@ class OperatorTrainer:
         self._callback_list.raise_failures()
 
     def __repr__(self) -> str:
-        if self._controller.state is State.CLOSED:
+        if isinstance(self._controller.state, Closed):
             where = "shut down"
         else:
             where = f"{self.num_workers} of {self.max_workers} workers"
@@ -565,7 +566,7 @@ class OperatorTrainer:
         return self._calls.make(call, own)
 
     def _check_open(self, moves: bool = False) -> None:
-        """Check that the workers may be called now, and for what `moves` the state."""
+        """Check that the workers may be called now; `moves`: by a call that changes the state."""
         for hook in self._callback_list.inside:
             if hook in ("on_event", "on_progress"):
                 raise RuntimeError(
@@ -577,7 +578,7 @@ class OperatorTrainer:
                     "In on_pause a callback can read and save the state, but not train, validate "
                     "or load: the call of train() under way would lose its place."
                 )
-        if self._controller.state is State.CLOSED:
+        if isinstance(self._controller.state, Closed):
             raise RuntimeError(
                 f"This {type(self).__name__} is shut down, and what its workers held is gone: call "
                 "save() or get_model() before, and create a new one to train on."

@@ -17,7 +17,8 @@ __all__ = ["Attempt"]
 _ROOT_CAUSE_S = 0.5
 """How long to look for the reason of a failed collective before the others are interrupted."""
 _OWN_STOP_S = 0.05
-"""The same where nothing has failed, and workers are stopped for another reason."""
+"""The same where no worker has failed, and the driver stops them: for a pause that came too late,
+say."""
 _RETURN_S = 0.7
 """How long interrupted workers may take before the caller gets the exception without them."""
 _NODE_LOSS_S = 10.0
@@ -97,15 +98,15 @@ class Attempt:
         self._pending = {f: m for f, m in self._pending.items() if m is not member}
         self.lost[member] = error
 
-    def find_reason(self, interrupt: Callable[[], None]) -> None:
+    def find_cause(self, interrupt: Callable[[], None]) -> None:
         """Find the reason of a failure, and bring the other workers back by `interrupt`."""
         # the peers of a dead worker see a broken connection before Ray tells of its death
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
-        self._settle_until(reason_s, lambda: self.has_reason)
+        self._settle_until(reason_s, lambda: self.has_cause)
         interrupt()
         self._settle_until(_RETURN_S, lambda: False)
         if not self.interrupted_by_us:
-            self._settle_until(_NODE_LOSS_S, lambda: self.has_reason)
+            self._settle_until(_NODE_LOSS_S, lambda: self.has_cause)
 
     def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
         deadline = self._clock.monotonic() + timeout_s
@@ -113,7 +114,7 @@ class Attempt:
             self.settle(left)
 
     @property
-    def has_reason(self) -> bool:
+    def has_cause(self) -> bool:
         """Whether a worker is lost, or its user's code has raised."""
         return bool(self.lost) or self.first_error is not None
 

@@ -1,18 +1,6 @@
 """The loop that runs calls on all workers and decides what follows when one of them fails.
 
-States of the group::
-
-    NEW ──start──▶ READY ──call──▶ RUNNING ──all done──▶ READY
-                    ▲ ▲               │
-                    │ │        a failure: the other workers are interrupted
-               join │ │ rejoin        ▼
-    (replacements) ─┘ └──────────── BROKEN ──none is left──▶ restart from the snapshot ──▶ READY
-
-    (any state) ──shutdown──▶ CLOSED
-
-BROKEN means that the workers are alive but their process group is not, or that members are
-missing. The next call, or the repetition of the one that lost a worker, first makes a new
-generation: new ranks, a new process group, the state of the worker with most committed steps.
+The states of the group are in `states.py`.
 Replacement workers start and set up while the others train (`scaling.py`); when they are ready, the
 training call pauses at a step that all agree on, and the next generation includes them.
 Decisions are pure functions in `raysgd/elastic/`; what one attempt at a call came to is in
@@ -21,7 +9,6 @@ Decisions are pure functions in `raysgd/elastic/`; what one attempt at a call ca
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 import sys
@@ -36,6 +23,7 @@ from raysgd.cluster.members import Member, is_loss, loss_cause
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import dumps
 from raysgd.cluster.snapshot import SnapshotKeeper
+from raysgd.cluster.states import Broken, Closed, Generation, New, Ready, Running, State
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.comm.backend import Backend
@@ -50,7 +38,7 @@ from raysgd.errors import (
     WorkerTimeoutError,
 )
 
-__all__ = ["Controller", "State"]
+__all__ = ["Controller"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +56,7 @@ _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
 _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
-_REJOINS = 2
+_MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to make a process group before that is an error."""
 _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
@@ -76,18 +64,6 @@ _BUSY_TICK_S = 0.05
 """How often to look at it while replacement workers are on their way."""
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
-
-_NO_CALL = Call(method="none")
-
-
-class State(enum.Enum):
-    """What the group is doing, see the module's docstring."""
-
-    NEW = enum.auto()
-    READY = enum.auto()
-    RUNNING = enum.auto()
-    BROKEN = enum.auto()
-    CLOSED = enum.auto()
 
 
 class Controller:
@@ -100,8 +76,8 @@ class Controller:
         hook: function that each worker calls before anything else.
         timeout_s: bound for setting up and for joining a generation.
         elastic: what to do about losses.
-        can_join: whether what the workers do goes on in a new generation, and replacements join it.
-            Where it does not, the group grows by `grow`, a restart.
+        can_join: whether replacement workers can take the state of others and go on with them, as
+            operators do. A training function cannot: the group grows by `grow`, a restart.
     """
 
     def __init__(
@@ -114,7 +90,7 @@ class Controller:
         elastic: ElasticConfig | None = None,
         can_join: bool = True,
     ) -> None:
-        self.state = State.NEW
+        self.state: State = New()
         self._group = group
         self._clock = group.clock
         self._backend = backend
@@ -122,7 +98,7 @@ class Controller:
         self._elastic = elastic or ElasticConfig()
         self._can_join = can_join
         self._rejoins = backend is None or backend.rejoins
-        self._generation = 0
+        self._generation = Generation(0)
         self.progress = Progress()
         self._seen_step = 0
         """How far training is, as of the last call or the last new generation."""
@@ -135,14 +111,10 @@ class Controller:
         # the driver's own worker stays, unless all start anew
         start_anew = not self._elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver=start_anew)
-        self._stragglers: dict[Member, Future[Outcome]] = {}
         self._ranks: dict[Member, int] = {}
         self._entering: list[Member] = []
-        self._call = _NO_CALL
+        self._call = Call(method="none")
         """The call under way."""
-        self._paused_at: int | None = None
-        self._failed_rejoins = 0
-        self._salvaged = False
         # pickled now: what cannot be sent is found before a worker starts
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
@@ -159,7 +131,7 @@ class Controller:
             random.random,
             self._note_failed_replacement,
             can_join=can_join,
-            starts=self._rejoins,
+            starts_early=self._rejoins,
         )
 
     # ---- life
@@ -180,21 +152,37 @@ class Controller:
         contexts = self._contexts(self.members)
         self._first_step("prepare", [(context,) for context in contexts], "get ready")
         self._raise_failure(self._enter(self.members, contexts, leader=None))
-        self.state = State.READY
+        self._become(Ready())
         self._scale_up.resized()
         if self.on_start is not None:
             self.on_start()
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
-        if self.state is State.CLOSED and not self.members:
+        if isinstance(self.state, Closed) and not self.members:
             return
-        busy = self.state in (State.RUNNING, State.BROKEN)
-        self.state = State.CLOSED
+        busy = isinstance(self.state, Running | Broken)
+        self.state = Closed()
         self._scale_up.stop()
         self._group.shutdown(force or busy)
         if self._backend is not None:
             self._backend.close()
+
+    def _become(self, state: State) -> None:
+        """Take another state; raise if the workers were shut down meanwhile."""
+        self._check_open()
+        self.state = state
+
+    def _broken(self) -> Broken:
+        """Take note that the group has to be mended; returns what is known of it."""
+        if not isinstance(self.state, Broken):
+            self._become(Broken())
+        assert isinstance(self.state, Broken)
+        return self.state
+
+    def _check_open(self) -> None:
+        if isinstance(self.state, Closed):
+            raise RuntimeError("The workers are shut down.")
 
     @property
     def members(self) -> list[Member]:
@@ -221,14 +209,19 @@ class Controller:
             CollectiveError: workers could not communicate though all are alive.
             BaseException: what user code raised first, with the worker's traceback.
         """
-        self._call = call
-        call.start_part()
+        self._check_open()
+        if isinstance(self.state, Running):
+            raise RuntimeError(
+                "Another call on these workers is under way, in another thread; wait for its end."
+            )
         min_workers = 1 if call.any_size else self.min_workers
-        if len(self.members) < min_workers:
-            self._scale_up.try_again()  # once a call: there their number has an end
         try:
+            self._call = call
+            call.start_part()
+            if len(self.members) < min_workers:
+                self._scale_up.try_again()  # once a call: there their number has an end
             while True:
-                self._make_ready(min_workers)
+                self._ensure_ready(min_workers)
                 if not call.has_begun:
                     call.begin(self.members, self.progress)
                 members = list(self.members if call.rank is None else [self.members[call.rank]])
@@ -238,20 +231,24 @@ class Controller:
                     self.progress = furthest([o.progress for o in attempt.outcomes.values()])
                     self._seen_step = self.progress.global_step
                 if attempt.lost:
-                    self._lose(attempt.lost)
+                    self._handle_losses(attempt.lost)
                 elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
                     error = attempt.error()
                     if attempt.first_error is not None:
                         self._record("user_error", [attempt.first_error[0]], cause=repr(error))
                     raise error
                 elif not attempt.failed:
-                    # who was interrupted as the call ended has to be told to go on
-                    self.state = State.BROKEN if attempt.interrupted_by_us else State.READY
+                    # workers that were interrupted just as the call ended must enter a generation,
+                    # which takes the interruption back
+                    self._become(Broken() if attempt.interrupted_by_us else Ready())
                     if not attempt.paused:
                         self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                         return [attempt.outcomes[member] for member in members]
         finally:
-            self._call = _NO_CALL
+            self._call = Call(method="none")
+            if isinstance(self.state, Closed):  # what was started after another thread's shutdown
+                self._scale_up.stop()
+                self._group.shutdown(force=True)
 
     def _attempt(self, call: Call, members: Sequence[Member]) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
@@ -259,9 +256,9 @@ class Controller:
         if not self._group.options.inline:
             packed = self._group.shared(_pickled(f"the arguments of {call.method}", packed))
         futures: dict[Member, Future[Outcome]] = {}
-        attempt = Attempt(futures, self._clock)
+        attempt = None
         try:
-            self.state = State.RUNNING
+            self._become(Running())
             for member in members:
                 futures[member] = member.work(
                     "call", call.method, packed, frequent=call.is_frequent
@@ -273,20 +270,22 @@ class Controller:
                 busy = call.on_wait is not None or self._scale_up.under_way
                 idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
                 if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
-                    self._look(call, attempt, monitor)
+                    self._poll(call, attempt, monitor)
             if attempt.failed:
-                self._end(attempt)
+                self._stop_attempt(attempt)
         except BaseException:
             # Ctrl-C, most likely: stop the work, and let the next call find out how far it got
-            self.state = State.BROKEN
-            self._stragglers = attempt.pending
+            if isinstance(self.state, Closed):
+                raise
+            under_way = futures if attempt is None else attempt.pending
+            self._broken().busy |= under_way
             self._interrupt()
             if reached := list(self.ask_progress().values()):
                 self.progress = furthest(reached)
             raise
         return attempt
 
-    def _look(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
+    def _poll(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
         """Do what there is to do while a call is under way."""
         progress = self.ask_progress()
         if call.on_wait is not None:
@@ -301,10 +300,10 @@ class Controller:
             self._break_hang(call, attempt, stuck)
         elif (why := monitor.in_vain(progress)) is not None:
             attempt.interrupted_by_us = True
-            self._end(attempt)
+            self._stop_attempt(attempt)
             raise CollectiveError(why)
-        self._scale_up.tend(self._generation)
-        if call.can_pause and self._paused_at is None and self._scale_up.ready():
+        self._scale_up.tend(self._generation.number)
+        if call.can_pause and self._generation.pause is None and self._scale_up.ready():
             self._pause(attempt, progress)
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
@@ -313,17 +312,17 @@ class Controller:
             return  # one is not listening, or the call is ending anyway
         if not all(p.step_s for p in progress.values()):
             return  # how far ahead to stop is known when the first step is done
-        step = self._paused_at = pause_step(list(progress.values()))
+        step = self._generation.pause = pause_step(list(progress.values()))
         heard = self._let_pause(step)
         in_time = all(f.done() and f.exception() is None and f.result() < step for f in heard)
         if not in_time:
             # some went past the step, and will wait for those that did not; give that step up
             attempt.interrupted_by_us = True
-            self._end(attempt)
+            self._stop_attempt(attempt)
 
     def _let_pause(self, step: int | None) -> list[Future[int]]:
         """Tell all members at which step to stop, and return their answers as far as they came."""
-        answers = [m.control("pause_at", self._generation, step) for m in self.members]
+        answers = [m.control("pause_at", self._generation.number, step) for m in self.members]
         self._clock.wait(answers, _ANSWER_S)
         return answers
 
@@ -334,7 +333,7 @@ class Controller:
             member.kill_process()
         if not stuck:  # they wait for each other: only a new process group can help
             attempt.interrupted_by_us = True
-            self._end(attempt)
+            self._stop_attempt(attempt)
             call.num_hangs += 1
             if call.num_hangs > self._elastic.max_attempts:
                 raise CollectiveError(
@@ -342,17 +341,17 @@ class Controller:
                     "is stuck by itself: all wait for each other. The log has their stacks."
                 )
 
-    def _end(self, attempt: Attempt) -> None:
+    def _stop_attempt(self, attempt: Attempt) -> None:
         """Find out why an attempt failed, and stop what is left of it."""
-        self.state = State.BROKEN
-        attempt.find_reason(self._interrupt)
-        self._stragglers = attempt.pending
+        broken = self._broken()
+        attempt.find_cause(self._interrupt)
+        broken.busy |= attempt.pending
 
     def _interrupt(self, besides: Iterable[Member] = ()) -> None:
         """Make the calls under way fail, on all members: a connection has two ends."""
         told = set(besides)
         concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
-        answers = [m.control("interrupt", self._generation) for m in concerned]
+        answers = [m.control("interrupt", self._generation.number) for m in concerned]
         self._clock.wait(answers, _ANSWER_S)
 
     def ask_progress(self) -> dict[Member, Progress]:
@@ -367,19 +366,19 @@ class Controller:
         Args:
             method: a method of the runner that returns when nothing goes on there any more.
         """
-        if self.state is State.CLOSED:
+        if isinstance(self.state, Closed):
             return
-        self.state = State.BROKEN
-        self._interrupt(besides=self._stragglers)  # which have been told
+        busy = self._broken().busy
+        self._interrupt(besides=busy)  # which have been told
         nothing = self._group.shared(_pickled("no arguments", {}))
-        idle = [member for member in self.members if member not in self._stragglers]
+        idle = [member for member in self.members if member not in busy]
         attempt = Attempt(
             {member: member.work("call", method, nothing) for member in idle}, self._clock
         )
         deadline = self._clock.monotonic() + _ANSWER_S
         while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
             attempt.settle(left)
-        self._stragglers |= attempt.pending  # one that was lost is found by the next call
+        busy |= attempt.pending  # one that was lost is found by the next call
 
     def grow(self) -> bool:
         """Restart with more workers, from what `snapshots` holds, if there is room for them now.
@@ -394,43 +393,38 @@ class Controller:
 
     # ---- generations
 
-    def _make_ready(self, min_workers: int) -> None:
+    def _ensure_ready(self, min_workers: int) -> None:
         """Mend a group that is broken, let replacement workers in, and wait for enough workers."""
-        if self.state is State.CLOSED:
-            raise RuntimeError("The workers are shut down.")
-        if self.state is State.RUNNING:
-            raise RuntimeError(
-                "Another call on these workers is under way, in another thread; wait for its end."
-            )
         while True:
-            self._scale_up.tend(self._generation)
+            self._check_open()
+            self._scale_up.tend(self._generation.number)
             if not self.members:
                 self._restart()
             elif len(self.members) + len(self._scale_up.ready()) < min_workers:
                 self._await_replacements(min_workers)
-            elif self.state is State.BROKEN or self._scale_up.ready():
+            elif isinstance(self.state, Broken) or self._scale_up.ready():
                 if self._rejoins:
-                    self._renew()
+                    self._make_generation()
                 else:
                     self._replace_all()
             else:
                 break
-        if self._paused_at is not None:  # nobody joined, so that nobody was told to go on
+        if self._generation.pause is not None:  # nobody joined, so that nobody was told to go on
             self._let_pause(None)
-            self._paused_at = None  # and not before, as Ctrl-C may come in between
+            self._generation.pause = None  # and not before, as Ctrl-C may come in between
 
-    def _renew(self) -> None:
+    def _make_generation(self) -> None:
         """Make a new generation of the survivors and the replacement workers that are ready."""
         started = self._clock.monotonic()
         lost = self._await_stragglers()
         if lost:
-            self._lose(lost)
+            self._handle_losses(lost)
             return
         replacements = self._scale_up.ready()
         lost = self._rejoin(replacements)
         if lost:
-            self._lose(lost)
-        if self.state is not State.READY:
+            self._handle_losses(lost)
+        if not isinstance(self.state, Ready):
             return
         seconds = self._clock.monotonic() - started
         if replacements:
@@ -448,7 +442,8 @@ class Controller:
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
-        stragglers = Attempt(self._stragglers, self._clock)
+        broken = self._broken()
+        stragglers = Attempt(broken.busy, self._clock)
         patience_s = _STRAGGLER_S if self._can_join else _NEWCOMER_STRAGGLER_S
         deadline = self._clock.monotonic() + patience_s
         mentioned = False
@@ -466,7 +461,7 @@ class Controller:
                         stacks_of(stragglers.pending, self._ranks, self._clock),
                     )
         finally:
-            self._stragglers = stragglers.pending
+            broken.busy = stragglers.pending
         why = f"still busy {patience_s:g} s after it was stopped"
         for member in stragglers.pending:
             if not member.remote:  # it cannot be killed
@@ -493,7 +488,7 @@ class Controller:
         reached = [asked[member].result() for member in self.members]
         leader = self.members[choose_leader(reached)]
         self.progress = reached[choose_leader(reached)]
-        self.state = State.BROKEN
+        broken = self._broken()
         joining = {r.member: r for r in replacements if r.member is not None}
         entering = self._group.in_order([*self.members, *joining])
         attempt = self._enter(entering, self._contexts(entering), leader)
@@ -502,9 +497,7 @@ class Controller:
             self._number_members()
             start_step = self._call.metrics_start_step
             start_step |= dict.fromkeys(joining, self.progress.global_step)
-            self._paused_at = None
-            self._failed_rejoins = 0
-            self.state = State.READY
+            self._become(Ready())
             return {}
         # a replacement that was lost is given up; the others join the next time, unless one of them
         # may be the reason of a failure that is no loss
@@ -513,18 +506,21 @@ class Controller:
             if (error := attempt.lost.pop(member, reason)) is not None:
                 self._scale_up.fail(replacement, error)
         if reason is not None and not joining:
-            self._failed_rejoins += 1
-            if not isinstance(reason, CollectiveError) or self._failed_rejoins > _REJOINS:
+            broken.num_failed_rejoins += 1
+            if (
+                not isinstance(reason, CollectiveError)
+                or broken.num_failed_rejoins > _MAX_FAILED_REJOINS
+            ):
                 raise reason
             logger.warning("No new process group came about, and is tried again: %s", reason)
         return attempt.lost
 
-    def _lose(self, lost: Mapping[Member, BaseException]) -> None:
+    def _handle_losses(self, lost: Mapping[Member, BaseException]) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
         call = self._call
-        self.state = State.BROKEN
+        broken = self._broken()
         for member in lost:
-            self._stragglers.pop(member, None)
+            broken.busy.pop(member, None)
         # replacement workers that were joining cost no retry
         lost = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
         if not lost:
@@ -540,11 +536,11 @@ class Controller:
             self._scale_up.lost(self._group.slot_of(member))
             self._group.discard(member)
         if not self._survivors_go_on:
-            self._salvage()
+            self._rescue_state()
             for member in list(self.members):
                 self._group.discard(member)
         self._scale_up.resized()
-        self._scale_up.tend(self._generation)
+        self._scale_up.tend(self._generation.number)
         member, error = next(iter(lost.items()))
         if call.has_begun:
             call.num_losses += 1
@@ -590,7 +586,7 @@ class Controller:
             self._mention_wait(missing, number, wait_s)
             deadline = self._clock.monotonic() + wait_s
             while (now := self._clock.monotonic()) < deadline or now < limit:
-                self._scale_up.tend(self._generation)
+                self._scale_up.tend(self._generation.number)
                 if len(self.members) + len(self._scale_up.ready()) >= min_workers:
                     return
                 enough_come = len(self.members) + self._scale_up.coming() >= min_workers
@@ -602,10 +598,10 @@ class Controller:
     def _replace_all(self) -> None:
         """Start all workers anew with the state that they have."""
         num_before = len(self.members)
-        self._salvage()
+        self._rescue_state()
         self._restart(num_before)
 
-    def _salvage(self) -> None:
+    def _rescue_state(self) -> None:
         """Take over the state of the workers that are left, if they cannot go on with it."""
         if self._rejoins or not self._can_join:
             return
@@ -617,7 +613,7 @@ class Controller:
             self._clock.wait([answer], _SALVAGE_S)
             if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
                 self.snapshots.set(state)
-                self._salvaged = True
+                self._broken().has_state = True
                 self.progress = reached[member]
                 return
 
@@ -625,12 +621,11 @@ class Controller:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
         started = self._clock.monotonic()
-        salvaged, self._salvaged = self._salvaged, False
-        if config.snapshot_every is None and self.progress.global_step > 0 and not salvaged:
+        broken, self.state = self._broken(), Broken()
+        if config.snapshot_every is None and self.progress.global_step > 0 and not broken.has_state:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
         self._scale_up.stop()
         self._group.shutdown(force=True)
-        self._stragglers.clear()
         self._call.metrics_start_step = {}
         queue = self._group.queue()
         try:
@@ -642,11 +637,13 @@ class Controller:
                     self._load_snapshot()
                     break
                 except BaseException as error:
-                    self.state = State.BROKEN
                     self._group.shutdown(force=True)
+                    if not isinstance(self.state, Closed):
+                        self._broken()
                     expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
                     if not (isinstance(error, expected) or is_loss(error)):
                         raise
+                    self._check_open()
                     self._mention_wait(_first_line(error), number, wait_s)
                     last = error
                 while self._clock.monotonic() < deadline:
@@ -708,7 +705,7 @@ class Controller:
     ) -> None:
         event = Event(
             kind=kind,
-            generation=self._generation,
+            generation=self._generation.number,
             ranks=tuple(self._ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
             step=self.progress.global_step if step is None else step,
@@ -740,10 +737,10 @@ class Controller:
         return self._elastic.in_place and self._rejoins
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
-        self._generation += 1
+        self._generation = Generation(self._generation.number + 1)
         return assign_contexts(
             [member.info for member in members],
-            generation=self._generation,
+            generation=self._generation.number,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
@@ -795,7 +792,7 @@ class Controller:
                 waiting = self._listed(attempt.pending)
                 if self._backend is not None:
                     self._backend.close()  # wakes those that still look for each other
-                self._end(attempt)
+                self._stop_attempt(attempt)
                 raise WorkerTimeoutError(
                     f"Waited {self._timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
                     f"for {waiting}.",
@@ -809,7 +806,7 @@ class Controller:
         if attempt.failed:
             if self._backend is not None:
                 self._backend.close()  # wakes those that still look for each other
-            self._end(attempt)
+            self._stop_attempt(attempt)
         self._entering = []
         return attempt
 

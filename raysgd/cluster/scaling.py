@@ -36,7 +36,8 @@ class ScaleUp:
         on_failure: told of a replacement worker that failed, and why.
         can_join: whether replacement workers can join a group that is at work; without that none
             are started.
-        starts: whether replacement workers start before they join.
+        starts_early: whether replacement workers start and set up before they join; else all are
+            started anew when there is room.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ScaleUp:
         draw: Callable[[], float],
         on_failure: Callable[[Member | None, BaseException], None],
         can_join: bool = True,
-        starts: bool = True,
+        starts_early: bool = True,
     ) -> None:
         self._group = group
         self._config = config
@@ -55,7 +56,7 @@ class ScaleUp:
         self._draw = draw
         self._on_failure = on_failure
         self._can_join = can_join
-        self._starts = starts
+        self._starts_early = starts_early
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
         self._failures = 0
@@ -128,7 +129,9 @@ class ScaleUp:
             )
             replaces_lost = slot in self._lost_slots
             self._replacements.append(
-                Replacement(self._group, slot, context, self._created, replaces_lost, self._starts)
+                Replacement(
+                    self._group, slot, context, self._created, replaces_lost, self._starts_early
+                )
             )
 
     def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
@@ -194,8 +197,8 @@ class Replacement:
         context: its place as it will be in the group, most likely; it sets up alone.
         created: arguments of the worker's ``create``.
         replaces_lost: whether it takes the place of a worker that was lost.
-        starts: whether it starts in its slot. Otherwise it is ready when the slot is: all workers
-            will be started anew then.
+        starts_early: whether it starts in its slot. Otherwise it is ready when the slot is: all
+            workers will be started anew then.
     """
 
     def __init__(
@@ -205,13 +208,13 @@ class Replacement:
         context: WorkerContext,
         created: Sequence[Any],
         replaces_lost: bool,
-        starts: bool = True,
+        starts_early: bool = True,
     ) -> None:
         self._group = group
         self.slot = slot
         self._context = context
         self._created = created
-        self._life = self._live() if starts else self._wait_for_slot()
+        self._life = self._live() if starts_early else self._wait_for_slot()
         self.replaces_lost = replaces_lost
         self.member: Member | None = None
         self.is_ready = False

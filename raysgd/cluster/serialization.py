@@ -1,4 +1,4 @@
-"""Pickling for other processes of Ray's; large tensors and arrays go beside, and are not copied."""
+"""Pickling with out-of-band buffers (PEP 574): large tensors and arrays are not copied by it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LARGE_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value. Ray takes what is beside it over into shared memory without pickling it."""
+    """A pickled value. Ray puts its buffers into shared memory without pickling them."""
 
     data: bytes
-    beside: Sequence[Any] = ()
-    """Buffers of the large tensors and arrays: on the side that packed, their own memory."""
+    buffers: Sequence[Any] = ()
+    """Of the large tensors and arrays: on the side that packed, their own memory."""
 
     def value(self, own: bool = True) -> Any:
         """Return the value.
@@ -34,9 +34,9 @@ class Packed:
                 memory, which they keep: nobody may write to them.
         """
         if own:
-            return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.beside])
+            return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.buffers])
         _hush()
-        return pickle.loads(self.data, buffers=self.beside)
+        return pickle.loads(self.data, buffers=self.buffers)
 
 
 def dumps(value: Any) -> bytes:

@@ -18,7 +18,8 @@ from typing import Any
 from raysgd.cluster import tasks
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.call import Call
-from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.controller import Controller
+from raysgd.cluster.states import Ready
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
@@ -178,7 +179,7 @@ class BackendExecutor:
             self._forget()
 
     def _is_idle(self, controller: Controller, patience_s: float) -> bool:
-        if self._plan is not None or controller.state is not State.READY:
+        if self._plan is not None or not isinstance(controller.state, Ready):
             return False
         if tasks.are_idle(controller.members, patience_s):
             return True

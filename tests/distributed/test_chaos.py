@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from raysgd.cluster import members
-from raysgd.cluster.controller import State
+from raysgd.cluster.states import Running
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import own_memory, wait_until
@@ -46,7 +46,7 @@ def test_a_worker_that_hangs_goes_on_when_it_is_resumed(three):
     results = []
     call = threading.Thread(target=lambda: results.append(trainer.train()))
     call.start()
-    wait_until(lambda: trainer._controller.state is State.RUNNING)
+    wait_until(lambda: isinstance(trainer._controller.state, Running))
     assert chaos.resume(trainer, 1) == pids[1]
     call.join()
     check_ledger(trainer, results[0])

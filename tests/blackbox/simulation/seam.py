@@ -12,8 +12,9 @@ import ray.exceptions
 
 from raysgd.cluster.call import Call
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
+from raysgd.cluster.states import Closed
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
@@ -113,7 +114,7 @@ class Driver:
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.controller._generation
+        return self.controller._generation.number
 
     @property
     def events(self):
@@ -133,7 +134,7 @@ class Driver:
 
     def shutdown(self):
         self.controller.shutdown()
-        assert self.controller.state is State.CLOSED
+        assert isinstance(self.controller.state, Closed)
 
 
 @dataclass
@@ -432,7 +433,7 @@ class SimGroup(WorkerGroup):
 
     def shutdown(self, force=False):
         controller = self._world.driver.controller
-        if controller.state is not State.CLOSED and controller._rejoins:
+        if not isinstance(controller.state, Closed) and controller._rejoins:
             alive = [member for member in self.members if not member.dead]
             assert not any(m.has_trained for m in alive), "a survivor's state is given up"
         super().shutdown(force)

@@ -5,6 +5,7 @@ there are never more than ``num_workers``, the state that counts is that of the 
 committed steps, nothing is restarted while somebody who has trained is alive, and each call ends.
 """
 
+import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
@@ -259,3 +260,34 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
     assert all(member.interruptions == 0 for member in first)
     assert all(member.num_joins >= 1 for member in run.driver.workers)
     run.end()
+
+
+@examples(100)
+@given(
+    ticks=st.integers(0, 300),
+    schedule=schedules,
+    in_place=st.booleans(),
+    rejoins=st.booleans(),
+    setup_s=st.sampled_from([0.1, 1.0]),
+)
+def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, rejoins, setup_s):
+    """By another thread, a signal handler or a callback."""
+    world = World(room=3)
+    world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
+    run = Run(world, 3, schedule, in_place=in_place, rejoins=rejoins, max_attempts=4)
+    shut_down = []
+    world.plan(ticks * TICK_S, lambda: shut_down.append(run.driver.shutdown()))
+    try:
+        run.driver.train(200, max_losses=10)
+    except RuntimeError as error:
+        event(str(error)[:30])
+    except (WorkerLostError, WorkerTimeoutError, BadBatchError):
+        event("ended by itself")
+    if not shut_down:
+        run.driver.shutdown()
+    for _ in range(200):  # what is still to come changes nothing
+        world.tick()
+    assert all(worker.dead for worker in world.workers), "a worker is left behind"
+    assert all(not reservation.slots for reservation in world.reservations)
+    with pytest.raises(RuntimeError, match="shut down"):
+        run.driver.train(300)

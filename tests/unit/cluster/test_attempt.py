@@ -64,7 +64,7 @@ def test_a_failed_collective_waits_for_its_reason():
         futures["b"].set_exception(LostError("dead"))
         futures["c"].set_result(outcome("stopped", RuntimeError()))
 
-    attempt.find_reason(interrupt)
+    attempt.find_cause(interrupt)
     assert interrupted
     assert list(attempt.lost) == ["b"]
     assert not attempt.pending
@@ -75,7 +75,7 @@ def test_a_failed_collective_without_reason_is_an_error_of_communication():
     futures["a"].set_result(outcome("communication", ConnectionError("closed by peer")))
     futures["b"].set_result(outcome("stopped", RuntimeError("stopped")))
     attempt.settle(0)
-    attempt.find_reason(lambda: None)
+    attempt.find_cause(lambda: None)
     error = attempt.error()
     assert isinstance(error, CollectiveError)
     assert error.__cause__ is not None
@@ -85,7 +85,7 @@ def test_workers_that_do_not_come_back_stay_pending():
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_result(outcome("user", ValueError()))
     attempt.settle(0)
-    attempt.find_reason(lambda: None)
+    attempt.find_cause(lambda: None)
     assert attempt.pending == {"b": futures["b"]}
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from raysgd.backends import Backend
 from raysgd.cluster import attempt
-from raysgd.cluster.controller import Controller, State
+from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
+from raysgd.cluster.states import Broken, Closed, Ready
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
@@ -251,7 +252,7 @@ def test_every_worker_is_told_its_place(start):
     assert [c.node_rank for c in contexts] == [0, 0, 1, 1]
     assert all(c.world_size == 4 and c.generation == 1 and c.distributed for c in contexts)
     assert [runner.prepared for runner in runners(controller)] == contexts
-    assert controller.state is State.READY
+    assert isinstance(controller.state, Ready)
     assert kinds(controller) == ["started"]
     assert controller.events[0].ranks == (0, 1, 2, 3)
 
@@ -260,7 +261,7 @@ def test_outcomes_come_in_the_order_of_the_ranks(start):
     controller = start()
     script(controller, r0=lambda r: "a", r1=lambda r: "b", r2=lambda r: "c")
     assert [outcome.value() for outcome in run(controller, "work")] == ["a", "b", "c"]
-    assert controller.state is State.READY
+    assert isinstance(controller.state, Ready)
 
 
 def test_one_worker_alone_can_be_called(start):
@@ -301,7 +302,7 @@ def test_the_first_error_of_the_user_is_raised_as_itself_and_the_others_are_stop
         run(controller, "work")
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "worker 1" in str(caught.value.__cause__)
-    assert controller.state is State.BROKEN
+    assert isinstance(controller.state, Broken)
     assert (controller.events[-1].kind, controller.events[-1].ranks) == ("user_error", (1,))
 
 
@@ -546,7 +547,7 @@ def test_a_worker_that_is_lost_at_the_start_is_named():
     with pytest.raises(WorkerLostError, match=r"Lost worker 1.*starting.*no memory") as caught:
         controller.start()
     assert caught.value.rank == 1
-    assert controller.state is State.CLOSED
+    assert isinstance(controller.state, Closed)
 
 
 def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):
@@ -556,7 +557,8 @@ def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):
     controller.start()
     first, second = Future(), Future()
     done = Outcome("ok", None, Progress())
-    controller._stragglers = dict(zip(controller.members, (first, second), strict=True))
+    busy = dict(zip(controller.members, (first, second), strict=True))
+    controller.state = Broken(busy=busy)
     first.set_result(done)
     timer = threading.Timer(0.2, second.set_result, [done])
     timer.start()
@@ -579,8 +581,10 @@ def test_a_second_call_at_the_same_time_is_refused(start):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, controller, "work")
         assert inside.wait(PATIENCE_S)
+        under_way = controller._call
         with pytest.raises(RuntimeError, match="under way"):
             run(controller, "work")
+        assert controller._call is under_way
         outside.set()
         assert first.result(PATIENCE_S)[0].value() == "done"
 
@@ -597,7 +601,7 @@ def test_after_ctrl_c_the_next_call_goes_on(start):
 
     with pytest.raises(KeyboardInterrupt):
         run(controller, "work", on_wait=interrupt)
-    assert controller.state is State.BROKEN
+    assert isinstance(controller.state, Broken)
     script(controller, r0=lambda r: 1, r1=lambda r: 2)
     assert [outcome.value() for outcome in run(controller, "work")] == [1, 2]
     assert kinds(controller) == ["started", "resumed"]
@@ -606,7 +610,7 @@ def test_after_ctrl_c_the_next_call_goes_on(start):
 def test_ctrl_c_while_a_pause_is_taken_back_leaves_none_behind(start, monkeypatch):
     controller = start(2)
     runners = [member.worker.runner for member in controller.members]
-    controller._paused_at = 5
+    controller._generation.pause = 5
     for runner in runners:
         runner.pause = 5
 
@@ -654,7 +658,7 @@ def test_an_error_at_the_start_leaves_no_worker(error):
     expected = RemoteError if isinstance(error, SystemExit) else type(error)
     with pytest.raises(expected):
         controller.start()
-    assert controller.state is State.CLOSED
+    assert isinstance(controller.state, Closed)
     assert group.shutdowns == [True]
     assert all(member.killed for member in group.all)
     assert backend.closed

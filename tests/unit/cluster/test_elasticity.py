@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from raysgd.cluster import controller as controller_module
-from raysgd.cluster.controller import State
+from raysgd.cluster.states import Broken, Closed
 from raysgd.errors import CollectiveError, InsufficientResourcesError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import TICK_S, World
@@ -859,7 +859,7 @@ def test_shutdown_ends_replacements_too(world):
     assert len(world.workers) == 3
     assert not world.workers[2].dead
     controller.shutdown()
-    assert controller.state is State.CLOSED
+    assert isinstance(controller.state, Closed)
     assert all(isinstance(member.dead, LostError) for member in world.workers)
     assert world.reservations[0].slots == []
 
@@ -897,7 +897,7 @@ def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_gene
     controller = world.drive(2).controller
     controller.stop("work")
     assert [member.interruptions for member in controller.members] == [1, 1]
-    assert controller.state is State.BROKEN
+    assert isinstance(controller.state, Broken)
     assert steps_of(run_until(controller, 5)) == [5, 5]
     assert kinds(controller) == ["started", "resumed"]
 

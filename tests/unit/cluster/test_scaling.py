@@ -55,7 +55,7 @@ class FakeReplacement:
 
     made = ()
 
-    def __init__(self, group, slot, context, created, replaces_lost, starts=True):
+    def __init__(self, group, slot, context, created, replaces_lost, starts_early=True):
         self.slot, self.context, self.created = slot, context, created
         self.replaces_lost = replaces_lost
         self.member = None

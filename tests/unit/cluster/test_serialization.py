@@ -23,7 +23,7 @@ def same(a, b):
 
 def through_ray(packed):
     """Make of it what Ray does: the buffers arrive as memory that is read only."""
-    return type(packed)(packed.data, [bytes(buffer) for buffer in packed.beside])
+    return type(packed)(packed.data, [bytes(buffer) for buffer in packed.buffers])
 
 
 dtypes = st.sampled_from(
@@ -47,7 +47,7 @@ def test_what_is_large_is_not_copied_and_arrives_as_the_receiver_s_own(make):
     value = make(LARGE)
     packed = pack([value, value])
     assert len(packed.data) < 1000
-    (buffer,) = packed.beside
+    (buffer,) = packed.buffers
     value[0] = 7  # Ray has not taken it over yet
     assert bytes(buffer)[:4] != bytes(4) or bytes(buffer)[:8] != bytes(8)
     first, second = through_ray(packed).value()
