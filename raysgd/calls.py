@@ -65,7 +65,7 @@ class TrainCall(Call):
                 self.arguments["until_epoch"] = progress.epoch + 1
             else:
                 self.arguments["until_step"] = progress.global_step + self._num_steps
-        self.arguments["stop_at"] = self._next_pause(progress.global_step)
+        self.arguments["callback_pause"] = self._next_pause(progress.global_step)
 
 
 class Calls:
@@ -108,7 +108,6 @@ class Calls:
         arguments = {
             "call": next(self._numbers),
             "profile": profile,
-            "info": dict(info or {}),
             "dataset": dataset,
         }
         call = TrainCall(
@@ -122,12 +121,13 @@ class Calls:
         total_s = ended = 0.0
         results: list[Any] = [None]
         while results[0] is None:
+            call.arguments["info"] = dict(info or {})
             call.on_wait = self._callback_list.watcher(trainer, "train")
             started = time.perf_counter()
             results = [outcome.value() for outcome in controller.run(call)]
             total_s, ended = total_s + time.perf_counter() - started, time.time()
             num_events = len(controller.events)
-            self._paused = call
+            self._paused = call if results[0] is None else None
             try:
                 self._callback_list.pause(trainer)
             finally:

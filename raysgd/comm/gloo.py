@@ -274,6 +274,7 @@ class _Collective(Work):
     def __init__(self, running: _Running, start: Callable[[], Any], output: Any = None) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
+        self._outputs: list[Any] | None = None
         ended = self._ended
         key = id(ended)  # which lives until gloo is done; the work may be dropped before
         running.begin(key, ended.set_result, collective=True)
@@ -288,20 +289,26 @@ class _Collective(Work):
             try:
                 found = value()
             except Exception as error:
-                found = error
+                found = error.with_traceback(None)  # whose frames hold tensors
             if running.finish(key):
                 ended.set_result(found)
 
         try:
             future = self._work.get_future()
         except RuntimeError:  # there is none for a reduce_scatter: a thread waits for it
-            work = self._work
-            threading.Thread(
+            work, self._outputs = self._work, output if isinstance(output, list) else [output]
+            outputs = self._outputs
+            waiting = threading.Thread(
                 target=finish,
-                args=(lambda: _waited_for(work, output),),
+                args=(lambda: _waited_for(work, outputs),),
                 name="raysgd-gloo",
                 daemon=True,
-            ).start()
+            )
+            try:
+                waiting.start()
+            except BaseException:
+                running.finish(key)
+                raise
         else:
             future.add_done_callback(lambda done: finish(done.value))
 
@@ -335,14 +342,19 @@ class _Collective(Work):
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it is about."""
         self.wait()
+        if self._outputs is not None:
+            return self._outputs
         self._work.wait()  # gloo's work ends a moment after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
 
 
-def _waited_for(work: Any, output: Any) -> list[Any]:
-    work.wait()
-    return output if isinstance(output, list) else [output]
+def _waited_for(work: Any, outputs: list[Any]) -> list[Any]:
+    # gloo's work writes the result as it is waited for, in the caller's thread most often; without
+    # this tensors of inference mode could not be written here
+    with torch.inference_mode():
+        work.wait()
+    return outputs
 
 
 def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> Any:

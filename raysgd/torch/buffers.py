@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,8 +19,9 @@ class BufferLog:
 
     What a step has not changed is not copied again: most large buffers are tables and masks. torch
     counts the changes of a tensor (``_version``), but not those by its normalization layers, which
-    are copied always, nor those through ``tensor.data``. What changes in that way in one of the
-    first steps is copied always from then on.
+    are always copied, and not those through ``tensor.data``. A buffer that changes in such a way in
+    one of the first steps is always copied from then on. In any other, what a failed step has
+    changed without torch's knowledge stays.
 
     Buffers are known by module and name, since a forward pass may put another tensor in a place.
     """
@@ -33,21 +35,16 @@ class BufferLog:
             if buffer is not None
         ]
         self._uncounted = [isinstance(module, _NormBase) for module, _ in self._slots]
-        self._seen: list[tuple[torch.Tensor, int] | None] = [None] * len(self._slots)
-        """Each buffer and its version as it was copied."""
-        self._copies = [torch.empty_like(buffer) for buffer in self.tensors()]
+        # each buffer, weakly, and its version as it was copied; None: copied in any case
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(self._slots)
+        self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
         self._num_steps = 0
         self.remember()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the buffers."""
-        return [self._tensor(index).detach() for index in range(len(self._slots))]
-
-    def _tensor(self, index: int) -> torch.Tensor:
-        """Return a buffer; what is remembered of it where a forward pass has removed it."""
-        module, name = self._slots[index]
-        buffer = module._buffers.get(name)
-        return self._copies[index] if buffer is None else buffer
+        """Return the buffers that there are."""
+        found = [module._buffers.get(name) for module, name in self._slots]
+        return [buffer.detach() for buffer in found if buffer is not None]
 
     def remember_step(self) -> None:
         """Remember what a step has changed."""
@@ -58,46 +55,76 @@ class BufferLog:
 
     def remember(self) -> None:
         """Remember what has changed."""
-        sources, copies = [], []
-        for index, uncounted in enumerate(self._uncounted):
-            buffer = self._tensor(index)
-            if not uncounted and self._is_seen(index, buffer):
+        changed, copies = [], []
+        for index, (module, name) in enumerate(self._slots):
+            buffer = module._buffers.get(name)
+            if buffer is None:
+                self._copies[index] = self._seen[index] = None
                 continue
-            if self._copies[index].shape != buffer.shape:
-                self._copies[index] = torch.empty_like(buffer)
-            sources.append(buffer.detach())
-            copies.append(self._copies[index])
+            copy = self._copies[index]
+            if copy is not None and self._is_unchanged(index, buffer):
+                continue
+            if copy is None or copy.shape != buffer.shape:
+                copy = torch.empty_like(buffer)
+            changed.append((index, buffer, copy))
+            copies.append(copy)
+        if changed:
+            torch._foreach_copy_(copies, [buffer.detach() for _, buffer, _ in changed])
+        for index, buffer, copy in changed:
+            self._copies[index] = copy
             self._note(index, buffer)
-        if sources:
-            torch._foreach_copy_(copies, sources)
 
-    def _is_seen(self, index: int, buffer: torch.Tensor) -> bool:
+    def _is_unchanged(self, index: int, buffer: torch.Tensor) -> bool:
         seen = self._seen[index]
-        return seen is not None and seen[0] is buffer and seen[1] == buffer._version
+        if self._uncounted[index] or seen is None:
+            return False
+        return seen[0]() is buffer and seen[1] == buffer._version
 
     def _note(self, index: int, buffer: torch.Tensor) -> None:
         # torch counts nothing for those that were made in inference mode
-        self._seen[index] = None if buffer.is_inference() else (buffer, buffer._version)
+        counted = not buffer.is_inference()
+        self._seen[index] = (weakref.ref(buffer), buffer._version) if counted else None
 
     def _compare(self) -> None:
-        for index, uncounted in enumerate(self._uncounted):
-            buffer = self._tensor(index)
-            if uncounted or not self._is_seen(index, buffer):
+        for index, (module, name) in enumerate(self._slots):
+            buffer, copy = module._buffers.get(name), self._copies[index]
+            if buffer is None or copy is None or not self._is_unchanged(index, buffer):
                 continue
-            self._uncounted[index] = not torch.equal(self._copies[index], buffer)
+            try:
+                self._uncounted[index] = not torch.equal(copy, buffer)
+            except (NotImplementedError, RuntimeError):  # of a sparse one, say
+                self._uncounted[index] = True
 
     def restore(self) -> None:
         """Take back what has changed since."""
-        self.set(self._copies)
+        for index, (module, name) in enumerate(self._slots):
+            buffer, copy = module._buffers.get(name), self._copies[index]
+            if buffer is not None and self._is_unchanged(index, buffer):
+                continue
+            self._set(index, copy)
 
     def set(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the buffers have other values, and remember those."""
-        for index, ((module, name), value) in enumerate(zip(self._slots, values, strict=True)):
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.shape == value.shape:
-                buffer.detach().copy_(value)
-            else:
-                module._buffers[name] = value.clone()
-            if value is self._copies[index]:
-                self._note(index, self._tensor(index))
+        """Let the buffers that there are have other values, and remember those."""
+        there = [n for n, (module, name) in enumerate(self._slots) if _has(module, name)]
+        for index, value in zip(there, values, strict=True):
+            self._set(index, value)
         self.remember()
+
+    def _set(self, index: int, value: torch.Tensor | None) -> None:
+        module, name = self._slots[index]
+        buffer = module._buffers.get(name)
+        if value is None:
+            if name in module._buffers:
+                module._buffers[name] = None
+            return
+        # one of another layout cannot be written to in its place
+        if buffer is None or buffer.shape != value.shape or buffer.layout is not torch.strided:
+            buffer = module._buffers[name] = value.clone()
+        else:
+            buffer.detach().copy_(value)
+        if value is self._copies[index]:
+            self._note(index, buffer)
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    return module._buffers.get(name) is not None
