@@ -8,7 +8,8 @@ asked for, also as ``import torch._dynamo.config``, loads the real one, which ta
 good.
 
 The questions are those of torch 2.13. One more that another torch may ask costs the time of loading
-it, and nothing else.
+it, and nothing else. Only workers call it, as they set up (``torch/runner.py``,
+``train/torch/config.py``), never the driver. ``tests/unit/test_dynamo.py`` shows all that it does.
 """
 
 from __future__ import annotations

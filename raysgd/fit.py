@@ -52,9 +52,10 @@ class Validations:
 
     @property
     def owed(self) -> bool:
-        """Whether the ``fit()`` before, or the state that was loaded, came to no validation here.
+        """Whether the epoch that ends at this step still lacks its validation.
 
-        It comes too late once training has gone on.
+        An earlier ``fit()`` ended before it, or the state was saved before it. Once training has
+        gone on it is too late.
         """
         return self._owed_at == self._progress().global_step
 

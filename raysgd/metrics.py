@@ -1,8 +1,10 @@
 """Exact metrics over batches and over workers: means, and whatever else can be merged.
 
-A metric is a (total, weight) pair until the edge, so that a mean over uneven batches and
-shards equals the one that a single process would have computed over the same data. What is no
-mean, such as a perplexity, is a :class:`MergeableMetric` until the edge.
+On its way a metric is a number or tensor of `train_batch`, an `AverageMeter` (total, weight, last
+value) in the worker, a mean with its weight in the `Summary` of a segment and of the call, and a
+number in the dict that `merge_workers` makes of the workers' summaries. So a mean over uneven
+batches and shards equals the one that a single process would have computed over the same data. What
+is no mean, such as a perplexity, stays a :class:`MergeableMetric` until the workers' are merged.
 Sums are float64. The idea of mergeable metrics with the division at the end is that of
 ``clu.metrics`` and TorchMetrics.
 """

@@ -43,7 +43,8 @@ class Call:
     causes: list[str] = field(default_factory=list)
     """What each worker was lost by in it."""
     metrics_start_step: dict[Member, int] = field(default_factory=dict)
-    """The step from which a worker's metrics of the call are with itself alone."""
+    """Committed steps when a worker began to measure: what it has measured of the call since then
+    is in its process alone, and lost with it."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

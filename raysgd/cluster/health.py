@@ -1,4 +1,8 @@
-"""Watching a call that is under way: its progress, workers that hang, workers that wait."""
+"""Watching a call that is under way: its progress, workers that hang, workers that wait in vain.
+
+A worker that is dead is not found here, but by Ray's error, in `attempt.py`; what follows from it
+is decided in `controller.py`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,11 @@ _IN_COLLECTIVE = (
 
 
 class Heartbeats:
-    """Asks workers again and again, and knows who does not answer: a stopped process, mostly."""
+    """Asks workers again and again, and knows who does not answer: a stopped process, mostly.
+
+    It is used while a group starts or makes a new generation. During a call ``hang_timeout_s`` is
+    what finds a worker that stands still.
+    """
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -94,8 +102,8 @@ class HealthMonitor:
     def in_vain(self, progress: Mapping[Member, Progress]) -> str | None:
         """Say who waits in a collective for whom, if that can never end; else return None.
 
-        It cannot where all that have returned are blocked until the others return too, and each of
-        those waits in a collective, which is one of all workers.
+        It can never end where each worker that is still busy waits in a collective of all workers,
+        and each of the others has returned: those do nothing until all have returned.
         """
         now, attempt = self._clock.monotonic(), self._attempt
         waiting = {}
@@ -106,7 +114,7 @@ class HealthMonitor:
                 return None
             waiting[member] = number
         blocked = [m for m in attempt.outcomes if m in progress and progress[m].blocked_on_driver]
-        # a blocked one may have started a collective before, which goes on beside it
+        # a worker that has returned may have started a collective that still goes on
         under_way = any(progress[member].collective is not None for member in blocked)
         if under_way or not blocked or len(blocked) < len(attempt.outcomes):
             self._waiting = {}

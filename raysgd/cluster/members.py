@@ -107,8 +107,8 @@ class ActorMember(Member):
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Start a call in the actor's work thread; by a channel, if it is a frequent short one.
 
-        Whoever starts another before that is answered waits for its answer in vain, if the channel
-        breaks before the worker has it: it is given up then.
+        If the caller starts another call before that one is answered, and the channel breaks before
+        the worker has it, then that one is given up, and its answer is an error.
         """
         if not frequent or self._channels is None or not self._channels.usable:
             return self._by_ray(method, arguments)
@@ -124,7 +124,7 @@ class ActorMember(Member):
     def _by_channel(
         self, channels: Channels, method: str, arguments: tuple[Any, ...]
     ) -> Future[Any]:
-        assert method == "call"  # what a worker carries out while it serves a channel
+        assert method == "call"  # the only method of a worker that a channel carries
         self._check_alive()
         turn = self._turn = self._turn + 1
 
@@ -248,7 +248,7 @@ class InlineMember(Member):
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Make the call."""
+        """Make the call, in this thread also where work has one of its own."""
         return InlineMember.work(self, method, *arguments)
 
     def kill(self) -> None:
@@ -275,7 +275,7 @@ class ThreadMember(InlineMember):
 
 
 def _is_short(arguments: Any) -> bool:
-    """Whether it fits into what the system holds of a connection, whoever reads or does not."""
+    """Whether the kernel's socket buffers hold all of it, also where the worker does not read."""
     return isinstance(arguments, bytes) and len(arguments) < _SHORT_BYTES
 
 

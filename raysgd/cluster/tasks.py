@@ -1,4 +1,7 @@
-"""Functions of the user on workers, started by Ray's own references."""
+"""Functions of the user on workers, as plain calls of their actors, without the controller.
+
+For `raysgd.train`, whose users get Ray's references.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from raysgd.comm.connection import Address
 from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
-from raysgd.loading import loading
+from raysgd.imports import frozen_imports
 
 __all__ = ["Outcome", "Worker", "group_size_here"]
 
@@ -45,8 +45,8 @@ class Outcome:
 
     kind: OutcomeKind
     payload: Any
-    """The value or the exception; packed by us where it comes from another process, since what
-    Ray unpickles it does in a thread of its own, and user code shall not run there."""
+    """The value or the exception. What comes from another process is packed by us: Ray unpickles in
+    a thread of its own, in which no user code may run."""
     progress: Progress
     traceback: str = ""
     note: str = ""
@@ -123,7 +123,7 @@ class Worker:
             function: Callable[[], None] | None = _unpickled(hook)
             if function is not None:
                 function()
-            with loading() if self._remote else contextlib.nullcontext():
+            with frozen_imports() if self._remote else contextlib.nullcontext():
                 self._runner = _unpickled(runner)
                 self._backend = _unpickled(backend)
 
@@ -132,7 +132,7 @@ class Worker:
     def import_ahead(self, modules: Sequence[str]) -> None:
         """Import what the runner will need; a spare does so before there is one."""
         if missing := [module for module in modules if module not in sys.modules]:
-            with loading():
+            with frozen_imports():
                 for module in missing:
                     importlib.import_module(module)
 

@@ -14,8 +14,13 @@ __all__ = ["Backend"]
 class Backend(ABC):
     """How the workers of one generation find each other and talk.
 
-    The driver calls `prepare` once a generation and sends the rendezvous to every worker. A
-    backend object is created on the driver and once in each worker; nothing of it is shared.
+    The driver calls `prepare` once a generation and sends the rendezvous to every worker. One
+    object is made on the driver, by ``Class(name, timeout_s)``, and pickled to each worker before
+    `prepare` is called, so it must be picklable then.
+
+    For operators of torch the default process group of ``torch.distributed`` must exist after
+    `setup`: gradients, buffers and counts go through it. (Horovod is the one exception, see
+    ``raysgd/torch/collectives.py``.)
     """
 
     rejoins = True

@@ -32,8 +32,8 @@ from raysgd.context import WorkerContext
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""How long connecting to workers that are all there may take; gloo beside NCCL takes it five times
-where one of them dies meanwhile, since it cannot be interrupted there."""
+"""How long workers that are all there may take to connect. gloo beside NCCL cannot be interrupted:
+where a worker dies meanwhile, the others wait five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
 """The same for torch's own store: before it connects it asks for the name of the store's address,
 and a name server that does not answer costs seconds."""
@@ -117,7 +117,8 @@ class TorchBackend(Backend):
                 mesh_addresses = [(host, port) for host, port in addresses]
         before = listeners()
         self._made = True
-        # one that failed to connect was counted, and ranks meet under the number of their group
+        # torch counts the groups of a process, also one that failed to connect, and ranks meet
+        # under that number: it has to be the same on all
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":

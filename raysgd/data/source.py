@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["PlainLoader", "Source"]
+__all__ = ["Source", "UnsharedSource"]
 
 
 class Source:
     """Where the batches of an epoch come from, and where in it a step stands.
 
-    An offset is a position in an epoch: samples or batches of all workers for a loader that is
-    shared out, batches of this worker for one that is left as it is.
+    An offset is a position in an epoch. For a loader that is shared out it counts the samples of
+    all workers (their batches, for a ``tf.data.Dataset``); for any other, this worker's batches.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -97,7 +97,7 @@ class Source:
     def take_own_seed(self, seed: int) -> None:
         """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
 
-    def renew(self) -> None:
+    def close_workers(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
 
     def fingerprint(self) -> str:
@@ -109,7 +109,7 @@ class Source:
         return repr(self.loader)
 
 
-class PlainLoader(Source):
+class UnsharedSource(Source):
     """A loader that is left as it is: an iterable, or one with a batch sampler of its own."""
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:

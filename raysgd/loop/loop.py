@@ -43,12 +43,16 @@ class Loop:
         self._signature: tuple[Any, tuple[bool, frozenset[str] | None]] = (None, (True, None))
         self._call = -1
         self._segments: list[Mapping[str, Any]] = []
+        # ends of epochs that the goal does not count: the call began just before one
         self._more_epochs = 0
+        # committed and skipped steps as the call began
         self._began_at = 0
         self._skipped_before = 0
-        self._validated: _Counted | None = None
-        self._validation: tuple[int, int] | None = None
+        self._validation_batches: _Counted | None = None
+        self._validation_start: tuple[int, int] | None = None
+        # whether the workers' orders were the same in the epoch before
         self._orders_agree = False
+        # offset at which the segment under way began
         self._start: int | None = None
         self._shared_out = True
         self._source: Source | None = None
@@ -76,7 +80,7 @@ class Loop:
     @property
     def num_batches(self) -> int:
         """Batches finished in the segment, or the pass over the validation data, under way."""
-        steps, validated = self.steps, self._validated
+        steps, validated = self.steps, self._validation_batches
         if steps is not None:
             return steps.num_finished
         return 0 if validated is None else validated.count
@@ -92,7 +96,7 @@ class Loop:
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
             "num_skipped": self._registration.num_skipped - self._skipped_before,
-            "validation": self._validation,
+            "validation": self._validation_start,
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
@@ -103,11 +107,11 @@ class Loop:
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
         self._skipped_before = self._registration.num_skipped - state["num_skipped"]
-        self._validation = state["validation"]
+        self._validation_start = state["validation"]
 
     def forget_validation(self) -> None:
         """Let a validation that is repeated begin at the position that was loaded."""
-        self._validation = None
+        self._validation_start = None
 
     # ---- train
 
@@ -155,13 +159,13 @@ class Loop:
         registration, operator = self._registration, self.operator
         start = self._start = registration.offset
         self.snapshots.maybe_take(registration, operator, self.call_state)
+        by_position, by_name = self._train_epoch_takes(
+            {"info": info, "num_steps": limit, "epoch_idx": registration.epoch}
+        )
         steps = registration.steps = self._new_steps(source, limit)
         if steps.total_batches == 0 and start == 0:
             raise _empty("train", source)
         registration.meters = None
-        by_position, by_name = self._train_epoch_takes(
-            {"info": info, "num_steps": limit, "epoch_idx": registration.epoch}
-        )
         try:
             metrics = operator.train_epoch(steps, *by_position, **by_name)
             left = steps.finish()
@@ -216,7 +220,7 @@ class Loop:
         if meters is not None and meters.batch_count == steps.num_batches:
             self._compare_counts(meters.num_samples, steps, source, start)
         if steps.loader_failed:
-            source.renew()  # its processes may be gone
+            source.close_workers()  # its processes may be gone
         if source.sharded or steps.loader_failed:
             self._batches = None  # the offset says where to go on
         else:
@@ -233,8 +237,8 @@ class Loop:
             raise _empty("train", source)
         if steps.epoch_is_over:
             if self._registration.global_step == self._began_at:
-                # the last call stopped exactly at the end of its epoch, and could not know or
-                # failed there; this one has not done anything yet
+                # the call before stopped or failed exactly at the end of its epoch, and could not
+                # know that it was the end; this one has not done anything yet
                 self._more_epochs += 1
         elif limit is None:
             warnings.warn(
@@ -316,7 +320,8 @@ class Loop:
                     "from what set_epoch(epoch) tells it. If it gives each worker a part of its "
                     "own, pass add_dist_sampler=False to the trainer."
                 )
-            # they were one before: the sampler of who has joined since has not come as far
+            # the orders were the same before: the sampler of a worker that has joined since has
+            # drawn less often
             leader = registration.minimum(rank if was_drawn else size) % size
             order = registration.from_rank(lambda: source.order(epoch), leader)
             source.take_order(epoch, order)
@@ -339,19 +344,19 @@ class Loop:
         self.num_covered = None
         registration, operator = self._registration, self.operator
         source = self.read = registration.source("validation")
-        if self._validation is None or self._validation[0] != call:
-            self._validation = call, registration.validation_offset
-        offset, left = self._validation[1], num_steps
+        if self._validation_start is None or self._validation_start[0] != call:
+            self._validation_start = call, registration.validation_offset
+        offset, left = self._validation_start[1], num_steps
         with registration.validating():
             while left is None or left > 0:
                 ahead = source.steps_left(offset)
                 limit = min((n for n in (left, ahead) if n is not None), default=None)
                 taken_from = source.batches(0, offset, limit)
-                batches = self._validated = _Counted(taken_from, self.signal)
+                batches = self._validation_batches = _Counted(taken_from, self.signal)
                 try:
                     metrics = operator.validate(batches, info)
                 except BaseException:
-                    source.renew()
+                    source.close_workers()
                     raise
                 self._segments.append(_checked_result(operator.validate, metrics))
                 # sized loader: count the group's steps, not this rank's batches
@@ -364,7 +369,7 @@ class Loop:
                     break
                 left -= taken
         registration.validation_offset = offset
-        self._validated = None
+        self._validation_batches = None
         return self._result()
 
     # ---- results

@@ -32,7 +32,11 @@ class Settings:
 
 
 class Registration(ABC):
-    """What an operator registered, its state, and the position in the data."""
+    """The training state of one operator.
+
+    It holds what was registered and the position in the data, commits steps and takes them back,
+    and has the collectives that this needs.
+    """
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
@@ -131,7 +135,7 @@ class Registration(ABC):
     def release(self) -> None:
         """Let go of the loaders' worker processes."""
         for source in self._sources.values():
-            source.renew()
+            source.close_workers()
 
     # ---- position
 

@@ -14,10 +14,10 @@ from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.loop.loop import Loop
-from raysgd.loop.progress import check_position
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots, full_state
+from raysgd.loop.state_checks import check_position
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 
@@ -81,8 +81,8 @@ class OperatorRunner(ABC):
     def _check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
         """Check that this worker, at the start, has the batch sizes of rank 0.
 
-        Not as one joins: what it made of its share of ``config[BATCH_SIZE]`` in setup, where the
-        size of the group was a guess, need not be what the others made of theirs.
+        A replacement worker is not checked: it sets up for a group whose size is a guess, and with
+        that its share of ``config[BATCH_SIZE]``.
         """
         own = self._registration.batching()
         for name in expected.keys() & own.keys():
@@ -164,20 +164,20 @@ class OperatorRunner(ABC):
         info: dict[str, Any] | None = None,
         profile: bool = False,
         dataset: Dataset | None = None,
-        stop_at: int | None = None,
+        callback_pause: int | None = None,
     ) -> Mapping[str, Any] | None:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
         Returns:
-            The metrics; None if it stopped at the step `stop_at` before it was there. The same
-            call made again goes on, and its metrics cover all of it.
+            The metrics; None if it stopped at the step `callback_pause` before it was there. The
+            same call made again goes on, and its metrics cover all of it.
         """
         loop = self._running
-        self.signal.callback_pause = stop_at
+        self.signal.callback_pause = callback_pause
         try:
             return loop.train(call, until_epoch, until_step, info, profile, dataset)
         except PausedError:
-            if stop_at is None or self._registration.global_step < stop_at:
+            if callback_pause is None or self._registration.global_step < callback_pause:
                 raise  # it was the driver that asked for this one
             return None
         finally:
@@ -273,7 +273,7 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest loss, for who must never wait: its thread answers the driver.
+    """Reads the newest loss without waiting, for the thread that answers the driver.
 
     A GPU gives a number when it has done all before it, and that may be a collective with a worker
     that is gone. So a thread waits for it, and until then the loss is the one before.

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.source import PlainLoader, Source
+from raysgd.data.source import Source, UnsharedSource
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings
 from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
@@ -178,7 +178,7 @@ class KerasRegistration(Registration):
         if isinstance(loader, tf.data.Dataset) and self.settings.options.add_dist_sampler:
             splits = self.settings.options.splits_batches
             return DatasetSource(loader, training=training, splits=splits, **size_and_rank)
-        return PlainLoader(loader)
+        return UnsharedSource(loader)
 
     def dataset_loader(self, dataset: Dataset) -> ItemSource:
         """Return a source over a data set that was given with a call."""
@@ -319,7 +319,7 @@ def _variables_of(optimizer: Any) -> list[Any]:
 
 
 def _spec_of(source: Source) -> Any:
-    return plain_spec(source) if isinstance(source, PlainLoader) else source.reads()
+    return plain_spec(source) if isinstance(source, UnsharedSource) else source.reads()
 
 
 def _sample_of(spec: Any) -> Any:

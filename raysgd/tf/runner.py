@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
-from raysgd.loading import loading
+from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.snapshots import full_state
 from raysgd.tf.options import TFOptions
@@ -46,7 +46,7 @@ class TFRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         """Make the strategy, and create the operator in its scope."""
-        with contextlib.nullcontext() if context.in_driver else loading():
+        with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
             from raysgd.tf.building import build_operator, communication_of
@@ -136,7 +136,7 @@ class TFRunner(OperatorRunner):
 
 
 def _set_threads(context: WorkerContext) -> None:
-    with loading():
+    with frozen_imports():
         import tensorflow as tf
 
     threads = max(1, int(context.num_cpus))

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.data.source import PlainLoader, Source
+from raysgd.data.source import Source, UnsharedSource
 
 __all__ = ["DatasetSource", "num_rows", "plain_spec"]
 
@@ -141,7 +141,7 @@ class DatasetSource(Source):
         return f"{self.loader!r}, shared out over {self._world_size} workers"
 
 
-def plain_spec(loader: PlainLoader) -> Any:
+def plain_spec(loader: UnsharedSource) -> Any:
     """Return what the batches of an iterable look like, from its first one."""
     for batch in loader.loader:
         return tf.nest.map_structure(lambda x: tf.TensorSpec.from_tensor(_tensor(x)), batch)

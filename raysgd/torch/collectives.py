@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ def _horovod() -> Any:
     """Return Horovod where it is the group; None with torch.distributed."""
     if dist.is_initialized():
         return None
+    if "horovod" not in sys.modules:
+        raise RuntimeError(
+            "The backend has made no process group: torch.distributed is not initialized after its "
+            "setup()."
+        )
     import horovod.torch as hvd
 
     return hvd

@@ -61,11 +61,11 @@ class HorovodExchange:
         self._arguments = {"backward_passes_per_step": passes, **arguments}
         self._done = False
         self._distributed: Any = None
-        self.renew()
+        self.rebuild()
         optimizer.register_step_pre_hook(lambda *_: self.synchronize())
         optimizer.register_step_post_hook(self._on_step)
 
-    def renew(self) -> None:
+    def rebuild(self) -> None:
         """Begin anew in the group that there is now."""
         import horovod.torch as hvd
 

@@ -26,19 +26,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.shard import Shard
-from raysgd.data.source import PlainLoader as UnsharedLoader
-from raysgd.data.source import Source
+from raysgd.data.source import Source, UnsharedSource
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
-__all__ = ["PlainLoader", "ShardedLoader", "bytes_of", "dataset_loader", "wrap_loader"]
+__all__ = ["ShardedLoader", "UnsharedLoader", "bytes_of", "dataset_loader", "wrap_loader"]
 
 Order = torch.Tensor | list[Any] | None
 """What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
 """
 
 
-class PlainLoader(UnsharedLoader):
+class UnsharedLoader(UnsharedSource):
     """A loader that is left as it is: an iterable, or one with a batch sampler of its own."""
 
     def steps_left(self, offset: int) -> int | None:
@@ -239,7 +238,7 @@ class ShardedLoader(Source):
         data = bytes_of(self._order_of(epoch))
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
-    def renew(self) -> None:
+    def close_workers(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
         self._worker_loader = None
 
@@ -381,7 +380,7 @@ def wrap_loader(
             seed=seed,
             batch_share=batch_share,
         )
-    return PlainLoader(loader)
+    return UnsharedLoader(loader)
 
 
 def _content_of(dataset: Any) -> str:

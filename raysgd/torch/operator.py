@@ -82,9 +82,8 @@ class TrainingOperator(OperatorTools):
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         self.train_mode(True)
-        epoch_idx = (
-            epoch_idx or self._registration.epoch
-        )  # an override that calls this may not know it
+        # an override that calls this may not know it
+        epoch_idx = epoch_idx or self._registration.epoch
         meters = self._registration.new_meters()
         timers = self.timers
         per_batch = self.scheduler_step_freq == "batch"

@@ -17,6 +17,7 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings
 from raysgd.torch import collectives, ddp
+from raysgd.torch.broadcast import broadcast_state, broadcast_tensors, fingerprint
 from raysgd.torch.buffers import BufferLog
 from raysgd.torch.checks import (
     check_plateau,
@@ -27,13 +28,13 @@ from raysgd.torch.checks import (
     shaped_like,
     warn_of_strangers,
 )
-from raysgd.torch.fitting import check_fits
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import dataset_loader, wrap_loader
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import copied, on_cpu, to_cpu
+from raysgd.torch.state_checks import check_fits
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
 
@@ -175,7 +176,7 @@ class TorchRegistration(Registration):
             check_static_graphs(self.models)
 
     def _not_averaged(self) -> list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]]:
-        """Return the parameters that no wrapper averages, with their models and those's indices."""
+        """Return, by model, the parameters that no wrapper averages, each model with its index."""
         averaged = {
             id(parameter)
             for model, wrapping in zip(self.models, self._wrapping, strict=True)
@@ -202,9 +203,9 @@ class TorchRegistration(Registration):
         models = [model for model in self.models if not ddp.replicated(model)]
         if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
-            given = ddp.broadcast_state(lambda: held, 0, self.settings.device)
+            given = broadcast_state(lambda: held, 0, self.settings.device)
             for own, value in zip(held, given, strict=False):
-                if own.shape == value.shape:  # else it is a cache of what setup has computed
+                if own.shape == value.shape:  # else it is a cache that setup has filled
                     own.copy_(value)
             self._buffers.remember()
 
@@ -308,16 +309,16 @@ class TorchRegistration(Registration):
             elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)
         if buffers:
-            ddp.broadcast_tensors(buffers, source=0)
+            broadcast_tensors(buffers, source=0)
             self._buffers.remember()
 
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
-        return ddp.agree_on_minimum(value, self.settings.device)
+        return collectives.minimum(value, self.settings.device)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
-        return ddp.broadcast_state(make, rank, self.settings.device)
+        return broadcast_state(make, rank, self.settings.device)
 
     def validating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which models do not communicate."""
@@ -329,7 +330,7 @@ class TorchRegistration(Registration):
         """Enter a new generation: rebuild the models' wrappers, share data out anew."""
         super().enter(context, batch_share)
         for exchange in self.optimization.exchanges.values():
-            exchange.renew()
+            exchange.rebuild()
         for model, wrapping in zip(self.models, self._wrapping, strict=True):
             if isinstance(model, DistributedDataParallel) and wrapping is not None:
                 ddp.rebuild(model, wrapping)
@@ -346,16 +347,16 @@ class TorchRegistration(Registration):
             ddp.without_buffers(model, held)
             for model, held in zip(self.models, state["models"], strict=True)
         ]
-        own = ddp.fingerprint((self.global_step, state))
+        own = fingerprint((self.global_step, state))
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
         lacking = collectives.ranks_with(lacks, device)
         to = collectives.fewest_receivers(lacking, device)
         if lacking and (to is None or lacks or collectives.rank() == leader):
-            state = ddp.broadcast_state(self.training_state, leader, device, to)
+            state = broadcast_state(self.training_state, leader, device, to)
             if lacks:
                 self.load_training_state(state)
-        buffers = ddp.broadcast_state(self._buffers.tensors, leader, device)
+        buffers = broadcast_state(self._buffers.tensors, leader, device)
         if follows:
             self._buffers.set(buffers)
 

@@ -41,7 +41,7 @@ class Session:
 
     Args:
         context: this worker's place.
-        handover: the way to the driver.
+        report_queue: the way to the driver.
         checkpoint: what to go on from, pickled; None at the beginning.
         iteration: reports that were made before it.
         shards: this worker's data sets by name; None where there are none.

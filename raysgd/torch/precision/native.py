@@ -20,8 +20,8 @@ class NativeAmp(Precision):
 
     One scaler serves all optimizers. Its scale stays the same from the first backward pass of a
     training step to its last update: it changes once every optimizer has stepped, or at `commit`
-    where a step uses only some of them. An optimizer that steps again before that makes it change
-    in between; the gradients that are held then are brought to the new scale.
+    where a step uses only some of them. Where an optimizer steps twice in a training step, the
+    scale changes in between, and gradients that wait for their update are brought to the new one.
 
     Args:
         device: where the models are.

@@ -62,7 +62,7 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """Leaves the process group; entering it is the controller's, with each generation."""
+    """Ends the process group; the controller makes one with each generation."""
 
     share_cuda_visible_devices = True
 

@@ -68,7 +68,8 @@ def test_anything_that_can_be_pickled_travels(group):
 RANK_OF_THREE = """
 import sys
 import torch, torch.distributed as dist
-from raysgd.torch import collectives, ddp
+from raysgd.torch import collectives
+from raysgd.torch.broadcast import broadcast_state
 
 join()
 cpu = torch.device("cpu")
@@ -78,7 +79,7 @@ assert collectives.fewest_receivers([0, 2], cpu) is None
 assert collectives.fewest_receivers([2], cpu) == [2]
 if rank != 1:  # who neither has nor wants it need not know of it
     state = {"a": [torch.arange(5) if rank == 0 else None, "text"]}
-    state = ddp.broadcast_state(lambda: state, 0, cpu, [2])
+    state = broadcast_state(lambda: state, 0, cpu, [2])
     assert state["a"][0].tolist() == [0, 1, 2, 3, 4] and state["a"][1] == "text"
 dist.barrier()
 dist.destroy_process_group()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from raysgd.torch import collectives, ddp
+from raysgd.torch.broadcast import broadcast_state, broadcast_tensors, fingerprint
 from tests.conftest import run_ranks
 
 CPU = torch.device("cpu")
@@ -56,10 +57,10 @@ def test_a_state_arrives_with_its_structure_and_its_tensors(link):
         "bfloat16": torch.ones(2, dtype=torch.bfloat16),
         3: {"deep": [{"x": torch.arange(3)}]},
     }
-    sent = ddp.broadcast_state(lambda: state, 0, CPU)
+    sent = broadcast_state(lambda: state, 0, CPU)
     assert sent is state
     link["rank"] = 1
-    got = ddp.broadcast_state(lambda: pytest.fail("only the source makes it"), 0, CPU)
+    got = broadcast_state(lambda: pytest.fail("only the source makes it"), 0, CPU)
     assert not link["messages"]
     assert list(got) == list(state)
     for name, tensor in state["model"].items():
@@ -76,9 +77,9 @@ def test_a_state_arrives_with_its_structure_and_its_tensors(link):
 def test_a_state_arrives_with_the_versions_of_its_modules(link):
     """torch keeps them beside the dict; without them a module takes its state for an old one."""
     state = torch.nn.BatchNorm1d(2).state_dict()
-    ddp.broadcast_state(lambda: state, 0, CPU)
+    broadcast_state(lambda: state, 0, CPU)
     link["rank"] = 1
-    got = ddp.broadcast_state(lambda: None, 0, CPU)
+    got = broadcast_state(lambda: None, 0, CPU)
     assert got._metadata == state._metadata
 
 
@@ -94,17 +95,17 @@ def test_broadcast_overwrites_tensors_of_every_kind_in_place(link):
             torch.empty(0),
         ]
 
-    ddp.broadcast_tensors(tensors(7.0), source=0)
+    broadcast_tensors(tensors(7.0), source=0)
     link["rank"] = 1
     mine = tensors(0.0)
-    ddp.broadcast_tensors(mine, source=0)
+    broadcast_tensors(mine, source=0)
     assert not link["messages"]
     assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
 
 
 def test_large_states_travel_in_messages_of_bounded_size(link):
     tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
-    ddp.broadcast_tensors(tensors, source=0)
+    broadcast_tensors(tensors, source=0)
     assert [message.nbytes for message in link["messages"]] == [2**26, 2**26, 2**25]
 
 
@@ -125,13 +126,13 @@ def test_the_fingerprint_tells_states_apart_that_differ_in_one_bit(
     held = torch.arange(offset + size).to(dtype)
     tensor = held[offset:].view(shape)
     state = {"a": [tensor, ("text", 0.1, None)], 3: collections.OrderedDict(b=tensor.clone())}
-    expected = ddp.fingerprint(state)
+    expected = fingerprint(state)
     other = copy.deepcopy({"a": [tensor.clone(), ("te" + "xt", 0.1, None)], 3: state[3]})
-    assert ddp.fingerprint(other) == expected
+    assert fingerprint(other) == expected
     if size:
         content = other["a"][0].reshape(-1).view(torch.uint8)
         content[int(where * content.numel())] ^= 1 << bit
-        assert ddp.fingerprint(other) != expected
+        assert fingerprint(other) != expected
 
 
 @pytest.mark.parametrize(
@@ -146,16 +147,16 @@ def test_the_fingerprint_tells_states_apart_that_differ_in_one_bit(
 )
 def test_the_fingerprint_covers_names_shapes_types_and_numbers(other):
     state = {"w": torch.zeros(4), "lr": 0.1}
-    assert ddp.fingerprint(state) == ddp.fingerprint(copy.deepcopy(state))
-    assert ddp.fingerprint(state) != ddp.fingerprint(other)
+    assert fingerprint(state) == fingerprint(copy.deepcopy(state))
+    assert fingerprint(state) != fingerprint(other)
 
 
 def test_the_fingerprint_follows_the_values_and_not_how_they_lie_in_memory():
     tensor = torch.randn(6, 5)
     columns = tensor.t().contiguous().t()
     assert columns.stride() != tensor.stride()
-    assert ddp.fingerprint([tensor]) == ddp.fingerprint([columns])
-    assert ddp.fingerprint([torch.tensor(True)]) != ddp.fingerprint([torch.tensor(False)])
+    assert fingerprint([tensor]) == fingerprint([columns])
+    assert fingerprint([torch.tensor(True)]) != fingerprint([torch.tensor(False)])
 
 
 def test_what_cannot_be_compared_is_equal_to_nothing():
@@ -163,7 +164,7 @@ def test_what_cannot_be_compared_is_equal_to_nothing():
     cycle = collections.deque()
     cycle.append(cycle)
     for part in (cycle, lambda: None):
-        assert ddp.fingerprint([part]) != ddp.fingerprint([part])
+        assert fingerprint([part]) != fingerprint([part])
 
 
 def test_what_a_state_has_beside_buffers(process_group):
@@ -175,7 +176,7 @@ def test_what_a_state_has_beside_buffers(process_group):
 
 
 def test_nothing_to_send_is_no_message(link):
-    ddp.broadcast_tensors([], source=0)
+    broadcast_tensors([], source=0)
     assert not link["messages"]
 
 
@@ -424,7 +425,7 @@ def test_communication_hooks_without_a_state_of_their_own_survive_a_rebuild(proc
 
 
 def test_the_minimum_of_one_rank_is_its_own(process_group):
-    assert ddp.agree_on_minimum(2**40, CPU) == 2**40
+    assert collectives.minimum(2**40, CPU) == 2**40
     assert dist.get_world_size() == 1
 
 

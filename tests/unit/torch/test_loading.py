@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data import Dataset as ItemDataset
-from raysgd.torch.loading import PlainLoader, ShardedLoader, dataset_loader, wrap_loader
+from raysgd.torch.loading import ShardedLoader, UnsharedLoader, dataset_loader, wrap_loader
 from tests.conftest import wait_until
 
 SEED = 5
@@ -783,11 +783,11 @@ def test_a_loader_that_iterates_in_its_own_way_may_have_worker_processes(kind, p
         first = source.batches(epoch, offset)
         assert indices([next(first)]) == wanted[:2]  # and is left there
         assert indices(source.batches(epoch, offset)) == wanted
-        source.renew()
+        source.close_workers()
         assert indices(source.batches(epoch, offset)) == wanted
     assert loader._iterator is None
     assert isinstance(loader.batch_sampler, BatchSampler)
-    source.renew()
+    source.close_workers()
 
 
 def test_worker_processes_that_stay_end_when_they_are_let_go():
@@ -795,7 +795,7 @@ def test_worker_processes_that_stay_end_when_they_are_let_go():
     source = wrap(DataLoader(Numbers(4), batch_size=2, num_workers=1, persistent_workers=True))
     assert len(list(source.batches(0, 0))) == 2
     assert set(multiprocessing.active_children()) > before
-    source.renew()
+    source.close_workers()
     wait_until(lambda: set(multiprocessing.active_children()) <= before)
 
 
@@ -883,7 +883,7 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
     ]
     for loader in loaders:
         source = wrap(loader, world_size=2, rank=0)
-        assert type(source) is PlainLoader
+        assert type(source) is UnsharedLoader
         assert indices(source.batches(0, 0)) == indices(loader)
     assert type(wrap(DataLoader(data))) is ShardedLoader
 

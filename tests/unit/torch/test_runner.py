@@ -787,18 +787,18 @@ def asking(runner, *requests):
 
 def test_a_call_stops_at_its_step_and_goes_on_as_the_same_call():
     runner, plain = make_runner(), make_runner()
-    for stop_at in (2, 3):
-        assert runner.train(call=0, until_epoch=1, stop_at=stop_at) is None
-        assert runner.progress().global_step == stop_at
-    result = runner.train(call=0, until_epoch=1, stop_at=9)
+    for callback_pause in (2, 3):
+        assert runner.train(call=0, until_epoch=1, callback_pause=callback_pause) is None
+        assert runner.progress().global_step == callback_pause
+    result = runner.train(call=0, until_epoch=1, callback_pause=9)
     assert result == plain.train(call=0, until_epoch=1)
     assert runner.operator.trained == EPOCH
 
 
 def test_a_stop_where_the_call_ends_anyway_is_its_end():
     runner = make_runner()
-    assert runner.train(call=0, until_step=3, stop_at=3)["num_samples"] == 24
-    assert runner.train(call=1, until_epoch=1, stop_at=5)["num_samples"] == 16
+    assert runner.train(call=0, until_step=3, callback_pause=3)["num_samples"] == 24
+    assert runner.train(call=1, until_epoch=1, callback_pause=5)["num_samples"] == 16
     assert runner.progress().epoch == 1
 
 
@@ -809,10 +809,10 @@ def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked
     runner.operator.fail = asking(runner, asked)
     if asked < 3:
         with pytest.raises(PausedError):
-            runner.train(call=0, until_epoch=1, stop_at=3)
+            runner.train(call=0, until_epoch=1, callback_pause=3)
         assert runner.progress().global_step == asked
         runner.pause_at(None)
-    assert runner.train(call=0, until_epoch=1, stop_at=3) is None
+    assert runner.train(call=0, until_epoch=1, callback_pause=3) is None
     assert runner.progress().global_step == 3
     if asked > 3:
         with pytest.raises(PausedError):
@@ -826,7 +826,7 @@ def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked
 def test_a_request_that_is_taken_back_leaves_the_stop_of_the_call():
     runner = make_runner()
     runner.operator.fail = asking(runner, 4, None)
-    assert runner.train(call=0, until_epoch=1, stop_at=3) is None
+    assert runner.train(call=0, until_epoch=1, callback_pause=3) is None
     assert runner.train(call=0, until_epoch=1)["num_samples"] == 40
 
 

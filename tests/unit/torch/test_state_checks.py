@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.fitting import check_fits
+from raysgd.torch.state_checks import check_fits
 
 
 def linear(inputs=2, outputs=2, **arguments):

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from raysgd.loading import loading
+from raysgd.imports import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
     before = collections()
     assert many_lists()
     assert collections() > before
-    with loading():
+    with frozen_imports():
         before = collections()
         loaded = many_lists()
         assert collections() == before
@@ -40,20 +40,20 @@ def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
 
 def test_it_goes_on_where_loading_fails():
     threshold = gc.get_threshold()
-    with pytest.raises(ImportError), loading():
+    with pytest.raises(ImportError), frozen_imports():
         raise ImportError
     assert gc.get_threshold() == threshold
 
 
 def test_what_the_user_has_set_before_or_in_a_module_stays():
     gc.disable()
-    with loading():
+    with frozen_imports():
         pass
     assert not gc.isenabled()
     gc.enable()
-    with loading():
+    with frozen_imports():
         gc.disable()
     assert not gc.isenabled()
-    with loading():
+    with frozen_imports():
         gc.set_threshold(50_000)
     assert gc.get_threshold()[0] == 50_000

@@ -1,4 +1,4 @@
-"""Loading large libraries in a worker process."""
+"""Imports of large libraries in a worker process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["loading"]
+__all__ = ["frozen_imports"]
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def frozen_imports() -> Iterator[None]:
     """Keep the garbage collector from looking through what is imported, now and later.
 
     An import makes objects by the hundred thousand, which all stay. To look for garbage among
