@@ -30,7 +30,14 @@ from raysgd.comm.backend import Backend
 from raysgd.context import Progress, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event, EventKind
-from raysgd.elastic.policies import assign_contexts, backoff_s, choose_leader, furthest, pause_step
+from raysgd.elastic.policies import (
+    assign_contexts,
+    backoff_s,
+    choose_leader,
+    furthest,
+    pause_step,
+    recovery,
+)
 from raysgd.errors import (
     CollectiveError,
     InsufficientResourcesError,
@@ -96,8 +103,11 @@ class Controller:
         self._backend = backend
         self._timeout_s = timeout_s
         self._elastic = elastic or ElasticConfig()
-        self._can_join = can_join
-        self._rejoins = backend is None or backend.rejoins
+        self._recovery = recovery(
+            rejoins=backend is None or backend.rejoins,
+            in_place=self._elastic.in_place,
+            can_join=can_join,
+        )
         self._generation = Generation(0)
         self.progress = Progress()
         self._seen_step = 0
@@ -131,7 +141,7 @@ class Controller:
             random.random,
             self._note_failed_replacement,
             can_join=can_join,
-            starts_early=self._rejoins,
+            starts_early=self._recovery.rejoins,
         )
 
     # ---- life
@@ -403,7 +413,7 @@ class Controller:
             elif len(self.members) + len(self._scale_up.ready()) < min_workers:
                 self._await_replacements(min_workers)
             elif isinstance(self.state, Broken) or self._scale_up.ready():
-                if self._rejoins:
+                if self._recovery.rejoins:
                     self._make_generation()
                 else:
                     self._replace_all()
@@ -444,7 +454,7 @@ class Controller:
         """Wait for workers that did not return in time; those that still do not are lost."""
         broken = self._broken()
         stragglers = Attempt(broken.busy, self._clock)
-        patience_s = _STRAGGLER_S if self._can_join else _NEWCOMER_STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._recovery.replaces else _NEWCOMER_STRAGGLER_S
         deadline = self._clock.monotonic() + patience_s
         mentioned = False
         try:
@@ -535,7 +545,7 @@ class Controller:
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._scale_up.lost(self._group.slot_of(member))
             self._group.discard(member)
-        if not self._survivors_go_on:
+        if not self._recovery.survivors_stay:
             self._rescue_state()
             for member in list(self.members):
                 self._group.discard(member)
@@ -603,7 +613,7 @@ class Controller:
 
     def _rescue_state(self) -> None:
         """Take over the state of the workers that are left, if they cannot go on with it."""
-        if self._rejoins or not self._can_join:
+        if not self._recovery.rescues_state:
             return
         reached = self.ask_progress()
         for member in sorted(reached, key=lambda m: -reached[m].global_step):
@@ -729,12 +739,7 @@ class Controller:
 
     def _num_left(self) -> int:
         """Return how many workers will be left when one that is lost, and still here, is gone."""
-        return len(self.members) - 1 if self._survivors_go_on else 0
-
-    @property
-    def _survivors_go_on(self) -> bool:
-        """Whether workers that are left after a loss keep their processes."""
-        return self._elastic.in_place and self._rejoins
+        return len(self.members) - 1 if self._recovery.survivors_stay else 0
 
     def _contexts(self, members: Sequence[Member]) -> list[WorkerContext]:
         self._generation = Generation(self._generation.number + 1)

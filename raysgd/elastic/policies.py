@@ -10,6 +10,7 @@ from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 
 __all__ = [
+    "Recovery",
     "WorkerInfo",
     "assign_contexts",
     "backoff_s",
@@ -17,6 +18,7 @@ __all__ = [
     "furthest",
     "may_resize",
     "pause_step",
+    "recovery",
     "start_sizes",
     "workers_that_fit",
 ]
@@ -31,6 +33,45 @@ class WorkerInfo:
     pid: int = 0
     gpu_ids: tuple[str, ...] = ()
     in_driver: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How a group goes on after a failure."""
+
+    survivors_stay: bool
+    """Whether workers that are left after a loss keep their processes and their state. Otherwise
+    all start anew."""
+    rejoins: bool
+    """Whether, where nobody is lost, workers make a new process group in their processes. Otherwise
+    all start anew then, too."""
+    rescues_state: bool
+    """Whether all that start anew go on with the state of a worker that was left. Otherwise they go
+    on from the snapshot."""
+    replaces: bool
+    """Whether replacement workers can take the state of the others and go on with them."""
+
+
+def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
+    """Return how a group goes on after a failure.
+
+    Args:
+        rejoins: whether a process that was in one process group can be in another.
+        in_place: `ElasticConfig.in_place`.
+        can_join: whether what the workers do can be joined while it is under way: training by an
+            operator can, a training function cannot.
+
+    >>> recovery(rejoins=True, in_place=True, can_join=True).survivors_stay
+    True
+    >>> recovery(rejoins=False, in_place=True, can_join=True).rescues_state
+    True
+    """
+    return Recovery(
+        survivors_stay=rejoins and in_place,
+        rejoins=rejoins,
+        rescues_state=can_join and not rejoins,
+        replaces=can_join,
+    )
 
 
 def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:

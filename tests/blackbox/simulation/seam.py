@@ -433,7 +433,7 @@ class SimGroup(WorkerGroup):
 
     def shutdown(self, force=False):
         controller = self._world.driver.controller
-        if not isinstance(controller.state, Closed) and controller._rejoins:
+        if not isinstance(controller.state, Closed) and controller._recovery.rejoins:
             alive = [member for member in self.members if not member.dead]
             assert not any(m.has_trained for m in alive), "a survivor's state is given up"
         super().shutdown(force)
