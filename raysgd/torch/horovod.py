@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -69,8 +70,11 @@ class HorovodExchange:
         """Begin anew in the group that there is now."""
         import horovod.torch as hvd
 
-        if self._distributed is not None:
-            self._distributed._grad_accs.clear()  # its hooks end with them
+        if (before := self._distributed) is not None:
+            before._grad_accs.clear()  # its hooks end with them
+            # but where somebody still holds a graph of a failed step: let them wait for ever
+            for parameter in before._allreduce_delay:
+                before._allreduce_delay[parameter] = sys.maxsize
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         named = [
             (f"{number}.{name}", parameter)
