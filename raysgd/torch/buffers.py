@@ -41,10 +41,10 @@ class BufferLog:
         self._num_steps = 0
         self.remember()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the buffers that there are."""
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return the buffers; None for one that a forward pass has removed."""
         found = [module._buffers.get(name) for module, name in self._slots]
-        return [buffer.detach() for buffer in found if buffer is not None]
+        return [None if buffer is None else buffer.detach() for buffer in found]
 
     def remember_step(self) -> None:
         """Remember what a step has changed."""
@@ -97,16 +97,17 @@ class BufferLog:
 
     def restore(self) -> None:
         """Take back what has changed since."""
+        if self._num_steps < _NUM_COMPARED:
+            self._compare()
         for index, (module, name) in enumerate(self._slots):
             buffer, copy = module._buffers.get(name), self._copies[index]
             if buffer is not None and self._is_unchanged(index, buffer):
                 continue
             self._set(index, copy)
 
-    def set(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the buffers that there are have other values, and remember those."""
-        there = [n for n, (module, name) in enumerate(self._slots) if _has(module, name)]
-        for index, value in zip(there, values, strict=True):
+    def set(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Let the buffers have the values of another worker's `tensors`, and remember those."""
+        for index, value in zip(range(len(self._slots)), values, strict=True):
             self._set(index, value)
         self.remember()
 
@@ -117,8 +118,7 @@ class BufferLog:
             if name in module._buffers:
                 module._buffers[name] = None
             return
-        # one of another layout cannot be written to in its place
-        if buffer is None or buffer.shape != value.shape or buffer.layout is not torch.strided:
+        if buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
             buffer = module._buffers[name] = value.clone()
         else:
             buffer.detach().copy_(value)
@@ -126,5 +126,6 @@ class BufferLog:
             self._note(index, buffer)
 
 
-def _has(module: torch.nn.Module, name: str) -> bool:
-    return module._buffers.get(name) is not None
+def _is_writable(buffer: torch.Tensor) -> bool:
+    """Whether other values can be written to a buffer in its place."""
+    return buffer.layout is torch.strided and not buffer.is_inference()
