@@ -173,7 +173,7 @@ class Channels:
     def __init__(self) -> None:
         self.usable = os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true")
         """False where a worker could not connect, and where all is to be encrypted."""
-        self._changed = threading.Lock()
+        self._changed = threading.RLock()  # a signal handler may close them
         self._listeners: dict[str, Listener] = {}
 
     def open(self, host: str) -> Channel:

@@ -9,10 +9,11 @@ Decisions are pure functions in `raysgd/elastic/`; what one attempt at a call ca
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,6 +50,7 @@ __all__ = ["Controller"]
 
 logger = logging.getLogger(__name__)
 
+_SHUT_DOWN = "The workers are shut down."
 _ANSWER_S = 0.7
 """How long a worker may take to answer a control call."""
 _SILENCE_S = 10.0
@@ -98,6 +100,7 @@ class Controller:
         can_join: bool = True,
     ) -> None:
         self.state: State = New()
+        self._is_shut_down = False
         self._group = group
         self._clock = group.clock
         self._backend = backend
@@ -149,8 +152,9 @@ class Controller:
     def start(self) -> None:
         """Start the workers and set them up; if that fails, none is left behind."""
         try:
-            self._start(self._group.options.start_timeout_s)
-            self._record("started", self.members)
+            with self._until_shut_down():
+                self._start(self._group.options.start_timeout_s)
+                self._record("started", self.members)
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -169,19 +173,44 @@ class Controller:
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
-        if isinstance(self.state, Closed) and not self.members:
-            return
         busy = isinstance(self.state, Running | Broken)
+        self._is_shut_down = True
         self.state = Closed()
-        self._scale_up.stop()
-        self._group.shutdown(force or busy)
-        if self._backend is not None:
-            self._backend.close()
+        self._release(force or busy)
+
+    def _release(self, force: bool) -> None:
+        try:
+            self._scale_up.stop()
+        finally:
+            try:
+                self._group.shutdown(force)
+            finally:
+                if self._backend is not None:
+                    self._backend.close()
+
+    @contextlib.contextmanager
+    def _until_shut_down(self) -> Iterator[None]:
+        """Let what is under way end by the error that the workers are shut down, if they are.
+
+        What was started after another thread's `shutdown` is ended.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._is_shut_down or error.args == (_SHUT_DOWN,):
+                raise
+            raise RuntimeError(_SHUT_DOWN) from error
+        finally:
+            if self._is_shut_down:
+                self._release(force=True)
 
     def _become(self, state: State) -> None:
         """Take another state; raise if the workers were shut down meanwhile."""
         self._check_open()
         self.state = state
+        if self._is_shut_down:  # by another thread, just now
+            self.state = Closed()
+            raise RuntimeError(_SHUT_DOWN)
 
     def _broken(self) -> Broken:
         """Take note that the group has to be mended; returns what is known of it."""
@@ -191,8 +220,8 @@ class Controller:
         return self.state
 
     def _check_open(self) -> None:
-        if isinstance(self.state, Closed):
-            raise RuntimeError("The workers are shut down.")
+        if self._is_shut_down:
+            raise RuntimeError(_SHUT_DOWN)
 
     @property
     def members(self) -> list[Member]:
@@ -225,8 +254,7 @@ class Controller:
                 "Another call on these workers is under way, in another thread; wait for its end."
             )
         min_workers = 1 if call.any_size else self.min_workers
-        try:
-            self._call = call
+        with self._calling(call):
             call.start_part()
             if len(self.members) < min_workers:
                 self._scale_up.try_again()  # once a call: there their number has an end
@@ -254,11 +282,17 @@ class Controller:
                     if not attempt.paused:
                         self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                         return [attempt.outcomes[member] for member in members]
+
+    @contextlib.contextmanager
+    def _calling(self, call: Call) -> Iterator[None]:
+        self._call = call
+        try:
+            with self._until_shut_down():
+                yield
         finally:
             self._call = Call(method="none")
-            if isinstance(self.state, Closed):  # what was started after another thread's shutdown
-                self._scale_up.stop()
-                self._group.shutdown(force=True)
+            if isinstance(self.state, Running):  # Ctrl-C, just as the attempt had ended
+                self._become(Broken())
 
     def _attempt(self, call: Call, members: Sequence[Member]) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
@@ -277,6 +311,7 @@ class Controller:
             hang_timeout_s = self._elastic.hang_timeout_s if call.has_batches else None
             monitor = HealthMonitor(attempt, self._ranks, hang_timeout_s, self._clock)
             while attempt.under_way:
+                self._check_open()
                 busy = call.on_wait is not None or self._scale_up.under_way
                 idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
                 if not attempt.settle(_BUSY_TICK_S if busy else idle_s):
@@ -396,9 +431,10 @@ class Controller:
         Returns:
             Whether it did.
         """
-        if not self._scale_up.has_room():
-            return False
-        self._restart(len(self.members))
+        with self._until_shut_down():
+            if not self._scale_up.has_room():
+                return False
+            self._restart(len(self.members))
         return True
 
     # ---- generations
@@ -514,6 +550,7 @@ class Controller:
         reason = None if attempt.lost else attempt.error()
         for member, replacement in joining.items():
             if (error := attempt.lost.pop(member, reason)) is not None:
+                broken.busy.pop(member, None)  # it is no member that could be lost
                 self._scale_up.fail(replacement, error)
         if reason is not None and not joining:
             broken.num_failed_rejoins += 1
@@ -596,6 +633,7 @@ class Controller:
             self._mention_wait(missing, number, wait_s)
             deadline = self._clock.monotonic() + wait_s
             while (now := self._clock.monotonic()) < deadline or now < limit:
+                self._check_open()
                 self._scale_up.tend(self._generation.number)
                 if len(self.members) + len(self._scale_up.ready()) >= min_workers:
                     return
@@ -631,8 +669,8 @@ class Controller:
         """Start all workers anew from the newest snapshot, trying longer each time."""
         config = self._elastic
         started = self._clock.monotonic()
-        broken, self.state = self._broken(), Broken()
-        if config.snapshot_every is None and self.progress.global_step > 0 and not broken.has_state:
+        has_state = self._broken().has_state
+        if config.snapshot_every is None and self.progress.global_step > 0 and not has_state:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
         self._scale_up.stop()
         self._group.shutdown(force=True)
@@ -642,14 +680,15 @@ class Controller:
             for number in range(config.max_attempts):
                 wait_s = backoff_s(number, config, random.random())
                 deadline = self._clock.monotonic() + wait_s
+                self._check_open()
                 try:
                     self._start(max(wait_s, 1.0), queue)
                     self._load_snapshot()
                     break
                 except BaseException as error:
                     self._group.shutdown(force=True)
-                    if not isinstance(self.state, Closed):
-                        self._broken()
+                    if not self._is_shut_down:
+                        self._broken().has_state = has_state
                     expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
                     if not (isinstance(error, expected) or is_loss(error)):
                         raise
@@ -657,6 +696,7 @@ class Controller:
                     self._mention_wait(_first_line(error), number, wait_s)
                     last = error
                 while self._clock.monotonic() < deadline:
+                    self._check_open()
                     self._clock.sleep(_BUSY_TICK_S)
             else:
                 raise self._failed(
@@ -789,6 +829,7 @@ class Controller:
         heartbeats = Heartbeats(_SILENCE_S)
         while attempt.under_way:
             attempt.settle(1.0)
+            self._check_open()
             now = self._clock.monotonic()
             for member in heartbeats.silent(attempt.pending, now) if listening else ():
                 member.kill_process()

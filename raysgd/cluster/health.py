@@ -39,8 +39,8 @@ _IN_COLLECTIVE = (
 class Heartbeats:
     """Asks workers again and again, and knows who does not answer: a stopped process, mostly.
 
-    It is used while a group starts or makes a new generation. During a call ``hang_timeout_s`` is
-    what finds a worker that stands still.
+    It is used while a group makes a new generation. During a call ``hang_timeout_s`` is what finds
+    a worker that stands still.
     """
 
     def __init__(self, silence_s: float) -> None:

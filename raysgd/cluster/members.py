@@ -271,7 +271,7 @@ class ThreadMember(InlineMember):
 
     def kill(self) -> None:
         """Let the thread end when its call has."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False)  # a teardown that waits for its turn comes last
 
 
 def _is_short(arguments: Any) -> bool:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ class Reservation:
 
     def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
         self._owned = [group] if owned else []
+        self._is_released = False
         self._thread = threading.get_ident()
         self.slots = [Slot(group, index) for index in indexes]
         _reservations.add(self)
@@ -168,6 +169,9 @@ class Reservation:
             return None
         group = _request(bundle, 1)
         self._owned.append(group)
+        if self._is_released:  # by another thread meanwhile
+            remove_placement_group(group)
+            return None
         slot = Slot(group, 0)
         self.slots.append(slot)
         return slot
@@ -180,6 +184,7 @@ class Reservation:
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
         _reservations.discard(self)
+        self._is_released = True
         if not ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
@@ -244,6 +249,7 @@ def reserve(
     timeout_s: float,
     strategy: str = "SPREAD",
     queue: Queue | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
@@ -259,8 +265,10 @@ def reserve(
         strategy: how Ray shall place them, such as "SPREAD" or "PACK".
         queue: where a request for `min_workers` that came to nothing waits for the next try, and
             is found by it. Without one it is taken back.
+        is_wanted: whether to go on waiting.
 
     Raises:
+        RuntimeError: if it is not wanted any more.
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
     """
     current = get_current_placement_group()
@@ -277,7 +285,7 @@ def reserve(
     waiting = Queue() if queue is None else queue
     for size in () if waiting else sizes:
         group = _request(bundle, size, strategy)
-        if _granted(group, min(_SETTLE_S, timeout_s)):
+        if _granted(group, min(_SETTLE_S, timeout_s), is_wanted):
             if size < num_workers:
                 logger.warning(
                     "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
@@ -293,7 +301,7 @@ def reserve(
         else:
             remove_placement_group(group)
     group = waiting.take(bundle, min_workers, strategy)
-    if _granted(group, deadline - time.monotonic(), log=True):
+    if _granted(group, deadline - time.monotonic(), is_wanted, log=True):
         reservation = Reservation(group, range(min_workers), owned=True)
         try:
             for more in _granted_now(bundle, num_workers - min_workers, strategy):
@@ -429,16 +437,23 @@ def _request(bundle: Mapping[str, float], size: int, strategy: str = "SPREAD") -
     return group
 
 
-def _granted(group: PlacementGroup, timeout_s: float, log: bool = False) -> bool:
+def _granted(
+    group: PlacementGroup,
+    timeout_s: float,
+    is_wanted: Callable[[], bool] = lambda: True,
+    log: bool = False,
+) -> bool:
     """Wait until there is the room that was requested, and return whether it came in time.
 
-    The request is taken back if Ctrl-C or the like ends the wait.
+    The request is taken back if the wait ends by an exception, such as Ctrl-C.
     """
     started = mentioned = time.monotonic()
     try:
         # its own wait() knows whole seconds alone
         while not _is_created(group):
             now = time.monotonic()
+            if not is_wanted():
+                raise RuntimeError("The workers are shut down.")
             if now - started >= timeout_s:
                 return False
             if log and (mentioned == started or now - mentioned >= _LOG_EVERY_S):

@@ -55,7 +55,7 @@ class Broken(State):
 
 
 class Closed(State):
-    """The workers are ended."""
+    """The workers are ended, or being ended."""
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class WorkerGroup:
         self._actor_cls: Any = None
         self._slots: dict[Member, Any] = {}
         self._channels = Channels()
+        self._ending = threading.RLock()
+        self._is_wanted = True
 
     def start(self, timeout_s: float, queue: Any = None) -> None:
         """Start the workers and wait until each has said where it runs.
@@ -84,6 +87,7 @@ class WorkerGroup:
             WorkerLostError: if one dies as it comes up.
         """
         options = self.options
+        self._is_wanted = True
         if options.inline:
             self.members = [InlineMember()]
             return
@@ -116,6 +120,7 @@ class WorkerGroup:
             timeout_s=timeout_s,
             strategy=self.options.strategy,
             queue=queue,
+            is_wanted=lambda: self._is_wanted,
         )
 
     def queue(self) -> Any:
@@ -176,14 +181,15 @@ class WorkerGroup:
 
     def vacant_slots(self) -> list[Any]:
         """Return room that no worker is in or on its way to, requesting what is missing."""
-        if self._reservation is None:
+        reservation = self._reservation
+        if reservation is None:
             return []
         wanted = self.options.num_workers - int(self.options.use_local)
-        while len(self._reservation.slots) < wanted:
-            if self._reservation.request_slot(self.options.bundle) is None:
+        while len(reservation.slots) < wanted:
+            if reservation.request_slot(self.options.bundle) is None:
                 break
         taken = list(self._slots.values())
-        return [slot for slot in self._reservation.slots if slot not in taken]
+        return [slot for slot in reservation.slots if slot not in taken]
 
     def slot_of(self, member: Member) -> Any:
         """Return the room that a worker is in."""
@@ -239,6 +245,11 @@ class WorkerGroup:
             force: whether to kill the processes at once.
             patience_s: how long they may take otherwise, in seconds; they are killed then.
         """
+        self._is_wanted = False
+        with self._ending:  # another thread may be at it
+            self._shutdown(force, patience_s)
+
+    def _shutdown(self, force: bool, patience_s: float) -> None:
         everyone = list(dict.fromkeys([*self.members, *self._slots]))
         try:
             pending = []

@@ -148,7 +148,8 @@ class BackendExecutor:
         try:
             controller.start()
         except BaseException:
-            self._forget()
+            if self._controller is controller:
+                self._forget()
             raise
 
     def _prepare_workers(self) -> None:

@@ -439,7 +439,7 @@ class SimGroup(WorkerGroup):
         super().shutdown(force)
 
     def _reserve(self, num_workers, min_workers, timeout_s, queue=None):
-        room = self._world.find_room(num_workers, min_workers, timeout_s)
+        room = self._world.find_room(num_workers, min_workers, timeout_s, lambda: self._is_wanted)
         self._world.reservations.append(Reservation(self._world, room))
         return self._world.reservations[-1]
 

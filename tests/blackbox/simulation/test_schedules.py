@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import TICK_S, World
-from tests.conftest import examples
+from tests.conftest import SOON_S, examples
 
 ranks = st.integers(0, 3)
 some_ranks = st.sets(ranks, max_size=3)
@@ -275,15 +275,23 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, re
     world = World(room=3)
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
     run = Run(world, 3, schedule, in_place=in_place, rejoins=rejoins, max_attempts=4)
-    shut_down = []
-    world.plan(ticks * TICK_S, lambda: shut_down.append(run.driver.shutdown()))
+    ended_at, error = [], None
+
+    def shut_down():
+        run.driver.shutdown()
+        ended_at.append((world.now, len(world.workers)))
+
+    world.plan(ticks * TICK_S, shut_down)
     try:
         run.driver.train(200, max_losses=10)
-    except RuntimeError as error:
-        event(str(error)[:30])
-    except (WorkerLostError, WorkerTimeoutError, BadBatchError):
-        event("ended by itself")
-    if not shut_down:
+    except (RuntimeError, WorkerTimeoutError, BadBatchError) as raised:
+        error = raised
+    event(type(error).__name__)
+    if ended_at:
+        assert "shut down" in str(error), "a call that was shut down ends by an error of its own"
+        assert world.now - ended_at[0][0] < SOON_S, "a call goes on though it is shut down"
+        assert len(world.workers) == ended_at[0][1], "a worker is started after the shutdown"
+    else:
         run.driver.shutdown()
     for _ in range(200):  # what is still to come changes nothing
         world.tick()

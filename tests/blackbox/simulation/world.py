@@ -184,9 +184,11 @@ class World:
             assert len(set(members)) == len(members), "a worker is a member twice"
             assert len(members) <= self.driver.max_workers, "more members than num_workers"
 
-    def find_room(self, num_workers, min_workers, timeout_s):
+    def find_room(self, num_workers, min_workers, timeout_s, is_wanted):
         """Return for how many workers there is room, once there is for `min_workers`."""
-        self.tick_until(lambda: self.room >= min_workers, timeout_s)
+        self.tick_until(lambda: self.room >= min_workers or not is_wanted(), timeout_s)
+        if not is_wanted():
+            raise RuntimeError("The workers are shut down.")
         if self.room < min_workers:
             raise InsufficientResourcesError("no room", {}, {}, {})
         return min(num_workers, self.room)
