@@ -57,7 +57,7 @@ def turn(arguments: list[str], seed: int, left_s: float, log: Path) -> str:
             return "cut off"
         finally:
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(run.pid, signal.SIGTERM)
+                run.send_signal(signal.SIGINT)  # pytest tidies up, and ends its workers
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.wait(END_S)
                 os.killpg(run.pid, signal.SIGKILL)
@@ -85,10 +85,12 @@ def main() -> int:
         while (left_s := end - time.monotonic()) > 0:
             name = next(turns)
             log = given.out / f"{name}-{seed}.log"
-            began = time.monotonic()
-            result = turn(PARTS[name], seed, left_s, log)
-            minutes[name] += (time.monotonic() - began) / 60
-            results[name, result] += 1
+            began, result = time.monotonic(), "cut off"
+            try:
+                result = turn(PARTS[name], seed, left_s, log)
+            finally:  # also by Ctrl-C
+                minutes[name] += (time.monotonic() - began) / 60
+                results[name, result] += 1
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
             print(f"{name:12} seed {seed}: {result}. {''.join(last)}", flush=True)
             if result == "failed":
@@ -102,7 +104,10 @@ def main() -> int:
         print(f"{name:12} {counts} {minutes[name]:8.1f}")
     for log in failures:
         print(f"failed: see {log}")
-    return 1 if failures else 0
+    passed = {name for name, result in results if result == "passed"}
+    if nothing := [name for name in given.only if name not in passed]:
+        print(f"not once to its end: {', '.join(nothing)}")
+    return 1 if failures or not passed else 0
 
 
 if __name__ == "__main__":
