@@ -273,6 +273,16 @@ def test_a_refused_file_leaves_the_trainer_usable(make_trainer, tmp_path):
 # ---- files
 
 
+def test_a_state_that_is_loaded_is_what_a_restart_would_go_on_from(make_trainer):
+    trainer = make_trainer(Recorder)
+    trainer.train()
+    state = trainer.state_dict()
+    trainer.train()
+    trainer.load_state_dict(state)
+    kept = trainer._controller.snapshots.state()
+    assert kept["global_step"] == state["global_step"] == 5
+
+
 def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
     trainer = make_trainer(Recorder)
     trainer.train(num_steps=7)

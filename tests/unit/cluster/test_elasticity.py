@@ -57,6 +57,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     assert world.trained == list(range(1, 101))
     assert run.call.num_losses == 1
     lost, resumed, grown = controller.events[1:]
+    assert [event.num_workers for event in controller.events] == [3, 2, 2, 3]
     assert (lost.ranks, resumed.ranks, lost.cause) == (
         (1,),
         (0, 1),

@@ -56,6 +56,15 @@ def test_one_is_taken_at_the_start_of_each_epoch():
     assert taken(make_runner("epoch"), 11) == [0] * 5 + [5] * 5 + [10] * 2
 
 
+def test_what_was_taken_before_a_state_is_loaded_is_forgotten():
+    runner = make_runner("epoch")
+    state = runner.state_dict()
+    taken(runner, 6)
+    runner.load_state_dict(state)
+    assert runner.progress().snapshot is None
+    assert taken(runner, 1) == [0, 0]
+
+
 def test_a_call_that_goes_on_in_an_epoch_takes_none():
     runner = make_runner("epoch")
     assert taken(runner, 2) == [0] * 3
