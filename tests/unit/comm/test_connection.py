@@ -1,6 +1,5 @@
 """Connections: who may come in, what holds nobody up, and what is left when one ends."""
 
-import asyncio
 import contextlib
 import errno
 import gc
@@ -398,17 +397,3 @@ def test_what_a_forked_process_does_to_its_copy_is_none_of_the_owners_business(l
         assert echoed(connection, b"?") == b"?"
         with connect(address, WAIT_S) as another:
             assert echoed(another, b"?") == b"?"
-
-
-def test_one_that_talks_much_holds_no_other_up(shared):
-    _, address = shared
-
-    async def both():
-        with connect(address, WAIT_S) as busy, connect(address, WAIT_S) as other:
-            busy.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    busy.send(framed(b"x") * 1000)
-            assert echoed(other, b"?") == b"?"
-
-    asyncio.run(both())
