@@ -270,6 +270,11 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
     rejoins=st.booleans(),
     setup_s=st.sampled_from([0.1, 1.0]),
 )
+# in the wait between two tries of a restart, after which there would be room
+@example(50, [(8, ("room", 0)), (10, ("lose_all",)), (52, ("room", 3))], True, True, 0.1)
+@example(60, [(8, ("room", 0)), (10, ("lose_all",)), (62, ("room", 3))], True, True, 0.1)
+# while a replacement worker comes up
+@example(14, [(10, ("lose", 0, set(), set()))], True, True, 1.0)
 def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, rejoins, setup_s):
     """By another thread, a signal handler or a callback."""
     world = World(room=3)
