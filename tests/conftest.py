@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 # Some virtual machines announce AMX and end processes that use it, as those do that multiply
 # matrices of bfloat16 in torch and TensorFlow.
@@ -131,7 +132,11 @@ def _run_script(code, arguments, environment, into, out):
     sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), os.fdopen(1, "w"), arguments
     os.environ.clear()
     os.environ.update(environment)
-    exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc(file=sys.stdout)  # which is what a test looks at when it fails
+        raise
 
 
 RANK = """

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -46,8 +47,9 @@ def turn(arguments: list[str], seed: int, left_s: float, log: Path) -> str:
     if any("hypothesis" in argument for argument in arguments):
         command.append(f"--hypothesis-seed={seed}")
     environment = {**os.environ, "RAYSGD_SOAK": str(NUM_SEEDS), "RAYSGD_SEED": str(seed)}
-    with log.open("w") as output:
-        # a session of its own, so that what is cut off leaves no process behind
+    # a session and a folder of its own: what is cut off leaves no process behind, and no file
+    with tempfile.TemporaryDirectory(prefix="soak") as folder, log.open("w") as output:
+        environment["TMPDIR"] = folder
         run = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, start_new_session=True
         )

@@ -1,7 +1,7 @@
 """Whatever happens to workers, each sample is trained on once an epoch; seen from outside alone."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -120,11 +120,10 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
         wait_until(lambda: any(three.folder.iterdir()), timeout_s=60)
         chaos.kill(trainer, 0)
 
-    killer = threading.Thread(target=kill)
-    with Chaos(trainer, [Fault(rank=2, step=5)]) as injected:
-        killer.start()
+    with ThreadPoolExecutor(1) as pool, Chaos(trainer, [Fault(rank=2, step=5)]) as injected:
+        killing = pool.submit(kill)
         metrics = trainer.train()
-        killer.join()
+        killing.result()
     (hit,) = injected.injected
     # the processes of a DataLoader would keep the death a secret for 5 s
     assert three.events[0].time - hit.time < 2 * SOON_S

@@ -1,6 +1,7 @@
 """The black boxes know what users may know; what they know of the inside is in their seams."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,24 @@ import pytest
 from tests.contracts.test_surface import SURFACE
 
 FOLDER = Path(__file__).parents[1] / "blackbox"
+HIDDEN = r"(?!self\.).*\._[^_]"
+"""A private attribute of another object."""
 
 
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.relative_to(FOLDER).as_posix()
 )
-def test_a_black_box_imports_public_modules_alone(path):
+def test_a_black_box_knows_public_names_alone(path):
     if path.name == "seam.py":
         return
-    imported = set()
+    imported, private = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module)
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.match(HIDDEN, ast.unparse(node)):
+            private.add(ast.unparse(node))
     inside = {name for name in imported if name.split(".")[0] == "raysgd"} - {*SURFACE}
     assert not inside
+    assert not private

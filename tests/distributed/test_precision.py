@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,15 +144,17 @@ def test_when_all_are_lost_scaler_and_count_come_from_the_snapshot(two):
         return state is not None and state["global_step"] == 6
 
     def kill_all():
-        wait_until(snapshot_is_there, timeout_s=60)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        (two.folder / "go").touch()
+        try:
+            wait_until(snapshot_is_there, timeout_s=60)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            (two.folder / "go").touch()
 
-    killer = threading.Thread(target=kill_all)
-    killer.start()
-    metrics = trainer.train(num_steps=9)
-    killer.join()
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_all)
+        metrics = trainer.train(num_steps=9)
+        killing.result()
     assert "restarted" in two.kinds
     assert metrics["num_skipped_steps"] == 1
     assert scaler_of(trainer)["scale"] == 2.0**15
