@@ -65,13 +65,16 @@ class Floats(TrainingOperator):
     """A model of so many floats; its step is cheap."""
 
     def setup(self, config):
-        model = torch.nn.Linear(config["floats"], 1, bias=False)
+        model = self.make_model(config["floats"])
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
             criterion=torch.nn.MSELoss(),
         )
         self.register_data(train_loader=DataLoader(self.samples(config), batch_size=1))
+
+    def make_model(self, floats):
+        return torch.nn.Linear(floats, 1, bias=False)
 
     def samples(self, config):
         features = torch.zeros(64, 1).expand(64, config["floats"])

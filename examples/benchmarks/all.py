@@ -63,6 +63,8 @@ def start_rows(result):
 def calls_rows(result):
     for floats, row in result["floats"].items():
         yield f"`train(num_steps=1)` beyond its step, {int(floats):,} floats, ms", ms(row)
+    for floats, row in result.get("buffers", {}).items():
+        yield f"`train(num_steps=1)` with its step, {int(floats):,} floats in a buffer, ms", ms(row)
 
 
 def scale_rows(result):

@@ -3,7 +3,9 @@
     python examples/benchmarks/calls.py
 
 What ``train(num_steps=1)`` takes beyond the step itself, for models of a thousand floats to
-25 million: nothing of the model may travel. What it costs by the number of workers: ``scale.py``.
+25 million: nothing of the model may travel. What it takes, its step included, where the floats are
+in a buffer that no step changes: nothing of it may be copied. What a call costs by the number of
+workers: ``scale.py``.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 import ray
+import torch
 from _workloads import NUM_WORKERS, Floats, machine, spread
 
 from raysgd import TorchTrainer
@@ -20,11 +23,23 @@ from raysgd import TorchTrainer
 WARM_UP = 3
 
 
-def time_calls_by_floats(floats, runs):
-    """Return the seconds that a call of one step takes beyond the worker's own loop."""
-    beyond = []
+class Buffered(Floats):
+    """A model of one parameter, and a buffer of so many floats beside it."""
+
+    def make_model(self, floats):
+        model = torch.nn.Linear(1, 1, bias=False)
+        model.register_buffer("unchanged", torch.zeros(floats))
+        return model
+
+    def samples(self, config):
+        return super().samples({"floats": 1})
+
+
+def time_calls(operator_cls, floats, runs):
+    """Return the seconds that a call of one step takes: whole, and beyond the worker's own loop."""
+    whole, beyond = [], []
     with TorchTrainer(
-        training_operator_cls=Floats,
+        training_operator_cls=operator_cls,
         config={"floats": floats},
         num_workers=NUM_WORKERS,
         min_workers=NUM_WORKERS,
@@ -32,8 +47,14 @@ def time_calls_by_floats(floats, runs):
         for _ in range(WARM_UP + runs):
             started = time.perf_counter()
             metrics = trainer.train(num_steps=1, profile=True)
-            beyond.append(time.perf_counter() - started - metrics["profile"]["mean_train_epoch_s"])
-    return spread(beyond[WARM_UP:])
+            whole.append(time.perf_counter() - started)
+            beyond.append(whole[-1] - metrics["profile"]["mean_train_epoch_s"])
+    return spread(whole[WARM_UP:]), spread(beyond[WARM_UP:])
+
+
+def print_row(floats, row):
+    low, middle, high = (1e3 * row[key] for key in ("min", "median", "max"))
+    print(f"{floats:12,}   {middle:36.1f} ms   ({low:.1f} to {high:.1f} ms)", flush=True)
 
 
 def main():
@@ -50,12 +71,17 @@ def main():
         include_dashboard=False,
         log_to_driver=False,
     )
-    result = {"machine": machine(), "floats": {}}
+    result = {"machine": machine(), "floats": {}, "buffers": {}}
     print(f"\n{'floats':>12}   train(num_steps=1) beyond its step, {runs} calls   (min to max)")
     for floats in sizes:
-        row = result["floats"][floats] = time_calls_by_floats(floats, runs)
-        low, middle, high = (1e3 * row[key] for key in ("min", "median", "max"))
-        print(f"{floats:12,}   {middle:36.1f} ms   ({low:.1f} to {high:.1f} ms)", flush=True)
+        _, row = time_calls(Floats, floats, runs)
+        result["floats"][floats] = row
+        print_row(floats, row)
+    print(f"\n{'in a buffer':>12}   train(num_steps=1) with its step, {runs} calls   (min to max)")
+    for floats in sizes:
+        row, _ = time_calls(Buffered, floats, runs)
+        result["buffers"][floats] = row
+        print_row(floats, row)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))
 
