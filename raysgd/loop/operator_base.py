@@ -51,6 +51,11 @@ class OperatorBase:
         return self._registration.context.world_size
 
     @property
+    def use_fp16(self) -> bool:
+        """Whether training runs in mixed precision."""
+        return self._registration.settings.options.use_fp16 is not False
+
+    @property
     def use_tqdm(self) -> bool:
         """Whether the trainer shows a progress bar."""
         return self._registration.settings.options.use_tqdm

@@ -250,11 +250,6 @@ class TrainingOperator(OperatorBase):
         """The strategy that steps run under: TensorFlow's default one with one worker."""
         return self._registration.communication.strategy
 
-    @property
-    def use_fp16(self) -> bool:
-        """Whether models compute in mixed precision."""
-        return self._registration.settings.options.use_fp16 is not False
-
     # ---- helpers
 
     def _the_only(self, what: str) -> Any:
