@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
+import os
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from raysgd.trees import map_leaves
+
 __all__ = [
     "broadcast",
     "broadcast_object",
+    "broadcast_state",
+    "broadcast_tensors",
     "fewest_receivers",
+    "fingerprint",
     "minimum",
     "rank",
     "ranks_with",
 ]
+
+_MESSAGE_BYTES = 64 * 2**20
+"""The size from which on tensors no longer travel together."""
 
 
 def _horovod() -> Any:
@@ -111,3 +123,117 @@ def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -
     elif rank() in to:
         dist.recv_object_list(box, source)
     return box[0]
+
+
+# ---- states
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
+) -> None:
+    """Overwrite `tensors` with those of rank `source`, those of one type and device together.
+
+    Args:
+        tensors: of the same sizes on all ranks.
+        source: the rank that has them.
+        to: the only ranks that take part beside; None for all.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for members in groups.values():
+        start, size = 0, 0
+        for stop, tensor in enumerate(members, start=1):
+            size += tensor.numel() * tensor.element_size()
+            if size >= _MESSAGE_BYTES or stop == len(members):
+                _broadcast_flat(members[start:stop], source, to)
+                start, size = stop, 0
+
+
+def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] | None) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    broadcast(flat, source, to)
+    if rank() != source:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class _Slot:
+    """Stands for a tensor in the structure that travels."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
+
+
+def broadcast_state(
+    make_state: Callable[[], Any],
+    source: int,
+    device: torch.device,
+    to: Sequence[int] | None = None,
+) -> Any:
+    """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
+
+    The structure travels as a pickle, the tensors by themselves; `make_state` is called on
+    rank `source` alone. Tensors come back on the device kind that they have there.
+
+    Args:
+        make_state: returns the state.
+        source: the rank that has it.
+        device: this rank's.
+        to: the only ranks that take part beside; None for all.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(leaf)
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        target = torch.device("cpu") if leaf.on_cpu else device
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=target))
+        return tensors[-1]
+
+    if rank() == source:
+        state = make_state()
+        broadcast_object(map_leaves(state, take), source, to)
+    else:
+        state = map_leaves(broadcast_object(None, source, to), make)
+    broadcast_tensors(tensors, source, to)
+    return state
+
+
+def fingerprint(state: Any) -> bytes:
+    """Return what two ranks can compare instead of nested dicts, lists and tuples with tensors.
+
+    Of each tensor it has the sum and the exclusive or of its bits, in words of 64. Two words that
+    change places are not noticed; training does not do that. It costs no more than to read the
+    tensor, on its device. What cannot be compared is equal to nothing.
+    """
+
+    def summary(leaf: Any) -> Any:
+        return _bits(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    with io.BytesIO() as file:
+        pickler = pickle.Pickler(file)
+        pickler.fast = True  # else equal texts that are one object differ from two
+        try:
+            pickler.dump(map_leaves(state, summary))
+        except Exception:  # cycles, most likely: a scheduler that holds a method of its own
+            return os.urandom(32)
+        return hashlib.sha256(file.getvalue()).digest()
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    if content.storage_offset() % 8:
+        content = content.clone()  # words begin at multiples of their size
+    num_whole = content.numel() // 8 * 8
+    words, rest = content[:num_whole].view(torch.int64), content[num_whole:].tolist()
+    bits = (int(words.sum()), int(torch.hash_tensor(words).view(torch.int64))) if num_whole else ()
+    return (str(tensor.dtype), tuple(tensor.shape), *bits, *rest)

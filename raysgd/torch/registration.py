@@ -17,7 +17,6 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings
 from raysgd.torch import collectives, ddp
-from raysgd.torch.broadcast import broadcast_state, broadcast_tensors, fingerprint
 from raysgd.torch.buffers import BufferLog
 from raysgd.torch.checks import (
     check_plateau,
@@ -203,7 +202,7 @@ class TorchRegistration(Registration):
         models = [model for model in self.models if not ddp.replicated(model)]
         if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
-            given = broadcast_state(lambda: held, 0, self.settings.device)
+            given = self.from_rank(lambda: held, 0)
             for own, value in zip(held, given, strict=False):
                 if own.shape == value.shape:  # else it is a cache that setup has filled
                     own.copy_(value)
@@ -309,7 +308,7 @@ class TorchRegistration(Registration):
             elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)
         if buffers:
-            broadcast_tensors(buffers, source=0)
+            collectives.broadcast_tensors(buffers, source=0)
             self._buffers.remember()
 
     def minimum(self, value: int) -> int:
@@ -318,7 +317,7 @@ class TorchRegistration(Registration):
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
-        return broadcast_state(make, rank, self.settings.device)
+        return collectives.broadcast_state(make, rank, self.settings.device)
 
     def validating(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which models do not communicate."""
@@ -347,16 +346,16 @@ class TorchRegistration(Registration):
             ddp.without_buffers(model, held)
             for model, held in zip(self.models, state["models"], strict=True)
         ]
-        own = fingerprint((self.global_step, state))
+        own = collectives.fingerprint((self.global_step, state))
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
         lacking = collectives.ranks_with(lacks, device)
         to = collectives.fewest_receivers(lacking, device)
         if lacking and (to is None or lacks or collectives.rank() == leader):
-            state = broadcast_state(self.training_state, leader, device, to)
+            state = collectives.broadcast_state(self.training_state, leader, device, to)
             if lacks:
                 self.load_training_state(state)
-        buffers = broadcast_state(self._buffers.tensors, leader, device)
+        buffers = self.from_rank(self._buffers.tensors, leader)
         if follows:
             self._buffers.set(buffers)
 

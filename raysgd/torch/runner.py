@@ -14,7 +14,6 @@ from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch import ddp
-from raysgd.torch.broadcast import broadcast_state
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -63,16 +62,15 @@ class TorchRunner(OperatorRunner):
         if context.world_size > 1:
             # the order of the epochs must be one; each process drew a seed of its own
             registration = self._registration
-            seed, data, batching = broadcast_state(
+            seed, data, batching = registration.from_rank(
                 lambda: (registration.seed, registration.fingerprint(), registration.batching()),
                 0,
-                settings.device,
             )
             registration.reseed(seed)
             self._check_data(data)
             self._check_batch_sizes(batching)
             if options.use_horovod:  # DistributedDataParallel does it for its models
-                state = broadcast_state(registration.training_state, 0, settings.device)
+                state = registration.from_rank(registration.training_state, 0)
                 registration.load_training_state(state)
             else:
                 registration.share_unwrapped()
@@ -85,7 +83,7 @@ class TorchRunner(OperatorRunner):
         registration, position = self._registration, self._registration.position()
         registration.enter(context, config.get(BATCH_SIZE))
         if context.distributed:
-            state = broadcast_state(self._shared_state, leader, registration.settings.device)
+            state = registration.from_rank(self._shared_state, leader)
             if context.world_rank != leader:
                 self._check_data(state["data"])
                 registration.set_batch_size(state["batching"])

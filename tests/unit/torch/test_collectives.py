@@ -69,7 +69,7 @@ RANK_OF_THREE = """
 import sys
 import torch, torch.distributed as dist
 from raysgd.torch import collectives
-from raysgd.torch.broadcast import broadcast_state
+from raysgd.torch.collectives import broadcast_state
 
 join()
 cpu = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from raysgd.torch import collectives, ddp
-from raysgd.torch.broadcast import broadcast_state, broadcast_tensors, fingerprint
+from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
 from tests.conftest import run_ranks
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
-from raysgd.torch import registration as registration_module
+from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
@@ -396,14 +396,12 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
 
     registration = registered(distributed(), [student, teacher, norm], student)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registration_module, "broadcast_tensors", broadcast)
+        patch.setattr(collectives, "broadcast_tensors", broadcast)
         registration.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
-        patch.setattr(
-            registration_module, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held]
-        )
+        patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
         registration.share_unwrapped()
     assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
     assert teacher.seen.tolist() == [0, 0, 0]
