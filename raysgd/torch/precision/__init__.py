@@ -8,13 +8,12 @@ import torch
 
 from raysgd.torch.precision.apex import ApexAmp
 from raysgd.torch.precision.base import Precision
-from raysgd.torch.precision.full import FullPrecision
 from raysgd.torch.precision.native import NativeAmp
 
 __all__ = ["PRECISIONS", "Precision", "create_precision"]
 
 PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
-    False: FullPrecision,
+    False: Precision,
     True: NativeAmp,
     "apex": ApexAmp,
 }

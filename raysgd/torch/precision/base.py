@@ -1,4 +1,4 @@
-"""What a precision does for a training step."""
+"""What a precision does for a training step, and the one that models are made in."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["Precision"]
 class Precision:
     """Decides in which number format a step computes, and what that asks of its update.
 
+    This one computes as plain torch does; others override what they do differently.
+
     A step calls, in this order: `autocast` round the forward pass and the loss, `backward` (once
     or more often), then for each optimizer `unscale` where gradients are looked at and `step`,
     and in the end `commit`, or `abandon` if the step failed.
@@ -25,7 +27,7 @@ class Precision:
 
     state_key: ClassVar[str | None] = None
     """Under which key of a saved state this precision's own state is."""
-    name: ClassVar[str]
+    name: ClassVar[str] = "full precision (use_fp16=False)"
     """The word for it in errors."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -75,7 +77,7 @@ class Precision:
             loss: a tensor of one element.
             is_last: whether an update may follow, or only further backward passes.
         """
-        raise NotImplementedError
+        loss.backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the gradients of `optimizer` real ones, for clipping; at most once before `step`."""
@@ -86,7 +88,7 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters, or skip that where gradients have overflowed."""
-        raise NotImplementedError
+        optimizer.step()
 
     def commit(self) -> None:
         """Close a training step, in which all, some or no optimizers have stepped."""
