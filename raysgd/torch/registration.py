@@ -17,7 +17,6 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings
 from raysgd.torch import collectives, ddp
-from raysgd.torch.buffers import BufferLog
 from raysgd.torch.checks import (
     check_plateau,
     check_static_graphs,
@@ -34,6 +33,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import copied, on_cpu, to_cpu
 from raysgd.torch.state_checks import check_fits
+from raysgd.torch.undo import BufferLog
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
 

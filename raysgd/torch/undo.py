@@ -1,14 +1,20 @@
-"""What optimizers have changed in a step that was given up, taken back."""
+"""What a step that was given up has changed, taken back: optimizers' work, and buffers."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from raysgd.trees import map_leaves
 
-__all__ = ["UndoLog"]
+__all__ = ["BufferLog", "UndoLog"]
+
+_NUM_COMPARED = 2
+"""After how many steps each buffer is compared with what is remembered of it."""
 
 
 class UndoLog:
@@ -89,3 +95,120 @@ class _BeforeImage:
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             group.update(before)
+
+
+class BufferLog:
+    """Remembers buffers, since a forward pass changes them also in a step that then fails.
+
+    What a step has not changed is not copied again: most large buffers are tables and masks. torch
+    counts the changes of a tensor (``_version``), but not those by its normalization layers, which
+    are always copied, and not those through ``tensor.data``. A buffer that changes in such a way in
+    one of the first steps is always copied from then on. In any other, what a failed step has
+    changed without torch's knowledge stays.
+
+    Buffers are known by module and name, since a forward pass may put another tensor in a place.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
+        self._slots = [
+            (module, name)
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._uncounted = [isinstance(module, _NormBase) for module, _ in self._slots]
+        # each buffer, weakly, and its version as it was copied; None: copied in any case
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(self._slots)
+        self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
+        self._num_steps = 0
+        self.remember()
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return the buffers; None for one that a forward pass has removed."""
+        found = [module._buffers.get(name) for module, name in self._slots]
+        return [None if buffer is None else buffer.detach() for buffer in found]
+
+    def remember_step(self) -> None:
+        """Remember what a step has changed."""
+        if self._num_steps < _NUM_COMPARED and self._slots:
+            self._num_steps += 1
+            self._compare()
+        self.remember()
+
+    def remember(self) -> None:
+        """Remember what has changed."""
+        changed, copies = [], []
+        for index, (module, name) in enumerate(self._slots):
+            buffer = module._buffers.get(name)
+            if buffer is None:
+                self._copies[index] = self._seen[index] = None
+                continue
+            copy = self._copies[index]
+            if copy is not None and self._is_unchanged(index, buffer):
+                continue
+            if copy is None or copy.shape != buffer.shape:
+                copy = torch.empty_like(buffer)
+            changed.append((index, buffer, copy))
+            copies.append(copy)
+        if changed:
+            torch._foreach_copy_(copies, [buffer.detach() for _, buffer, _ in changed])
+        for index, buffer, copy in changed:
+            self._copies[index] = copy
+            self._note(index, buffer)
+
+    def _is_unchanged(self, index: int, buffer: torch.Tensor) -> bool:
+        seen = self._seen[index]
+        if self._uncounted[index] or seen is None:
+            return False
+        return seen[0]() is buffer and seen[1] == buffer._version
+
+    def _note(self, index: int, buffer: torch.Tensor) -> None:
+        # torch counts nothing for those that were made in inference mode
+        counted = not buffer.is_inference()
+        self._seen[index] = (weakref.ref(buffer), buffer._version) if counted else None
+
+    def _compare(self) -> None:
+        for index, (module, name) in enumerate(self._slots):
+            buffer, copy = module._buffers.get(name), self._copies[index]
+            if buffer is None or copy is None or not self._is_unchanged(index, buffer):
+                continue
+            try:
+                self._uncounted[index] = not torch.equal(copy, buffer)
+            except (NotImplementedError, RuntimeError):  # of a sparse one, say
+                self._uncounted[index] = True
+
+    def restore(self) -> None:
+        """Take back what has changed since."""
+        if self._num_steps < _NUM_COMPARED:
+            self._compare()
+        for index, (module, name) in enumerate(self._slots):
+            buffer, copy = module._buffers.get(name), self._copies[index]
+            if buffer is not None and self._is_unchanged(index, buffer):
+                continue
+            self._set(index, copy)
+
+    def set(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Let the buffers have the values of another worker's `tensors`, and remember those."""
+        for index, value in zip(range(len(self._slots)), values, strict=True):
+            self._set(index, value)
+        self.remember()
+
+    def _set(self, index: int, value: torch.Tensor | None) -> None:
+        module, name = self._slots[index]
+        buffer = module._buffers.get(name)
+        if value is None:
+            if name in module._buffers:
+                module._buffers[name] = None
+            return
+        if buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
+            buffer = module._buffers[name] = value.clone()
+        else:
+            buffer.detach().copy_(value)
+        if value is self._copies[index]:
+            self._note(index, buffer)
+
+
+def _is_writable(buffer: torch.Tensor) -> bool:
+    """Whether other values can be written to a buffer in its place."""
+    return buffer.layout is torch.strided and not buffer.is_inference()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.torch.buffers import BufferLog
+from raysgd.torch.undo import BufferLog
 
 
 class Model(torch.nn.Module):
