@@ -5,13 +5,20 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.loop.registration import Registration
 from raysgd.metrics import NUM_SAMPLES, is_number
 
-__all__ = ["OperatorBase", "checked_metrics", "create_operator", "warn_of_misspelling"]
+__all__ = [
+    "OperatorBase",
+    "checked_metrics",
+    "class_from_creators",
+    "create_operator",
+    "created_loaders",
+    "warn_of_misspelling",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -187,3 +194,40 @@ def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
                 name,
                 close[0],
             )
+
+
+def class_from_creators(
+    caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
+) -> Any:
+    """Make an operator class that holds creator functions as ``_model_creator`` and the like.
+
+    Args:
+        caller: whose arguments they are.
+        bases: of the class.
+        creators: functions by the names of the arguments; None where one was not given.
+        required: which of them must be given.
+
+    Raises:
+        TypeError: if one of them is no function.
+    """
+    for name, function in creators.items():
+        if not callable(function) and (function is not None or name in required):
+            raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")
+    # static: a plain function among the attributes of a class would become a method
+    functions = {f"_{name}": staticmethod(f) for name, f in creators.items() if f is not None}
+    return type("CustomCreatorOperator", bases, functions)
+
+
+def created_loaders(created: Any) -> dict[str, Any]:
+    """Return what a ``data_creator`` has returned, as arguments of ``register_data``.
+
+    Raises:
+        ValueError: if it is more than a pair.
+    """
+    loaders = created if isinstance(created, tuple | list) else (created,)
+    if len(loaders) > 2:
+        raise ValueError(
+            f"data_creator returned {len(loaders)} loaders; it must return one to train on, or one "
+            "to train on and one to validate on."
+        )
+    return dict(zip(("train_loader", "validation_loader"), loaders, strict=False))

@@ -18,7 +18,7 @@ from raysgd.timers import TimerCollection
 if TYPE_CHECKING:
     from raysgd.loop.steps import Steps
 
-__all__ = ["Registration", "Settings"]
+__all__ = ["Registration", "Settings", "listed", "shaped_like"]
 
 
 @dataclass
@@ -284,3 +284,15 @@ class Registration(ABC):
     @abstractmethod
     def to_cpu(self) -> Callable[[Any], Any]:
         """Returns a state on CPU, which nothing changes until it is on its way to the driver."""
+
+
+def listed(given: Any) -> list[Any]:
+    """Return what was registered as a list of its own."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]

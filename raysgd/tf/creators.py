@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "renamed"]
@@ -69,17 +70,8 @@ class CreatorOperator(TrainingOperator):
         self._steps_per_epoch = fit_plan(config).steps_per_epoch
         self._begun: int | None = None
         self._given = (config.get("fit_config") or {}).get("callbacks") or []
-        if creators._data_creator is None:
-            return
-        data = creators._data_creator(config)
-        data = data if isinstance(data, list | tuple) else (data,)
-        if len(data) > 2:
-            raise ValueError(
-                f"data_creator returned {len(data)} data sets; it must return one to train on, or "
-                "one to train on and one to validate on."
-            )
-        names = ("train_loader", "validation_loader")
-        self.register_data(**dict(zip(names, data, strict=False)))
+        if creators._data_creator is not None:
+            self.register_data(**created_loaders(creators._data_creator(config)))
 
     def train_epoch(
         self, iterator: Any, info: Any = None, num_steps: int | None = None, epoch_idx: int = 0
@@ -127,12 +119,10 @@ def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOpera
         TypeError: if one of them is no function.
     """
     given = {"model_creator": model_creator, "data_creator": data_creator}
-    for name, function in given.items():
-        if not callable(function) and not (function is None and name == "data_creator"):
-            raise TypeError(f"TFTrainer({name}=...) must be a function, but it is {function!r}.")
-    # static: a plain function among the attributes of a class would become a method
-    functions = {f"_{name}": staticmethod(f) for name, f in given.items() if f is not None}
-    return type("CustomCreatorOperator", (CreatorOperator,), functions)
+    made: type[CreatorOperator] = class_from_creators(
+        "TFTrainer", (CreatorOperator,), given, required=("model_creator",)
+    )
+    return made
 
 
 def renamed(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from raysgd.data import Dataset
 from raysgd.data.source import Source, UnsharedSource
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import Registration, Settings
+from raysgd.loop.registration import Registration, Settings, listed, shaped_like
 from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
 from raysgd.tf.communication import Communication, HorovodGroup
 from raysgd.tf.engine import Engine
@@ -66,7 +66,7 @@ class KerasRegistration(Registration):
             raise RuntimeError(
                 "register() was called twice; pass lists to register several models."
             )
-        self.models = _listed(models)
+        self.models = listed(models)
         for model in self.models:
             if not is_keras_model(model):
                 raise TypeError(
@@ -76,14 +76,14 @@ class KerasRegistration(Registration):
         self.keras = flavor_of(self.models[0])
         if optimizers is None:
             optimizers = self._compiled("optimizer", models)
-        self.optimizers = [self._placed(optimizer) for optimizer in _listed(optimizers)]
+        self.optimizers = [self._placed(optimizer) for optimizer in listed(optimizers)]
         if criterion is None:
             criterion = getattr(self.models[0], "loss", None)
         if criterion is not None:
             self.criterion = loss_function(self.keras, criterion)
-        self.metrics = _listed(metrics) if metrics is not None else self._compiled_metrics()
+        self.metrics = listed(metrics) if metrics is not None else self._compiled_metrics()
         self.registered = True
-        given = [_shaped_like(models, self.models), _shaped_like(optimizers, self.optimizers)]
+        given = [shaped_like(models, self.models), shaped_like(optimizers, self.optimizers)]
         return tuple(
             given
             # not Keras's own loss, which divides by the number of workers, or refuses to work
@@ -296,16 +296,6 @@ class KerasRegistration(Registration):
 
 def _floats(losses: Any) -> list[Any]:
     return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _shaped_like(given: Any, members: list[Any]) -> Any:
-    if isinstance(given, tuple):
-        return tuple(members)
-    return members if isinstance(given, list) else members[0]
 
 
 def _variables_of(optimizer: Any) -> list[Any]:

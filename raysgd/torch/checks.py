@@ -1,4 +1,4 @@
-"""What may be registered, and in which shape it is handed back."""
+"""What may be registered."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from raysgd.loop.registration import listed
+
 __all__ = [
     "check_plateau",
     "check_static_graphs",
     "check_still_frozen",
     "checked",
     "is_trained",
-    "shaped_like",
     "warn_of_strangers",
 ]
 
@@ -83,7 +84,7 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
         TypeError: if a member is not of `kind`, or, without a kind, has no ``step``.
         ValueError: if there is none.
     """
-    members = list(given) if isinstance(given, list | tuple) else [given]
+    members = listed(given)
     for member in members:
         fits = isinstance(member, kind) if kind else hasattr(member, "step")
         if not fits:
@@ -120,10 +121,3 @@ def is_trained(
     in_models = {id(p) for model in models for p in model.parameters()}
     own = {id(p) for p in criterion.parameters() if p.requires_grad}
     return bool(own & stepped - in_models)
-
-
-def shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
-    if isinstance(given, tuple):
-        return tuple(members)
-    return members if isinstance(given, list) else members[0]

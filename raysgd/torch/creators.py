@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 
+from raysgd.loop.operator_base import class_from_creators, created_loaders
+from raysgd.loop.registration import listed
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "creator_operator"]
@@ -22,6 +25,21 @@ class CreatorOperator(TrainingOperator):
     ``TrainingOperator.from_creators`` makes a subclass of it with the functions filled in; a
     subclass may override ``train_batch`` and the like.
     """
+
+    models: list[Any]
+    """All models."""
+    model: Any
+    """The first or only model."""
+    optimizers: list[Any]
+    """All optimizers."""
+    optimizer: Any
+    """The first or only optimizer."""
+    criterion: Any
+    """The loss; None without a ``loss_creator``."""
+    schedulers: list[Any]
+    """All schedulers."""
+    scheduler: Any
+    """The first or only scheduler; None without a ``scheduler_creator``."""
 
     _model_creator: Callable[..., Any]
     _optimizer_creator: Callable[..., Any]
@@ -36,109 +54,42 @@ class CreatorOperator(TrainingOperator):
         models = creators._model_creator(config)
         optimizers = creators._optimizer_creator(models, config)
         given: dict[str, Any] = {"models": models, "optimizers": optimizers}
-        if creators._scheduler_creator is not None:
-            given["schedulers"] = creators._scheduler_creator(optimizers, config)
         if creators._loss_creator is not None:
             given["criterion"] = _loss(creators._loss_creator, config)
-        names = [
-            name for name in ("models", "optimizers", "criterion", "schedulers") if name in given
-        ]
-        registered = dict(zip(names, self.register(**given), strict=True))
-        self._models = _listed(registered["models"])
-        self._optimizers = _listed(registered["optimizers"])
-        self._schedulers = _listed(registered.get("schedulers", []))
-        self._criterion = registered.get("criterion")
+        if creators._scheduler_creator is not None:
+            given["schedulers"] = creators._scheduler_creator(optimizers, config)
+        registered = dict(zip(given, self.register(**given), strict=True))
+        self.models = listed(registered["models"])
+        self.optimizers = listed(registered["optimizers"])
+        self.criterion = registered.get("criterion")
+        self.schedulers = listed(registered.get("schedulers", []))
+        self.model, self.optimizer = self.models[0], self.optimizers[0]
+        self.scheduler = self.schedulers[0] if self.schedulers else None
         if creators._data_creator is not None:
-            self._register_created_data(creators._data_creator, config)
-
-    def _register_created_data(
-        self, data_creator: Callable[..., Any], config: dict[str, Any]
-    ) -> None:
-        if type(self)._serialize_data_creation:
-            # workers of one node would download to the same files at the same time
-            user = os.getuid() if hasattr(os, "getuid") else 0
-            with FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock"):
-                loaders = data_creator(config)
-        else:
-            loaders = data_creator(config)
-        if not isinstance(loaders, tuple | list):
-            loaders = (loaders,)
-        if len(loaders) > 2:
-            raise ValueError(
-                f"data_creator returned {len(loaders)} loaders; it must return a train loader, or "
-                "a train loader and a validation loader."
-            )
-        names = ("train_loader", "validation_loader")
-        self.register_data(**dict(zip(names, loaders, strict=False)))
-
-    @property
-    def model(self) -> Any:
-        """The first or only model."""
-        return self._models[0]
-
-    @property
-    def models(self) -> list[Any]:
-        """All models."""
-        return self._models
-
-    @property
-    def optimizer(self) -> Any:
-        """The first or only optimizer."""
-        return self._optimizers[0]
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """All optimizers."""
-        return self._optimizers
-
-    @property
-    def criterion(self) -> Any:
-        """The loss; None without a ``loss_creator``."""
-        return self._criterion
-
-    @property
-    def scheduler(self) -> Any:
-        """The first or only scheduler; None without a ``scheduler_creator``."""
-        return self._schedulers[0] if self._schedulers else None
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """All schedulers."""
-        return self._schedulers
+            with _lock_of_node() if creators._serialize_data_creation else contextlib.nullcontext():
+                loaders = creators._data_creator(config)
+            self.register_data(**created_loaders(loaders))
 
 
 def creator_operator(
-    base: type[TrainingOperator],
-    model_creator: Callable[..., Any],
-    optimizer_creator: Callable[..., Any],
-    data_creator: Callable[..., Any] | None,
-    loss_creator: Callable[..., Any] | type | None,
-    scheduler_creator: Callable[..., Any] | None,
-    serialize_data_creation: bool,
+    base: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
     """Make a subclass of `base` and CreatorOperator, see ``TrainingOperator.from_creators``."""
-    optional = {
-        "data_creator": data_creator,
-        "loss_creator": loss_creator,
-        "scheduler_creator": scheduler_creator,
-    }
-    required = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
-    given = {**required, **{name: f for name, f in optional.items() if f is not None}}
-    for name, function in given.items():
-        if not callable(function):
-            raise TypeError(
-                f"from_creators({name}=...) must be a function, but it is {function!r}."
-            )
-    bases = (CreatorOperator,) if issubclass(CreatorOperator, base) else (base, CreatorOperator)
+    bases: tuple[type, ...] = (base, CreatorOperator)
     if issubclass(base, CreatorOperator):
         bases = (base,)
-    functions: dict[str, Any] = {
-        # static: a plain function among the attributes of a class would become a method
-        f"_{name}": staticmethod(function)
-        for name, function in given.items()
-    }
-    functions["_serialize_data_creation"] = serialize_data_creation
-    return type("CustomCreatorOperator", bases, functions)
+    elif issubclass(CreatorOperator, base):
+        bases = (CreatorOperator,)
+    required = ("model_creator", "optimizer_creator")
+    made = class_from_creators("from_creators", bases, creators, required)
+    made._serialize_data_creation = serialize_data_creation
+    return made
+
+
+def _lock_of_node() -> contextlib.AbstractContextManager[Any]:
+    """Return a lock, since workers of one node would download to the same files at once."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")
 
 
 def _loss(creator: Any, config: dict[str, Any]) -> Any:
@@ -146,7 +97,3 @@ def _loss(creator: Any, config: dict[str, Any]) -> Any:
     if isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss):
         return creator()
     return creator(config)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]

@@ -274,15 +274,14 @@ class TrainingOperator(OperatorBase):
         """Make an operator class from creator functions, see :class:`CreatorOperator`."""
         from raysgd.torch.creators import creator_operator
 
-        return creator_operator(
-            cls,
-            model_creator,
-            optimizer_creator,
-            data_creator,
-            loss_creator,
-            scheduler_creator,
-            serialize_data_creation,
-        )
+        creators = {
+            "model_creator": model_creator,
+            "optimizer_creator": optimizer_creator,
+            "data_creator": data_creator,
+            "loss_creator": loss_creator,
+            "scheduler_creator": scheduler_creator,
+        }
+        return creator_operator(cls, creators, serialize_data_creation)
 
     # ---- what loops of your own use
 

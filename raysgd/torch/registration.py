@@ -15,7 +15,7 @@ from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import Registration, Settings
+from raysgd.loop.registration import Registration, Settings, shaped_like
 from raysgd.torch import collectives, ddp
 from raysgd.torch.checks import (
     check_plateau,
@@ -23,7 +23,6 @@ from raysgd.torch.checks import (
     check_still_frozen,
     checked,
     is_trained,
-    shaped_like,
     warn_of_strangers,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.checks import check_plateau, check_static_graphs, checked, shaped_like
+from raysgd.loop.registration import shaped_like
+from raysgd.torch.checks import check_plateau, check_static_graphs, checked
 
 MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
 
