@@ -66,6 +66,14 @@ class Registration(ABC):
         """The models that were registered as such."""
         return self.models
 
+    def check_registered(self, operator: Any) -> None:
+        """Check that ``setup`` of the operator has registered something."""
+        if not self.registered:
+            raise RuntimeError(
+                f"{type(operator).__name__}.setup did not register anything. Call "
+                "self.register(models=..., optimizers=...) in it."
+            )
+
     # ---- data
 
     @abstractmethod
@@ -275,15 +283,13 @@ class Registration(ABC):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over what `training_state` returned."""
 
-    @property
     @abstractmethod
-    def copy_leaf(self) -> Callable[[Any], Any]:
-        """Copies a leaf of a state on its device, at a step boundary."""
+    def copy_leaf(self, leaf: Any) -> Any:
+        """Return a copy of a leaf of a state on its device, at a step boundary."""
 
-    @property
     @abstractmethod
-    def to_cpu(self) -> Callable[[Any], Any]:
-        """Returns a state on CPU, which nothing changes until it is on its way to the driver."""
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on CPU, which nothing changes until it is on its way to the driver."""
 
 
 def listed(given: Any) -> list[Any]:

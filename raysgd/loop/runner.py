@@ -17,7 +17,7 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots, full_state
-from raysgd.loop.state_checks import check_position
+from raysgd.loop.state import check_position
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Alone", "Communication", "HorovodGroup", "StrategyGroup"]
+from raysgd.context import WorkerContext
+
+__all__ = ["Alone", "Communication", "HorovodGroup", "StrategyGroup", "communication_of"]
 
 
 class Communication:
@@ -114,3 +116,25 @@ def _scaled(tensor: Any, factor: float) -> Any:
         values = tensor.values * tf.cast(factor, tensor.values.dtype)
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
     return tensor * tf.cast(factor, tensor.dtype)
+
+
+def communication_of(
+    context: WorkerContext, use_horovod: bool = False, timeout_s: float = 1800
+) -> Communication:
+    """Return how this worker talks to the others; their group exists already.
+
+    Raises:
+        RuntimeError: if the strategy would train several replicas in this worker.
+    """
+    if not context.distributed:
+        return Alone()
+    if use_horovod:
+        return HorovodGroup(context.world_size, context.world_rank)
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout_s)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    if strategy.num_replicas_in_sync != context.world_size:
+        raise RuntimeError(
+            f"The strategy has {strategy.num_replicas_in_sync} replicas for {context.world_size} "
+            "workers; each worker must see one GPU, or none."
+        )
+    return StrategyGroup(strategy, context.world_size, context.world_rank)

@@ -1,21 +1,27 @@
-"""The two Kerases: Keras 3 and tf_keras, which differ in names and in what variables are."""
+"""The two Kerases, Keras 3 and tf_keras: what differs in names, variables, models, precisions."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 __all__ = [
+    "assembled",
     "flavor_of",
     "is_keras_model",
     "kerases",
     "local_variable",
     "named_arrays",
+    "policy_name",
+    "portable",
+    "scaled_optimizer",
     "set_arrays",
+    "set_policy",
     "tf_variable",
 ]
 
@@ -70,3 +76,66 @@ def set_arrays(variables: Iterable[Any], arrays: dict[str, Any]) -> None:
     for variable, array in zip(variables, arrays.values(), strict=True):
         held = local_variable(variable)
         held.assign(tf.cast(tf.convert_to_tensor(np.asarray(array)), held.dtype))
+
+
+# ---- models on their way from a worker to the driver
+
+
+def portable(model: Any) -> dict[str, Any]:
+    """Return what makes a model anew: which Keras, its architecture, its weights as arrays.
+
+    Raises:
+        TypeError: if Keras cannot tell how the model is made.
+    """
+    keras = flavor_of(model)
+    try:
+        architecture = keras.saving.serialize_keras_object(model)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"get_model() cannot send {type(model).__name__} to the driver: {error}. Give it a "
+            "get_config(), or make it there and take its weights from state_dict()['models']."
+        ) from error
+    return {
+        "keras": keras.__name__,
+        "architecture": architecture,
+        "weights": named_arrays(model.weights),
+    }
+
+
+def assembled(portable_model: Mapping[str, Any]) -> Any:
+    """Return the model that `portable` took apart."""
+    keras = importlib.import_module(portable_model["keras"])
+    architecture = portable_model["architecture"]
+    model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)
+    set_arrays(model.weights, portable_model["weights"])
+    return model
+
+
+# ---- mixed precision, by policies
+
+
+def policy_name(use_fp16: bool | str) -> str | None:
+    """Return the policy that the trainer's argument means on this worker; None for none.
+
+    True is float16 on a GPU and bfloat16 on a CPU, where float16 is slow.
+    """
+    if not use_fp16:
+        return None
+    if isinstance(use_fp16, str):
+        return use_fp16
+    return "mixed_float16" if tf.config.list_physical_devices("GPU") else "mixed_bfloat16"
+
+
+def set_policy(name: str) -> None:
+    """Let all models that are made from now on compute in mixed precision."""
+    tf.keras.layers  # noqa: B018  imports the Keras that this process chose
+    for keras in kerases():
+        keras.mixed_precision.set_global_policy(name)
+
+
+def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
+    """Return an optimizer that scales the loss, where gradients are float16."""
+    scales = keras.mixed_precision.LossScaleOptimizer
+    if policy_name(use_fp16) != "mixed_float16" or isinstance(optimizer, scales):
+        return optimizer
+    return scales(optimizer)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
 from raysgd.data.source import Source, UnsharedSource
-from raysgd.errors import CheckpointError
+from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, listed, shaped_like
+from raysgd.loop.state import check_parts
 from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
 from raysgd.tf.communication import Communication, HorovodGroup
 from raysgd.tf.engine import Engine
@@ -21,16 +22,20 @@ from raysgd.tf.keras import (
     is_keras_model,
     local_variable,
     named_arrays,
+    policy_name,
+    scaled_optimizer,
     set_arrays,
+    set_policy,
 )
 from raysgd.tf.losses import batch_metric, loss_function, own_metrics
 from raysgd.tf.options import TFOptions
-from raysgd.tf.precision import scaled_optimizer
 from raysgd.tf.sources import DatasetSource, plain_spec
-from raysgd.tf.state import copied_tree
-from raysgd.trees import deep_copied
+from raysgd.trees import deep_copied, map_leaves
 
-__all__ = ["KerasRegistration", "TFSettings"]
+if TYPE_CHECKING:
+    from raysgd.tf.operator import TrainingOperator
+
+__all__ = ["KerasRegistration", "TFSettings", "build_operator", "copied_leaf"]
 
 _DEFAULT_BATCH_SIZE = 32
 
@@ -244,20 +249,18 @@ class KerasRegistration(Registration):
 
     # ---- state
 
-    @property
-    def copy_leaf(self) -> Callable[[Any], Any]:
-        """Copies an array, or anything else."""
-        return lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else deep_copied(leaf)
+    def copy_leaf(self, leaf: Any) -> Any:
+        """Return a copy; a tensor becomes an array."""
+        return copied_leaf(leaf)
 
-    @property
-    def to_cpu(self) -> Callable[[Any], Any]:
-        """Returns a copy of a state."""
-        return copied_tree
+    def to_cpu(self, state: Any) -> Any:
+        """Return a copy of a state."""
+        return map_leaves(state, copied_leaf)
 
     def training_state(self) -> dict[str, Any]:
         """Return models and optimizers as arrays, by number and name."""
         return {
-            "models": [named_arrays(model.weights) for model in self.models],
+            "models": [named_arrays(_variables_of(m)) for m in self.models],
             "optimizers": [named_arrays(_variables_of(o)) for o in self.optimizers],
         }
 
@@ -267,29 +270,13 @@ class KerasRegistration(Registration):
         Raises:
             CheckpointError: if they do not.
         """
-        held = {
-            "models": [list(model.weights) for model in self.models],
-            "optimizers": [_variables_of(optimizer) for optimizer in self.optimizers],
-        }
-        for name, objects in held.items():
-            saved = state.get(name)
-            if not isinstance(saved, list | tuple) or len(saved) != len(objects):
-                count = len(saved) if isinstance(saved, list | tuple) else "no list of"
-                raise CheckpointError(
-                    f"The state has {count} {name}, and the operator registered {len(objects)}."
-                )
-            for index, (variables, arrays) in enumerate(zip(objects, saved, strict=True)):
-                problem = _problem(variables, arrays)
-                if problem:
-                    raise CheckpointError(
-                        f"The state is of another trainer: its {name}[{index}] does not fit: "
-                        f"{problem}."
-                    )
+        for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
+            check_parts(name, objects, state.get(name), _problem)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models and optimizers."""
         for model, arrays in zip(self.models, state["models"], strict=True):
-            set_arrays(model.weights, arrays)
+            set_arrays(_variables_of(model), arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(_variables_of(optimizer), arrays)
 
@@ -298,11 +285,13 @@ def _floats(losses: Any) -> list[Any]:
     return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
 
 
-def _variables_of(optimizer: Any) -> list[Any]:
-    """Return all variables of an optimizer, its learning rate among them."""
-    variables = list(optimizer.variables)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    rate = getattr(inner or optimizer, "_learning_rate", None)
+def _variables_of(thing: Any) -> list[Any]:
+    """Return all variables of a model or an optimizer, its learning rate among them."""
+    if is_keras_model(thing):
+        return list(thing.weights)
+    variables = list(thing.variables)
+    inner = getattr(thing, "inner_optimizer", None)
+    rate = getattr(inner or thing, "_learning_rate", None)
     if isinstance(rate, tf.Variable) and not any(rate is v for v in variables):
         variables.append(rate)  # tf_keras does not list it
     return variables
@@ -317,12 +306,47 @@ def _sample_of(spec: Any) -> Any:
     return tf.zeros([1, *shape], spec.dtype)
 
 
-def _problem(variables: list[Any], arrays: Any) -> str:
-    if not isinstance(arrays, dict) or len(arrays) != len(variables):
-        count = len(arrays) if isinstance(arrays, dict) else "no"
-        return f"{count} variables, not {len(variables)}"
+def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
+    variables = _variables_of(thing)
+    if len(arrays) != len(variables):
+        return f"{len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
         found, expected = np.shape(array), tuple(variable.shape)
         if found != expected:
             return f"{name} is of shape {found}, not of shape {expected}"
     return ""
+
+
+def copied_leaf(leaf: Any) -> Any:
+    """Return a copy of what a state holds; tensors and variables become arrays."""
+    if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
+        # NumPy warns of what TensorFlow's variables do when it is asked for a copy
+        return np.array(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+    return deep_copied(leaf)
+
+
+def build_operator(
+    operator_cls: type[TrainingOperator],
+    config: Mapping[str, Any],
+    settings: TFSettings,
+    communication: Communication,
+    seed: int,
+) -> TrainingOperator:
+    """Create an operator and run its ``setup`` in the strategy's scope.
+
+    Raises:
+        RuntimeError: if its setup registered nothing, or a model that cannot be built.
+    """
+    policy = policy_name(settings.options.use_fp16)
+    if policy is not None:
+        set_policy(policy)
+    # data sets that shuffle without a seed of their own do it alike on all workers
+    tf.random.set_seed(seed % 2**31)
+    registration = KerasRegistration(settings, communication, seed)
+    operator: TrainingOperator = create_operator(operator_cls, config, registration)
+    with communication.strategy.scope():
+        operator.setup(operator.config)
+        registration.check_registered(operator)
+        registration.complete()
+    registration.broadcast_initial_state()
+    return operator

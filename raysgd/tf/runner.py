@@ -13,6 +13,7 @@ from raysgd.context import WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.snapshots import full_state
+from raysgd.loop.state import rng_state, set_rng_state
 from raysgd.tf.options import TFOptions
 
 __all__ = ["TFRunner"]
@@ -49,8 +50,8 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
-            from raysgd.tf.building import build_operator, communication_of
-            from raysgd.tf.registration import TFSettings
+            from raysgd.tf.communication import communication_of
+            from raysgd.tf.registration import TFSettings, build_operator
 
         options = self._options
         if not (context.in_driver or options.use_horovod):
@@ -113,7 +114,7 @@ class TFRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return what makes the models anew in another process."""
-        from raysgd.tf.models import portable
+        from raysgd.tf.keras import portable
 
         return [portable(model) for model in self._registration.models]
 
@@ -124,14 +125,10 @@ class TFRunner(OperatorRunner):
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""
-        from raysgd.tf.state import rng_state
-
         return rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `rng_state` returned."""
-        from raysgd.tf.state import set_rng_state
-
         set_rng_state(state)
 
 

@@ -186,7 +186,7 @@ class TFTrainer(OperatorTrainer):
             TypeError: if Keras cannot tell how the model is made (``get_config``).
         """
         del to_cpu
-        from raysgd.tf.models import assembled
+        from raysgd.tf.keras import assembled
 
         portable = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
         models = [assembled(each) for each in portable]

@@ -16,6 +16,7 @@ from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, shaped_like
+from raysgd.loop.state import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.checks import (
     check_plateau,
@@ -31,7 +32,7 @@ from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import copied, on_cpu, to_cpu
-from raysgd.torch.state_checks import check_fits
+from raysgd.torch.state_checks import state_problem
 from raysgd.torch.undo import BufferLog
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
@@ -365,15 +366,13 @@ class TorchRegistration(Registration):
 
     # ---- state
 
-    @property
-    def copy_leaf(self) -> Callable[[Any], Any]:
-        """Copies a tensor on its device."""
-        return copied
+    def copy_leaf(self, leaf: Any) -> Any:
+        """Return a copy, of a tensor on its device."""
+        return copied(leaf)
 
-    @property
-    def to_cpu(self) -> Callable[[Any], Any]:
-        """Returns a state on CPU; a copy, but where it is pickled for the driver anyway."""
-        return to_cpu if self.context.in_driver else on_cpu
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on CPU; a copy, but where it is pickled for the driver anyway."""
+        return to_cpu(state) if self.context.in_driver else on_cpu(state)
 
     def training_state(self) -> dict[str, Any]:
         """Return models, optimizers, schedulers and scaler, as they are on this device."""
@@ -395,7 +394,7 @@ class TorchRegistration(Registration):
             CheckpointError: if they do not.
         """
         for name, objects in self._stateful(state):
-            check_fits(name, objects, state.get(name, []))
+            check_parts(name, objects, state.get(name, []), state_problem)
         key = self._scaler_key(state)
         if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
             raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")

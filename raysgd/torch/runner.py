@@ -135,11 +135,7 @@ def build_operator(
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
     operator._registration.adopt_wrappers(vars(operator).values())
-    if not operator._registration.registered:
-        raise RuntimeError(
-            f"{operator_cls.__name__}.setup did not register anything. Call "
-            "self.register(models=..., optimizers=...) in it."
-        )
+    operator._registration.check_registered(operator)
     # after setup, so that torch.manual_seed there decides the order of the epochs
     operator._registration.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

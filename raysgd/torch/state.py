@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
+from raysgd.loop import state as loop_state
 from raysgd.trees import deep_copied, map_leaves
 
 __all__ = ["copied", "copied_to_cpu", "on_cpu", "rng_state", "set_rng_state", "to_cpu"]
@@ -20,16 +20,21 @@ __all__ = ["copied", "copied_to_cpu", "on_cpu", "rng_state", "set_rng_state", "t
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this process's generators in types that load without being allowed."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, *rest = numpy_state
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
-    }
+    generators = loop_state.rng_state()
+    kind, keys, *rest = generators["numpy"]
+    generators["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+    generators["torch"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return generators
+
+
+def set_rng_state(generators: Mapping[str, Any]) -> None:
+    """Take over what `rng_state` returned."""
+    torch.set_rng_state(generators["torch"])
+    loop_state.set_rng_state(generators)
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])
 
 
 def to_cpu(tree: Any) -> Any:
@@ -113,14 +118,3 @@ def _parametrize(module: Any, state: Any) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Take over what `rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

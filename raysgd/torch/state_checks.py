@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from raysgd.errors import CheckpointError
-
-__all__ = ["check_fits"]
+__all__ = ["state_problem"]
 
 _TAKEN_OUT: dict[Any, str] = {
     lr_scheduler.LambdaLR.load_state_dict: "lr_lambdas",
@@ -22,30 +20,13 @@ _TAKEN_OUT: dict[Any, str] = {
 """What torch's ways to load a scheduler take out of its state, and fail without."""
 
 
-def check_fits(name: str, objects: Sequence[Any], saved: Any) -> None:
-    """Check the states of all registered models, optimizers or schedulers.
-
-    Raises:
-        CheckpointError: if they are not as many, or not of the same kind and shapes.
-    """
-    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
-        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
-    if len(saved) != len(objects):
-        raise CheckpointError(
-            f"The state has {len(saved)} {name}, and the operator registered {len(objects)}."
-        )
-    for index, (held, state) in enumerate(zip(objects, saved, strict=True)):
-        if isinstance(held, torch.nn.Module):
-            problem = _model_problem(held.state_dict(), state)
-        elif isinstance(held, torch.optim.Optimizer):
-            problem = _optimizer_problem(held, state)
-        else:
-            problem = _scheduler_problem(held, state)
-        if problem:
-            raise CheckpointError(
-                f"The state is of another trainer: its {name}[{index}] does not fit the registered "
-                f"{type(held).__name__}: {problem}."
-            )
+def state_problem(held: Any, state: Mapping[str, Any]) -> str:
+    """Say why a model, an optimizer or a scheduler cannot take a state; nothing if it can."""
+    if isinstance(held, torch.nn.Module):
+        return _model_problem(held.state_dict(), state)
+    if isinstance(held, torch.optim.Optimizer):
+        return _optimizer_problem(held, state)
+    return _scheduler_problem(held, state)
 
 
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:

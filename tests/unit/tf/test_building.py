@@ -7,8 +7,7 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd.context import WorkerContext  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.building import communication_of  # noqa: E402
-from raysgd.tf.communication import Alone, HorovodGroup  # noqa: E402
+from raysgd.tf.communication import Alone, HorovodGroup, communication_of  # noqa: E402
 from tests.tf_operators import Digits, weights  # noqa: E402
 
 PLACE = WorkerContext(world_rank=1, world_size=2, distributed=True)

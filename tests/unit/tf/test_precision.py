@@ -4,8 +4,12 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf import precision  # noqa: E402
-from raysgd.tf.precision import policy_name, scaled_optimizer, set_policy  # noqa: E402
+from raysgd.tf.keras import (  # noqa: E402
+    kerases,
+    policy_name,
+    scaled_optimizer,
+    set_policy,
+)
 from tests.tf_operators import keras_of  # noqa: E402
 
 both = pytest.mark.parametrize("keras", ["keras", "tf_keras"])
@@ -53,12 +57,12 @@ def test_the_loss_is_scaled_where_gradients_are_float16(keras, use_fp16, num_gpu
 
 
 def test_models_of_both_kerases_compute_in_it_from_then_on():
-    kerases = [keras_of({"keras": name}) for name in ("keras", "tf_keras")]
-    assert set(precision.kerases()) == set(kerases)
+    both_kerases = [keras_of({"keras": name}) for name in ("keras", "tf_keras")]
+    assert set(kerases()) == set(both_kerases)
     try:
         set_policy("mixed_bfloat16")
-        for keras in kerases:
+        for keras in both_kerases:
             assert keras.layers.Dense(1).compute_dtype == "bfloat16"
     finally:
         set_policy("float32")
-    assert all(keras.layers.Dense(1).compute_dtype == "float32" for keras in kerases)
+    assert all(keras.layers.Dense(1).compute_dtype == "float32" for keras in both_kerases)

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.state_checks import check_fits
+from raysgd.loop.state import check_parts
+from raysgd.torch.state_checks import state_problem
+
+
+def check_fits(name, held, saved):
+    check_parts(name, held, saved, state_problem)
 
 
 def linear(inputs=2, outputs=2, **arguments):
