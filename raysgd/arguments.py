@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from raysgd.elastic.config import ElasticConfig
@@ -20,7 +20,6 @@ __all__ = [
     "checked_config",
     "checked_elastic",
     "checked_resources",
-    "decide_gpu",
     "is_number",
     "suggests",
     "unknown_argument",
@@ -119,7 +118,7 @@ def checked_resources(trainer: str, resources: Any, num_cpus: Any) -> dict[str, 
     return found
 
 
-def check_choice(trainer: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def check_choice(trainer: str, name: str, value: Any, allowed: Collection[Any]) -> None:
     """Check that a value is one of those that are allowed."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         raise ValueError(
@@ -146,29 +145,3 @@ def check_timeout(trainer: str, timeout_s: Any) -> None:
 def is_number(value: Any) -> bool:
     """Whether a value is a number that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def decide_gpu(
-    trainer: str,
-    use_gpu: bool | str,
-    resources: Mapping[str, float],
-    own_gpus: Callable[[], bool] | None,
-) -> bool:
-    """Return whether workers use GPUs: ask the cluster, or `own_gpus` about this process."""
-    if "GPU" in resources and use_gpu is False:
-        raise ValueError(
-            f"{trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict each other: "
-            "remove GPU, or pass use_gpu=True."
-        )
-    if use_gpu != "auto":
-        return bool(use_gpu)
-    if own_gpus is not None:
-        return own_gpus()
-    return "GPU" in resources or _gpus_in_cluster() > 0
-
-
-def _gpus_in_cluster() -> float:
-    from raysgd.cluster import placement
-
-    placement.connect()
-    return placement.gpus_in_cluster()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,15 +16,13 @@ from raysgd.arguments import (
     checked_config,
     checked_elastic,
     checked_resources,
-    decide_gpu,
 )
 from raysgd.backends import Backend, create_backend
 from raysgd.cluster.worker_group import GroupOptions
+from raysgd.comm.horovod import check_horovod
 from raysgd.config import check_batch_size
 
 __all__ = ["Options"]
-
-_FLAGS = ("use_tqdm", "add_dist_sampler", "use_local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,10 @@ class Options(ABC):
 
     trainer: ClassVar[str]
     """The name that errors are about."""
-    flags: ClassVar[Sequence[str]] = _FLAGS
+    flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")
     """The arguments that are True or False."""
+    precisions: ClassVar[Collection[Any]]
+    """The values of ``use_fp16`` that are allowed."""
 
     def __post_init__(self) -> None:
         """Check them; for None as config, resources or elastic there is the default."""
@@ -72,9 +72,11 @@ class Options(ABC):
         check_batch_size(self.config, self.num_workers)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
-        check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions())
+        check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)
         check_flags(self.trainer, **{name: getattr(self, name) for name in self.flags})
         check_timeout(self.trainer, self.timeout_s)
+        if self.use_horovod:
+            check_horovod()
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -85,10 +87,6 @@ class Options(ABC):
     @abstractmethod
     def backends(self) -> tuple[str, ...]:
         """Return the values of ``backend`` that are allowed."""
-
-    @abstractmethod
-    def precisions(self) -> tuple[Any, ...]:
-        """Return the values of ``use_fp16`` that are allowed."""
 
     @abstractmethod
     def own_gpus(self) -> bool:
@@ -116,9 +114,17 @@ class Options(ABC):
         Raises:
             ValueError: if there cannot be what was asked for.
         """
-        own_gpus = self.own_gpus if self.inline else None
-        gpu = decide_gpu(self.trainer, self.use_gpu, self.resources_per_worker, own_gpus)
-        return dataclasses.replace(self, use_gpu=gpu)
+        asks_for_gpus = "GPU" in self.resources_per_worker
+        if asks_for_gpus and self.use_gpu is False:
+            raise ValueError(
+                f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict "
+                "each other: remove GPU, or pass use_gpu=True."
+            )
+        if self.use_gpu != "auto":
+            return self
+        if self.inline:
+            return dataclasses.replace(self, use_gpu=self.own_gpus())
+        return dataclasses.replace(self, use_gpu=asks_for_gpus or _gpus_in_cluster() > 0)
 
     def group(self, start_timeout_s: float) -> GroupOptions:
         """Return what the workers reserve, where it is decided whether they use GPUs.
@@ -136,3 +142,10 @@ class Options(ABC):
             use_local=self.use_local,
             start_timeout_s=start_timeout_s,
         )
+
+
+def _gpus_in_cluster() -> float:
+    from raysgd.cluster import placement
+
+    placement.connect()
+    return placement.gpus_in_cluster()

@@ -10,13 +10,11 @@ from typing import Any
 import cloudpickle
 
 from raysgd.backends import Backend
-from raysgd.comm.horovod import HorovodBackend, check_horovod
+from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
 from raysgd.options import Options
 
 __all__ = ["TFOptions"]
-
-_PRECISIONS = (False, True, "mixed_float16", "mixed_bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +30,10 @@ class TFOptions(Options):
     """The driver's choice of Keras."""
 
     trainer = "TFTrainer"
+    precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
     def __post_init__(self) -> None:
-        """See :class:`raysgd.options.Options`."""
         super().__post_init__()
-        if self.use_horovod:
-            check_horovod()
         if self.use_local and self.num_workers > 1:
             raise ValueError(
                 f"TFTrainer(use_local=True, num_workers={self.num_workers}): a strategy has to be "
@@ -48,10 +44,6 @@ class TFOptions(Options):
     def backends(self) -> tuple[str, ...]:
         """See :meth:`raysgd.options.Options.backends`."""
         return ("tensorflow", "horovod")
-
-    def precisions(self) -> tuple[Any, ...]:
-        """See :meth:`raysgd.options.Options.precisions`."""
-        return _PRECISIONS
 
     def own_gpus(self) -> bool:
         """See :meth:`raysgd.options.Options.own_gpus`."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from raysgd.arguments import check_choice
 from raysgd.backends import backend_names
-from raysgd.comm.horovod import check_horovod
 from raysgd.options import Options
 from raysgd.torch.precision import PRECISIONS
 
 __all__ = ["TorchOptions"]
 
 logger = logging.getLogger(__name__)
-
-_AMP_DTYPES = (torch.float16, torch.bfloat16)
-_SCHEDULER_STEP_FREQS = ("batch", "epoch", "manual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +29,14 @@ class TorchOptions(Options):
 
     trainer = "TorchTrainer"
     flags = ("wrap_ddp", *Options.flags)
+    precisions = PRECISIONS
 
     def __post_init__(self) -> None:
-        """See :class:`raysgd.options.Options`."""
         super().__post_init__()
-        if self.use_horovod:
-            check_horovod()
-        check_choice(
-            self.trainer,
-            "scheduler_step_freq",
-            self.scheduler_step_freq,
-            (None, *_SCHEDULER_STEP_FREQS),
-        )
-        check_choice(self.trainer, "amp_dtype", self.amp_dtype, (None, *_AMP_DTYPES))
+        frequencies = (None, "batch", "epoch", "manual")
+        check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
+        dtypes = (None, torch.float16, torch.bfloat16)
+        check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
@@ -55,10 +46,6 @@ class TorchOptions(Options):
     def backends(self) -> tuple[str, ...]:
         """See :meth:`raysgd.options.Options.backends`."""
         return ("auto", *(name for name in backend_names() if name != "tensorflow"))
-
-    def precisions(self) -> tuple[Any, ...]:
-        """See :meth:`raysgd.options.Options.precisions`."""
-        return tuple(PRECISIONS)
 
     def own_gpus(self) -> bool:
         """See :meth:`raysgd.options.Options.own_gpus`."""

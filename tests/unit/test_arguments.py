@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raysgd import ElasticConfig, arguments
+from raysgd.torch.options import TorchOptions
 from raysgd.train import DataParallelTrainer
 
 NUMBERS = st.integers(-3, 5)
@@ -87,14 +88,17 @@ def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():
             arguments.check_choice("T", "use_fp16", value, allowed)
 
 
-def test_gpus_are_used_where_they_are_asked_for_or_found():
-    def decide(*given, found=False):
-        return arguments.decide_gpu("T", *given, lambda: found)
+def test_gpus_are_used_where_they_are_asked_for_or_found(monkeypatch):
+    def decide(use_gpu, resources, found=False, **arguments):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: found)
+        given = {"use_gpu": use_gpu, "resources_per_worker": resources, **arguments}
+        return TorchOptions(**given).decided().use_gpu
 
-    assert decide(True, {}) is True
-    assert decide(False, {}, found=True) is False
-    assert [decide("auto", {}, found=found) for found in (True, False)] == [True, False]
-    assert arguments.decide_gpu("T", "auto", {"GPU": 1}, None)  # no cluster is asked
+    local = {"use_local": True}
+    assert decide(True, {}, **local) is True
+    assert decide(False, {}, found=True, **local) is False
+    assert [decide("auto", {}, found=found, **local) for found in (True, False)] == [True, False]
+    assert decide("auto", {"GPU": 1})  # no cluster is asked
     with pytest.raises(ValueError, match="remove GPU, or pass use_gpu=True"):
         decide(False, {"GPU": 1})
 

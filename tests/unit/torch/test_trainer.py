@@ -104,7 +104,7 @@ def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeyp
 
 
 def test_several_workers_of_which_one_is_local_train_on_cpus(caplog, monkeypatch):
-    monkeypatch.setattr("raysgd.arguments._gpus_in_cluster", lambda: 2)
+    monkeypatch.setattr("raysgd.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}
     decided = TorchOptions(**two).decided()
     assert (decided.use_gpu, decided.backend) == (False, "gloo")
