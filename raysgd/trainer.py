@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from raysgd import checkpoint
-from raysgd.arguments import check_hook, suggests
+from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 class OperatorTrainer:
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
+
+    _trainable: ClassVar[str]
+    """The name in `raysgd.tune` of what its trials have in common."""
 
     def __init__(
         self,
@@ -480,6 +485,62 @@ class OperatorTrainer:
             if error is None:
                 raise
             error.add_note(str(failure))  # what went wrong first is what the caller shall see
+
+    # ---- Ray Tune
+
+    @classmethod
+    def as_trainable(
+        cls,
+        *,
+        override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
+        **trainer_kwargs: Any,
+    ) -> type[Any]:
+        """Return a ``ray.tune.Trainable`` subclass that trains with such a trainer.
+
+        A trial's config is merged over `config`, key by key. Its ``num_workers``,
+        ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer, and set what
+        the trial reserves; the operator finds them in its config like all others. See the guide
+        on Ray Tune.
+
+        Args:
+            override_tune_step: function of two arguments, the trainer and ``{"iteration": n}`` (the
+                results reported before), that returns the metrics of one step. Without it a
+                step is one ``train()`` and, where there is a validation loader, one
+                ``validate()``, their metrics in one dict.
+            trainer_kwargs: arguments of the trainer, by name.
+
+        Raises:
+            RuntimeError: if Ray Tune is not installed.
+            TypeError: if an argument is unknown, or `training_operator_cls` no TrainingOperator.
+            ValueError: if `override_tune_step` does not take two arguments.
+        """
+        known = cls._known_arguments()
+        for name in trainer_kwargs:
+            if name not in known:
+                raise cls._unknown(name)
+        checked_config(cls.__name__, trainer_kwargs.get("config"))
+        arguments = cls._trial_arguments(trainer_kwargs)
+        tune = importlib.import_module("raysgd.tune")  # a layer above
+        trainable: type[Any] = tune.trainable_class(
+            getattr(tune, cls._trainable), cls, override_tune_step, arguments
+        )
+        return trainable
+
+    @classmethod
+    def _known_arguments(cls) -> list[str]:
+        """Return the arguments of a trainer class, with those that a subclass passes on."""
+        kinds = [kind for kind in cls.__mro__ if OperatorTrainer in kind.__mro__[1:]]
+        return [name for kind in kinds for name in inspect.signature(kind).parameters]
+
+    @classmethod
+    def _unknown(cls, name: str) -> Exception:
+        """Return the error for an argument that there is not."""
+        return unknown_argument(cls.__name__, name, cls._known_arguments())
+
+    @classmethod
+    def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Check the arguments for trials as far as that can be done without a trainer."""
+        return arguments
 
     # ---- properties
 

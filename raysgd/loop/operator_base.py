@@ -13,6 +13,7 @@ from raysgd.metrics import NUM_SAMPLES, is_number
 
 __all__ = [
     "OperatorBase",
+    "check_operator",
     "checked_metrics",
     "class_from_creators",
     "create_operator",
@@ -179,6 +180,32 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
             f"{operator_cls.__name__}.__init__ does not call super().__init__(). {advice}"
         )
     return operator
+
+
+def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
+    """Check the operator class that a trainer is given.
+
+    Args:
+        trainer: its name.
+        operator_cls: what was given.
+        base: the class that it must be made from.
+        shown: where users find that.
+
+    Raises:
+        TypeError: if it is no such class.
+        NotImplementedError: if it does not override ``setup``.
+    """
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+        raise TypeError(
+            f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
+            f"an instance), but it is {operator_cls!r}."
+        )
+    if operator_cls.setup is base.setup:
+        raise NotImplementedError(
+            f"{operator_cls.__name__} does not override setup(self, config), in which models, "
+            "optimizers and loaders are registered."
+        )
+    warn_of_misspelling(operator_cls, base)
 
 
 def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:

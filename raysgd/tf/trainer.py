@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from raysgd.arguments import check_flags, suggests, unknown_argument
+from raysgd.arguments import check_flags, suggests
 from raysgd.callbacks.base import Callback
 from raysgd.cluster.call import Call
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.config import ElasticConfig
-from raysgd.loop.operator_base import warn_of_misspelling
+from raysgd.loop.operator_base import check_operator
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
@@ -76,6 +74,8 @@ class TFTrainer(OperatorTrainer):
         InsufficientResourcesError: if the cluster has no room for `min_workers` in time.
         BaseException: what ``setup`` of the operator raised on a worker.
     """
+
+    _trainable = "TFTrainable"
 
     @suggests
     def __init__(
@@ -204,37 +204,12 @@ class TFTrainer(OperatorTrainer):
         return {f"{n}.{key}": a for n, arrays in enumerate(weights) for key, a in arrays.items()}
 
     @classmethod
-    def as_trainable(
-        cls,
-        *,
-        override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
-        **trainer_kwargs: Any,
-    ) -> type[Any]:
-        """Return a ``ray.tune.Trainable`` subclass that trains with such a trainer.
-
-        See :meth:`raysgd.TorchTrainer.as_trainable`.
-
-        Args:
-            override_tune_step: function of two arguments, the trainer and ``{"iteration": n}``,
-                that returns the metrics of one step.
-            trainer_kwargs: arguments of the trainer, by name.
-
-        Raises:
-            RuntimeError: if Ray Tune is not installed.
-            TypeError: if an argument is unknown.
-            ValueError: if `override_tune_step` does not take two arguments.
-        """
-        known = inspect.signature(cls).parameters
-        for name in trainer_kwargs:
-            if name not in known:
-                raise unknown_argument("TFTrainer", name, known)
-        if "num_replicas" in trainer_kwargs:
-            trainer_kwargs["num_workers"] = trainer_kwargs.pop("num_replicas")
-        tune = importlib.import_module("raysgd.tune")  # a layer above
-        trainable: type[Any] = tune.trainable_class(
-            tune.TFTrainable, cls, override_tune_step, trainer_kwargs
-        )
-        return trainable
+    def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        creators = (arguments.get("model_creator"), arguments.get("data_creator"))
+        _operator(arguments.get("training_operator_cls"), *creators)
+        if "num_replicas" in arguments:
+            arguments["num_workers"] = arguments.pop("num_replicas")
+        return arguments
 
 
 def _number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
@@ -254,15 +229,5 @@ def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[
         raise TypeError(
             "TFTrainer takes training_operator_cls, or model_creator and data_creator, not both."
         )
-    if not (isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator)):
-        raise TypeError(
-            "TFTrainer(training_operator_cls=...) must be a subclass of "
-            f"raysgd.tf.TrainingOperator (the class, not an instance), but it is {operator_cls!r}."
-        )
-    if operator_cls.setup is TrainingOperator.setup:
-        raise NotImplementedError(
-            f"{operator_cls.__name__} does not override setup(self, config), in which the model "
-            "and the data are registered."
-        )
-    warn_of_misspelling(operator_cls, TrainingOperator)
-    return operator_cls
+    check_operator("TFTrainer", operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
+    return cast(type[TrainingOperator], operator_cls)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from raysgd.arguments import checked_config, unknown_argument
 from raysgd.callbacks.base import Callback
 from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
-from raysgd.loop.operator_base import warn_of_misspelling
+from raysgd.loop.operator_base import check_operator
 from raysgd.torch.creators import CreatorOperator
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
@@ -88,6 +86,8 @@ class TorchTrainer(OperatorTrainer):
         BaseException: what ``setup`` of the operator raised on a worker.
     """
 
+    _trainable = "BaseTorchTrainable"
+
     def __init__(
         self,
         *,
@@ -113,7 +113,8 @@ class TorchTrainer(OperatorTrainer):
         logdir: str | os.PathLike[str] | None = None,
         **old_arguments: Any,
     ) -> None:
-        _refuse(old_arguments, _known_arguments(type(self)))
+        for name in old_arguments:
+            raise self._unknown(name)
         options = TorchOptions(
             training_operator_cls=_checked_operator(training_operator_cls),
             config=config,
@@ -154,76 +155,28 @@ class TorchTrainer(OperatorTrainer):
         return models[0] if len(models) == 1 else models
 
     @classmethod
-    def as_trainable(
-        cls,
-        *,
-        override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
-        **trainer_kwargs: Any,
-    ) -> type[Any]:
-        """Return a ``ray.tune.Trainable`` subclass that trains with such a trainer.
-
-        A trial's config is merged over `config`, key by key. Its ``num_workers``,
-        ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer, and set what
-        the trial reserves; the operator finds them in its config like all others. See the guide
-        on Ray Tune.
-
-        Args:
-            override_tune_step: function of two arguments, the trainer and ``{"iteration": n}`` (the
-                results reported before), that returns the metrics of one step. Without it a
-                step is one ``train()`` and, where there is a validation loader, one
-                ``validate()``, their metrics in one dict.
-            trainer_kwargs: arguments of the trainer.
-
-        Raises:
-            RuntimeError: if Ray Tune is not installed.
-            TypeError: if an argument is unknown, or `training_operator_cls` no TrainingOperator.
-            ValueError: if `override_tune_step` does not take two arguments.
-        """
-        known = _known_arguments(cls)
-        _refuse([name for name in trainer_kwargs if name not in known], known)
-        _checked_operator(trainer_kwargs.get("training_operator_cls"))
-        checked_config("TorchTrainer", trainer_kwargs.get("config"))
-        tune = importlib.import_module("raysgd.tune")  # a layer above
-        trainable: type[Any] = tune.trainable_class(
-            tune.BaseTorchTrainable, cls, override_tune_step, trainer_kwargs
+    def _unknown(cls, name: str) -> Exception:
+        """Name the replacement of an argument of the oldest API, or the one that may be meant."""
+        if name not in _OLD_ARGUMENTS:
+            return super()._unknown(name)
+        return DeprecationWarning(
+            f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
         )
-        return trainable
 
-
-def _known_arguments(cls: type[TorchTrainer]) -> list[str]:
-    """Return the arguments of a trainer class, with those that a subclass passes on."""
-    return [*inspect.signature(TorchTrainer).parameters, *inspect.signature(cls).parameters]
-
-
-def _refuse(names: Iterable[str], known: Iterable[str]) -> None:
-    """Name the replacement of an argument of the oldest API, or the one that may be meant."""
-    for name in names:
-        if name in _OLD_ARGUMENTS:
-            raise DeprecationWarning(
-                f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} "
-                "instead."
-            )
-        raise unknown_argument("TorchTrainer", name, known)
+    @classmethod
+    def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        _checked_operator(arguments.get("training_operator_cls"))
+        return arguments
 
 
 def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
-    if not (isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator)):
-        raise TypeError(
-            "TorchTrainer(training_operator_cls=...) must be a subclass of "
-            f"raysgd.TrainingOperator (the class, not an instance), but it is {operator_cls!r}."
-        )
-    if operator_cls.setup is TrainingOperator.setup:
-        raise NotImplementedError(
-            f"{operator_cls.__name__} does not override setup(self, config), in which models, "
-            "optimizers and loaders are registered."
-        )
+    check_operator("TorchTrainer", operator_cls, TrainingOperator, "raysgd.TrainingOperator")
     if issubclass(operator_cls, CreatorOperator) and not hasattr(operator_cls, "_model_creator"):
         raise TypeError(
             f"{operator_cls.__name__} has no creators yet: pass what "
             f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...) returns."
         )
-    warn_of_misspelling(operator_cls, TrainingOperator)
-    return operator_cls
+    return cast(type[TrainingOperator], operator_cls)
 
 
 def __getattr__(name: str) -> Any:
