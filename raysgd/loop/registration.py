@@ -95,6 +95,10 @@ class Registration(ABC):
                 )
             self._sources[name] = self.wrap(loader, training=name == "train")
 
+    def has(self, name: str) -> bool:
+        """Whether there is a train or validation loader."""
+        return name in self._sources
+
     def source(self, name: str) -> Source:
         """Return the registered train or validation loader.
 

@@ -185,11 +185,7 @@ class OperatorRunner(ABC):
 
     def can_validate(self) -> bool:
         """Return whether there is a validation loader."""
-        try:
-            self._registration.source("validation")
-        except RuntimeError:
-            return False
-        return True
+        return self._registration.has("validation")
 
     def validate(
         self,

@@ -15,11 +15,9 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
     Runs on a worker, after ``setup``. A rate that follows a schedule is None.
     """
     registration = operator._registration
-    try:
-        has_validation = registration.source("validation") is not None
-    except RuntimeError:  # there is none
-        has_validation = False
-    return has_validation, [_rate(optimizer) for optimizer in registration.optimizers]
+    return registration.has("validation"), [
+        _rate(optimizer) for optimizer in registration.optimizers
+    ]
 
 
 def with_options(

@@ -32,7 +32,7 @@ def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
     optimizers = operator._registration.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
     owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
-    return _has_validation(operator), options, owners
+    return operator._registration.has("validation"), options, owners
 
 
 def with_options(
@@ -75,13 +75,6 @@ def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
     # by the groups, which a wrapper shares with the optimizer that a scheduler was made with
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
-
-
-def _has_validation(operator: TrainingOperator) -> bool:
-    try:
-        return operator.validation_loader is not None
-    except RuntimeError:  # there is none
-        return False
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
