@@ -66,6 +66,13 @@ class Registration(ABC):
         """The models that were registered as such."""
         return self.models
 
+    def check_unregistered(self) -> None:
+        """Check that ``register`` is called for the first time."""
+        if self.registered:
+            raise RuntimeError(
+                "register() was called twice; pass lists to register several models."
+            )
+
     def check_registered(self, operator: Any) -> None:
         """Check that ``setup`` of the operator has registered something."""
         if not self.registered:

@@ -67,10 +67,7 @@ class KerasRegistration(Registration):
 
     def register(self, models: Any, optimizers: Any, criterion: Any, metrics: Any) -> Any:
         """See :meth:`TrainingOperator.register`."""
-        if self.registered:
-            raise RuntimeError(
-                "register() was called twice; pass lists to register several models."
-            )
+        self.check_unregistered()
         self.models = listed(models)
         for model in self.models:
             if not is_keras_model(model):

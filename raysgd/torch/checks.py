@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from raysgd.loop.registration import listed
 
 __all__ = [
-    "check_plateau",
     "check_static_graphs",
-    "check_still_frozen",
+    "check_step_freq",
+    "check_untrained",
     "checked",
     "is_trained",
     "warn_of_strangers",
@@ -35,46 +36,51 @@ def check_static_graphs(models: list[torch.nn.Module]) -> None:
         )
 
 
-def check_still_frozen(
-    frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]],
-    optimizers: list[torch.optim.Optimizer],
+def check_untrained(
+    unfrozen: Mapping[int, int],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Refuse to train parameters whose gradients no wrapper averages.
 
     Args:
-        frozen: those of a model that required no gradients when it was registered, with the model
-            and its index.
+        unfrozen: the ids of those that required no gradients when they were registered and do now,
+            with the index of their model.
+        models: all that are registered.
         optimizers: all that are registered.
 
     Raises:
-        RuntimeError: if one requires gradients by now, and an optimizer has it.
+        RuntimeError: if an optimizer has one of them.
     """
-    for index, model, parameters in frozen:
-        ids = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if ids and any(
-            id(p) in ids for o in optimizers for group in o.param_groups for p in group["params"]
-        ):
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    for identity, index in unfrozen.items():
+        if identity in trained:
             raise RuntimeError(
-                f"Model {index} of those registered, a {type(model).__name__}, has parameters that "
-                "required no gradients at register() and do now. Their gradients would not be "
-                "averaged over the workers. Register the model while they require gradients, and "
-                'freeze them afterwards, with ddp_args={"find_unused_parameters": True} where a '
-                "loss does not reach all of those that its forward pass has."
+                f"Model {index} of those registered, a {type(models[index]).__name__}, has "
+                "parameters that required no gradients at register() and do now. Their gradients "
+                "would not be averaged over the workers. Register the model while they require "
+                "gradients, and freeze them afterwards, with "
+                'ddp_args={"find_unused_parameters": True} where a loss does not reach all of '
+                "those that its forward pass has."
             )
 
 
-def check_plateau(schedulers: list[Any], frequency: str) -> None:
-    """Refuse schedulers that need a metric where they would step without one.
+def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
+    """Refuse schedulers where it is not said when they step, or without the metric they need.
 
     Raises:
-        ValueError: if there is one.
+        ValueError: if it is so.
     """
-    for scheduler in schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau) and frequency != "manual":
-            raise ValueError(
-                f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
-                'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
-            )
+    if frequency is None:
+        raise ValueError(
+            "register(schedulers=...) needs to know when to step them: pass "
+            'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
+        )
+    if frequency != "manual" and any(isinstance(s, ReduceLROnPlateau) for s in schedulers):
+        raise ValueError(
+            f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
+            'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
+        )
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:

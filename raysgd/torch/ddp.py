@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "running_statistics",
     "unwrap",
     "without_buffers",
+    "wrapped",
     "wrapping",
     "wrapping_arguments",
 ]
@@ -89,6 +90,25 @@ class ReplicatedCriterion(ReplicatedModel):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+
+def wrapped(
+    model: torch.nn.Module,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    kind: type[ReplicatedModel] = ReplicatedModel,
+) -> torch.nn.Module:
+    """Return a model in a wrapper, unless user code has wrapped it, or nothing in it is trained."""
+    if isinstance(model, DistributedDataParallel) or not any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
+        return model  # DistributedDataParallel refuses a model that is not trained
+    given = {"device_ids": None if device.index is None else [device.index], **arguments}
+    # a loss may be called several times in a step, which must not change what it holds
+    stays = kind is ReplicatedCriterion or only_running_statistics(model)
+    if stays and "broadcast_buffers" not in given:
+        given.setdefault("forward_sync_buffers", False)
+    return kind(model, **given)
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,22 +20,17 @@ _KNOWN = (
 )
 
 
-def check_horovod_args(arguments: Any) -> dict[str, Any]:
-    """Return the arguments for Horovod's DistributedOptimizer.
+def check_horovod_args(arguments: Mapping[str, Any]) -> None:
+    """Check the names of arguments of Horovod's DistributedOptimizer.
 
     Raises:
-        TypeError: if they are no dict.
         ValueError: if one of them is unknown.
     """
-    if arguments is not None and not isinstance(arguments, dict):
-        raise TypeError(f"register(horovod_args=...) must be a dict, but it is {arguments!r}.")
-    given = dict(arguments or {})
-    if unknown := [name for name in given if name not in _KNOWN]:
+    if unknown := [name for name in arguments if name not in _KNOWN]:
         raise ValueError(
             f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "
             f"{', '.join(map(repr, _KNOWN))}."
         )
-    return given
 
 
 class HorovodExchange:

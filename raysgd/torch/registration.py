@@ -19,9 +19,9 @@ from raysgd.loop.registration import Registration, Settings, shaped_like
 from raysgd.loop.state import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.checks import (
-    check_plateau,
     check_static_graphs,
-    check_still_frozen,
+    check_step_freq,
+    check_untrained,
     checked,
     is_trained,
     warn_of_strangers,
@@ -59,7 +59,7 @@ class TorchRegistration(Registration):
         self._trains_criterion = False
         self._required: dict[int, dict[str, bool]] = {}
         self._wrapping: list[ddp.Wrapping | None] = []
-        self._frozen: list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]] = []
+        self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._buffers = BufferLog()
         self.optimization = Optimization(
             create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
@@ -80,17 +80,15 @@ class TorchRegistration(Registration):
         horovod_args: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
-        if self.registered:
-            raise RuntimeError(
-                "register() was called twice; pass lists to register several models."
-            )
+        self.check_unregistered()
         if isinstance(criterion, type):
             raise TypeError(
                 f"register(criterion=...) must be an object, not a class: {criterion.__name__}()."
             )
         if criterion is not None and not callable(criterion):
             raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
-        for name, given in (("ddp_args", ddp_args), ("apex_args", apex_args)):
+        own_arguments = {"ddp_args": ddp_args, "apex_args": apex_args, "horovod_args": horovod_args}
+        for name, given in own_arguments.items():
             if given is not None and not isinstance(given, dict):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
         modules = checked("models", models, torch.nn.Module)
@@ -99,33 +97,15 @@ class TorchRegistration(Registration):
         self._trains_criterion = is_trained(criterion, self.optimizers, modules)
         if self._trains_criterion:
             modules.append(criterion)
-        self.models = [self._placed(model) for model in modules]
+        self.models = [model.to(self.settings.device) for model in modules]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
-            if self.settings.options.scheduler_step_freq is None:
-                raise ValueError(
-                    "register(schedulers=...) needs to know when to step them: pass "
-                    'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
-                )
-            check_plateau(self.schedulers, self.settings.options.scheduler_step_freq)
+            check_step_freq(self.schedulers, self.settings.options.scheduler_step_freq)
         self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
-        arguments = check_horovod_args(horovod_args)
-        if self.settings.options.use_horovod and self.settings.context.distributed:
-            self.optimization.exchanges = {
-                id(optimizer): HorovodExchange(
-                    optimizer, self.models, arguments, self.optimization.accumulation_steps
-                )
-                for optimizer in self.optimizers
-            }
-        elif self.settings.options.wrap_ddp and self.settings.context.distributed:
-            self.models = [
-                *(self._wrapped(model, ddp_args or {}) for model in self.given_models),
-                *(
-                    self._wrapped(criterion, ddp_args or {}, ddp.ReplicatedCriterion)
-                    for criterion in self._criterions
-                ),
-            ]
+        check_horovod_args(horovod_args or {})
+        if self.context.distributed:
+            self._average(ddp_args or {}, horovod_args or {})
         # now, since setup may go on to freeze some
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
@@ -148,9 +128,24 @@ class TorchRegistration(Registration):
         """The models that were registered as such; a criterion that is trained is one besides."""
         return self.models[: len(self.models) - self._trains_criterion]
 
-    @property
-    def _criterions(self) -> list[torch.nn.Module]:
-        return self.models[len(self.models) - self._trains_criterion :]
+    def _average(self, ddp_args: dict[str, Any], horovod_args: dict[str, Any]) -> None:
+        """Let the workers average the gradients of what is registered."""
+        if self.settings.options.use_horovod:
+            self.optimization.exchanges = {
+                id(optimizer): HorovodExchange(
+                    optimizer, self.models, horovod_args, self.optimization.accumulation_steps
+                )
+                for optimizer in self.optimizers
+            }
+        elif self.settings.options.wrap_ddp:
+            device, count = self.settings.device, len(self.given_models)
+            self.models = [
+                *(ddp.wrapped(model, device, ddp_args) for model in self.models[:count]),
+                *(
+                    ddp.wrapped(criterion, device, ddp_args, ddp.ReplicatedCriterion)
+                    for criterion in self.models[count:]
+                ),
+            ]
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""
@@ -167,15 +162,13 @@ class TorchRegistration(Registration):
             else None
             for m in self.models
         ]
-        settings = self.settings
-        by_wrappers = settings.options.wrap_ddp and settings.context.distributed
-        averages = by_wrappers and not self.optimization.exchanges
-        self._frozen = self._not_averaged() if averages else []
+        wraps = self.settings.options.wrap_ddp and self.context.distributed
+        self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
         if self.optimization.accumulation_steps > 1:
             check_static_graphs(self.models)
 
-    def _not_averaged(self) -> list[tuple[int, torch.nn.Module, list[torch.nn.Parameter]]]:
-        """Return, by model, the parameters that no wrapper averages, each model with its index."""
+    def _not_averaged(self) -> list[tuple[int, torch.nn.Parameter]]:
+        """Return the parameters that no wrapper averages, each with the index of its model."""
         averaged = {
             id(parameter)
             for model, wrapping in zip(self.models, self._wrapping, strict=True)
@@ -183,16 +176,18 @@ class TorchRegistration(Registration):
             for name, parameter in ddp.unwrap(model).named_parameters()
             if wrapping.required.get(name, True)
         }
-        found = (
-            (index, ddp.unwrap(model), [p for p in model.parameters() if id(p) not in averaged])
+        return [
+            (index, parameter)
             for index, model in enumerate(self.models)
-        )
-        return [(index, model, parameters) for index, model, parameters in found if parameters]
+            for parameter in model.parameters()
+            if id(parameter) not in averaged
+        ]
 
     def check_averaged(self) -> None:
         """Refuse to train what was frozen when it was registered, also before others join."""
-        if self._frozen:
-            check_still_frozen(self._frozen, self.optimizers)
+        unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
+        if unfrozen:
+            check_untrained(unfrozen, [ddp.unwrap(m) for m in self.models], self.optimizers)
 
     def share_unwrapped(self) -> None:
         """Give every rank the frozen models of rank 0; DistributedDataParallel did the others.
@@ -210,7 +205,7 @@ class TorchRegistration(Registration):
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader."""
-        context, share = self.settings.context, self.settings.batch_share
+        context = self.context
         return wrap_loader(
             loader,
             training=training,
@@ -218,34 +213,12 @@ class TorchRegistration(Registration):
             world_size=context.world_size,
             rank=context.world_rank,
             seed=self.seed,
-            batch_share=share,
+            batch_share=self.settings.batch_share,
         )
 
     def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
         """Return a DataLoader over a data set that was given with a call."""
         return dataset_loader(dataset)
-
-    def _placed(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.to(self.settings.device)
-
-    def _wrapped(
-        self,
-        model: torch.nn.Module,
-        arguments: dict[str, Any],
-        kind: type[ddp.ReplicatedModel] = ddp.ReplicatedModel,
-    ) -> torch.nn.Module:
-        if isinstance(model, DistributedDataParallel) or not any(
-            parameter.requires_grad for parameter in model.parameters()
-        ):
-            return model  # DistributedDataParallel refuses a model that is not trained
-        index = self.settings.device.index
-        device_ids = None if index is None else [index]
-        given = {"device_ids": device_ids, **arguments}
-        # a loss may be called several times in a step, which must not change what it holds
-        stays = kind is ddp.ReplicatedCriterion or ddp.only_running_statistics(model)
-        if stays and "broadcast_buffers" not in given:
-            given.setdefault("forward_sync_buffers", False)
-        return kind(model, **given)
 
     # ---- committed steps
 

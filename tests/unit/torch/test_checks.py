@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.registration import shaped_like
-from raysgd.torch.checks import check_plateau, check_static_graphs, checked
+from raysgd.torch.checks import check_static_graphs, check_step_freq, checked
 
 MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
 
@@ -47,10 +47,10 @@ def test_a_scheduler_of_plateaus_steps_with_a_metric_alone():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    check_plateau([constant, plateau], "manual")
-    check_plateau([constant], "epoch")
+    check_step_freq([constant, plateau], "manual")
+    check_step_freq([constant], "epoch")
     with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
-        check_plateau([constant, plateau], "epoch")
+        check_step_freq([constant, plateau], "epoch")
 
 
 def test_a_wrapper_with_a_static_graph_cannot_accumulate(process_group):
