@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "ReplicatedCriterion",
     "ReplicatedModel",
-    "Wrapping",
+    "averaged_parameters",
     "no_forward_sync",
     "only_running_statistics",
     "rebuild",
@@ -26,29 +25,7 @@ __all__ = [
     "unwrap",
     "without_buffers",
     "wrapped",
-    "wrapping",
-    "wrapping_arguments",
 ]
-
-
-# the wrapper's own hooks and mode, which the constructor of a module resets
-_KEPT = [name for name in vars(torch.nn.Module()) if "hook" in name or name == "training"]
-
-
-# stands for the process group of the time, of which a reference would keep the connections open
-_THE_GROUP = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wrapping:
-    """How a model was wrapped in DistributedDataParallel."""
-
-    arguments: dict[str, Any]
-    """The arguments of DistributedDataParallel."""
-    required: dict[str, bool]
-    """Whether a parameter required gradients then, by its name: those are averaged."""
-    comm_hooks: tuple[tuple[Callable[..., Any], Any], ...] = ()
-    """Communication hooks that user code registered, each with its state."""
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -156,28 +133,29 @@ def replicated(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def rebuild(model: DistributedDataParallel, wrapping: Wrapping) -> None:
-    """Build DistributedDataParallel anew, in place, for the process group that exists now.
+def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
+    """Build what communicates anew, in place, for the process group that exists now.
 
-    The object stays the same, so that references to it in user code stay good, and so do the
-    hooks of a module that user code gave it. What communicates is new, on every rank: a survivor's
-    bucket order follows the order in which gradients came in its first step and that of a
-    replacement worker does not, so that a reducer that was kept would add up the wrong parameters
-    without an error.
+    The object stays the same, so that references to it in user code stay good, and so do its
+    settings and hooks. What communicates is new, on every rank: a survivor's bucket order follows
+    the order in which gradients came in its first step and that of a replacement worker does not,
+    so that a reducer that was kept would add up the wrong parameters without an error.
+
+    Args:
+        model: the wrapper.
+        required: see `averaged_parameters`.
     """
-    module = model.module
-    held = {name: vars(model)[name] for name in _KEPT}
-    _remove_hooks_of(model)
-    try:
-        with _requiring_gradients(module, wrapping.required):
-            DistributedDataParallel.__init__(
-                model, module, **{**wrapping.arguments, "init_sync": False}
-            )
-    finally:
-        vars(model).update(held)
-    for hook, state in wrapping.comm_hooks:
-        if state is None or state is _THE_GROUP:
-            model.register_comm_hook(None if state is None else model.process_group, hook)
+    group, comm_hooks = model.process_group, model._comm_hooks
+    kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
+    with _requiring_gradients(model.module, required):
+        model.__setstate__(kept)  # torch's own way to do it, for a wrapper that was unpickled
+    model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
+    model._comm_hooks = []
+    for hook, state in comm_hooks:
+        if state is None or model.mixed_precision is not None:  # whose one hook is its own
+            model.register_comm_hook(state, hook)
+        elif state is group:
+            model.register_comm_hook(model.process_group, hook)
         else:
             warnings.warn(
                 f"The communication hook {getattr(hook, '__name__', hook)!r} is left out from now "
@@ -186,15 +164,8 @@ def rebuild(model: DistributedDataParallel, wrapping: Wrapping) -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def _remove_hooks_of(model: DistributedDataParallel) -> None:
-    """Remove the hooks of mixed precision, which DistributedDataParallel sets anew."""
-    for module in model.module.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if getattr(hook, "__self__", None) is model:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if model.mixed_precision is not None:
+        model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
 
 
 @contextlib.contextmanager
@@ -216,8 +187,10 @@ def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
-def wrapping(model: DistributedDataParallel, required: dict[str, bool] | None = None) -> Wrapping:
-    """Return how `model` was wrapped, so that it can be built anew.
+def averaged_parameters(
+    model: DistributedDataParallel, required: dict[str, bool] | None = None
+) -> dict[str, bool]:
+    """Return of which parameters a wrapper averages the gradients, by their names.
 
     Args:
         model: as it is at the end of `setup`, which is the same on replacement workers.
@@ -228,43 +201,11 @@ def wrapping(model: DistributedDataParallel, required: dict[str, bool] | None = 
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
     if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
         # user code wrapped it, and has frozen others since: any may be averaged
-        required = {name: _can_be_trained(p) for name, p in model.module.named_parameters()}
-    return Wrapping(
-        arguments=wrapping_arguments(model),
-        required=required,
-        comm_hooks=tuple(
-            (hook, _THE_GROUP if state is model.process_group else state)
-            for hook, state in model._comm_hooks
-            if model.mixed_precision is None  # which registers a hook of its own
-        ),
-    )
-
-
-def _can_be_trained(parameter: torch.nn.Parameter) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
-def wrapping_arguments(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return the arguments with which a wrapped model can be built anew.
-
-    Those that name a process group are not among them: it is gone when they are used.
-    """
-    caps = [cap / 2**20 for cap in model.bucket_bytes_cap_list]
-    cap = None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20
-    return {
-        "device_ids": model.device_ids,
-        "output_device": model.output_device,
-        "dim": model.dim,
-        "bucket_cap_mb": cap,
-        "bucket_cap_mb_list": caps or None,
-        "find_unused_parameters": model.find_unused_parameters,
-        "gradient_as_bucket_view": model.gradient_as_bucket_view,
-        "static_graph": model.static_graph,
-        "forward_sync_buffers": model.forward_sync_buffers,
-        "mixed_precision": model.mixed_precision,
-        "skip_all_reduce_unused_params": model.skip_all_reduce_unused_params,
-        "batched_grad_copy": model.batched_grad_copy,
-    }
+        return {
+            name: parameter.is_floating_point() or parameter.is_complex()
+            for name, parameter in model.module.named_parameters()
+        }
+    return required
 
 
 @contextlib.contextmanager

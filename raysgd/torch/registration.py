@@ -58,7 +58,7 @@ class TorchRegistration(Registration):
         self.schedulers: list[Any] = []
         self._trains_criterion = False
         self._required: dict[int, dict[str, bool]] = {}
-        self._wrapping: list[ddp.Wrapping | None] = []
+        self._averaged: list[dict[str, bool] | None] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._buffers = BufferLog()
         self.optimization = Optimization(
@@ -156,8 +156,8 @@ class TorchRegistration(Registration):
             if isinstance(value, DistributedDataParallel)
         }
         self.models = [wrapped.get(id(model), model) for model in self.models]
-        self._wrapping = [
-            ddp.wrapping(m, self._required.get(id(m)))
+        self._averaged = [
+            ddp.averaged_parameters(m, self._required.get(id(m)))
             if isinstance(m, DistributedDataParallel)
             else None
             for m in self.models
@@ -171,10 +171,10 @@ class TorchRegistration(Registration):
         """Return the parameters that no wrapper averages, each with the index of its model."""
         averaged = {
             id(parameter)
-            for model, wrapping in zip(self.models, self._wrapping, strict=True)
-            if wrapping is not None
+            for model, names in zip(self.models, self._averaged, strict=True)
+            if names is not None
             for name, parameter in ddp.unwrap(model).named_parameters()
-            if wrapping.required.get(name, True)
+            if names.get(name, True)
         }
         return [
             (index, parameter)
@@ -303,9 +303,9 @@ class TorchRegistration(Registration):
         super().enter(context, batch_share)
         for exchange in self.optimization.exchanges.values():
             exchange.rebuild()
-        for model, wrapping in zip(self.models, self._wrapping, strict=True):
-            if isinstance(model, DistributedDataParallel) and wrapping is not None:
-                ddp.rebuild(model, wrapping)
+        for model, names in zip(self.models, self._averaged, strict=True):
+            if isinstance(model, DistributedDataParallel) and names is not None:
+                ddp.rebuild(model, names)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.

@@ -226,7 +226,7 @@ def test_a_wrapper_is_rebuilt_in_place(process_group):
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())
     reducer = wrapped.reducer
-    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     assert wrapped.module is module
     assert wrapped.reducer is not reducer
     assert not wrapped.training
@@ -269,7 +269,7 @@ def test_the_users_arguments_survive_a_rebuild(process_group, arguments):
         }
 
     before = settings()
-    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     assert settings() == before
 
 
@@ -280,7 +280,7 @@ def test_mixed_precision_survives_a_rebuild(process_group):
         torch.nn.Sequential(torch.nn.Linear(2, 2)), mixed_precision=config
     )
     before = [len(module._forward_pre_hooks) for module in wrapped.module.modules()]
-    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     assert wrapped.mixed_precision is config
     assert [len(module._forward_pre_hooks) for module in wrapped.module.modules()] == before
     assert [len(m._forward_pre_hooks_with_kwargs) for m in wrapped.module.modules()] == before
@@ -292,11 +292,11 @@ def test_what_was_frozen_meanwhile_is_still_averaged_after_a_rebuild(process_gro
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].bias.requires_grad_(False)
     wrapped = ddp.ReplicatedModel(model)
-    wrapping = ddp.wrapping(wrapped)
-    for frozen in (["0.weight"], list(wrapping.required), []):
+    required = ddp.averaged_parameters(wrapped)
+    for frozen in (["0.weight"], list(required), []):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
-        ddp.rebuild(wrapped, wrapping)
+        ddp.rebuild(wrapped, required)
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (name not in frozen)
         assert num_averaged(wrapped) == 3
@@ -321,7 +321,7 @@ def gradients():
 join("first")
 model = torch.nn.Linear(2, 1)
 wrapped = ddp.ReplicatedModel(model)
-wrapping = ddp.wrapping(wrapped)
+required = ddp.averaged_parameters(wrapped)
 assert gradients() == [[[1.5, 1.5]], [1.0]]
 dist.destroy_process_group()
 join("second")
@@ -329,7 +329,7 @@ if rank == 0:
     model.requires_grad_(False)
 else:
     model.bias.requires_grad_(False)
-ddp.rebuild(wrapped, wrapping)
+ddp.rebuild(wrapped, required)
 model.requires_grad_(True)
 assert gradients() == [[[1.5, 1.5]], [1.0]]
 dist.barrier()
@@ -345,12 +345,12 @@ def test_workers_that_had_frozen_different_parameters_average_all_of_them():
 def test_a_rebuild_that_fails_leaves_what_requires_gradients(process_group, monkeypatch):
     model = torch.nn.Linear(2, 2)
     wrapped = ddp.ReplicatedModel(model)
-    wrapping = ddp.wrapping(wrapped)
+    required = ddp.averaged_parameters(wrapped)
     model.requires_grad_(False)
     hook = wrapped.register_forward_hook(lambda *_: None)
     monkeypatch.setattr(DistributedDataParallel, "_ddp_init_helper", None)
     with pytest.raises(TypeError):
-        ddp.rebuild(wrapped, wrapping)
+        ddp.rebuild(wrapped, required)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert list(wrapped._forward_hooks) == [hook.id]
 
@@ -362,7 +362,7 @@ def test_a_wrapper_of_user_code_that_was_frozen_before_it_was_seen_is_rebuilt(
     wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
     for name in frozen:
         getattr(wrapped.module, name).requires_grad_(False)
-    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     for name, parameter in wrapped.module.named_parameters():
         assert parameter.requires_grad == (name not in frozen)
     assert num_averaged(wrapped) == 2
@@ -372,10 +372,10 @@ def test_what_a_wrapper_ignores_is_ignored_after_a_rebuild(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model._ddp_params_and_buffers_to_ignore = ["0.bias"]
     wrapped = DistributedDataParallel(model)
-    wrapping = ddp.wrapping(wrapped)
-    assert wrapping.required == {"0.weight": True, "0.bias": True}
+    required = ddp.averaged_parameters(wrapped)
+    assert required == {"0.weight": True, "0.bias": True}
     model.requires_grad_(False)
-    ddp.rebuild(wrapped, wrapping)
+    ddp.rebuild(wrapped, required)
     assert num_averaged(wrapped) == 1
 
 
@@ -388,7 +388,7 @@ def test_hooks_of_the_wrapper_survive_a_rebuild(process_group):
         wrapped.register_full_backward_hook(lambda *_: seen.append("backward")),
         wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved")),
     ]
-    ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
     wrapped.state_dict()
     assert seen == ["before", "after", "backward", "saved"]
@@ -410,15 +410,15 @@ def test_communication_hooks_without_a_state_of_their_own_survive_a_rebuild(proc
         wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
         wrapped.register_comm_hook(state_of(wrapped), hook)
         states = []
-        wrapping = ddp.wrapping(wrapped)
+        required = ddp.averaged_parameters(wrapped)
         for _ in range(2):
-            ddp.rebuild(wrapped, wrapping)
+            ddp.rebuild(wrapped, required)
         wrapped(torch.ones(1, 2)).sum().backward()
         assert states == [state_of(wrapped)]
     wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
     wrapped.register_comm_hook({}, hook)
     with pytest.warns(RuntimeWarning, match="hook 'hook' is left out.*of dict"):
-        ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+        ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     states.clear()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert not states
@@ -466,7 +466,7 @@ def test_what_is_set_on_a_wrapped_loss_is_set_on_the_loss(process_group):
         wrapped.margin = wrapped.margin + 0.2
         wrapped.weight = wrapped.weight * 2
         wrapped.note = "of the wrapper"
-        ddp.rebuild(wrapped, ddp.wrapping(wrapped))
+        ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     assert (loss.margin, loss.weight.item()) == (pytest.approx(0.5), 4)
     assert wrapped.note == "of the wrapper"
     assert not hasattr(loss, "note")
