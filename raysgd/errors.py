@@ -36,6 +36,17 @@ __all__ = [
 class RaySGDError(Exception):
     """Base of every error that raysgd itself raises at run time."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the fields when the error crosses processes."""
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(fields)
+    return error
+
 
 class WorkerLostError(RaySGDError, RuntimeError):
     """A worker process or its node died.
@@ -56,10 +67,6 @@ class WorkerLostError(RaySGDError, RuntimeError):
         self.node_id = node_id
         self.cause = cause
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error crosses processes."""
-        return type(self), (str(self), self.rank, self.node_id, self.cause)
-
 
 class WorkerTimeoutError(RaySGDError, TimeoutError):
     """Workers did not answer within the bound of a wait.
@@ -73,10 +80,6 @@ class WorkerTimeoutError(RaySGDError, TimeoutError):
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.waited_s = waited_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error crosses processes."""
-        return type(self), (str(self), self.ranks, self.waited_s)
 
 
 class CollectiveError(RaySGDError, RuntimeError):
@@ -104,10 +107,6 @@ class InsufficientResourcesError(RaySGDError, RuntimeError):
         self.total = dict(total)
         self.available = dict(available)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error crosses processes."""
-        return type(self), (str(self), self.requested, self.total, self.available)
-
 
 class CheckpointError(RaySGDError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not belong to this trainer."""
@@ -128,10 +127,6 @@ class CallbackError(RaySGDError, RuntimeError):
         super().__init__(message)
         self.callback = callback
         self.hook = hook
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error crosses processes."""
-        return type(self), (str(self), self.callback, self.hook)
 
 
 class RemoteError(RaySGDError, RuntimeError):

@@ -84,11 +84,6 @@ class OperatorTrainer:
         controller.on_event = _telling(weakref.ref(self))
         controller.start()
 
-    @property
-    def _operator_name(self) -> str:
-        name: str = self._options.training_operator_cls.__qualname__
-        return name
-
     # ---- training
 
     @suggests
@@ -238,7 +233,7 @@ class OperatorTrainer:
                     self,
                     num_epochs,
                     self._validations,
-                    completed=lambda: self._num_completed,
+                    completed=lambda: self._controller.progress.epoch,
                     train=lambda: self.train(max_retries=max_retries, info=info),
                     validate=lambda: self.validate(info=info),
                 )
@@ -350,7 +345,7 @@ class OperatorTrainer:
         target = checkpoint.check_writable(path)
         self._writer.wait()  # before the copy, so that there is one at a time
         state = self._state(own=False)  # a copy, which nothing but the write uses
-        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self._operator_name)
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self.operator_name)
         write = checkpoint.prepare_write(state, target, manifest)
         if blocking:
             return write()
@@ -463,10 +458,11 @@ class OperatorTrainer:
             where = "shut down"
         else:
             where = f"{self.num_workers} of {self.max_workers} workers"
-        within = ", in another" if self._controller.progress.in_epoch else ""
-        done = f"{self._num_completed} epoch{'s' * (self._num_completed != 1)} done{within}"
+        progress = self._controller.progress
+        within = ", in another" if progress.in_epoch else ""
+        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)} done{within}"
         return (
-            f"<{type(self).__name__} of {self._operator_name}: {where}, {done}, "
+            f"<{type(self).__name__} of {self.operator_name}: {where}, {done}, "
             f"step {self.global_step}>"
         )
 
@@ -567,7 +563,8 @@ class OperatorTrainer:
     @property
     def operator_name(self) -> str:
         """Name of the operator's class."""
-        return self._operator_name
+        name: str = self._options.training_operator_cls.__qualname__
+        return name
 
     @property
     def epoch(self) -> int:
@@ -606,11 +603,6 @@ class OperatorTrainer:
         return self._stop_reason
 
     # ---- helpers
-
-    @property
-    def _num_completed(self) -> int:
-        """Epochs that are completed."""
-        return self._controller.progress.epoch
 
     def _show(self, hook: str, metrics: dict[str, Any], call: LastCall) -> None:
         """Show the result of a call to the callbacks, which may add to it."""

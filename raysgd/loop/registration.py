@@ -50,6 +50,10 @@ class Registration(ABC):
         self.validation_offset = 0
         self.global_step = 0
         self.seed = seed
+        self.accumulation_steps = 1
+        """Batches that make one update."""
+        self.scales = False
+        """Whether updates may be skipped since gradients overflowed."""
         self.meters: AverageMeterCollection | None = None
         self.steps: Steps | None = None
         """The segment of training under way."""
@@ -218,19 +222,9 @@ class Registration(ABC):
     # ---- committed steps
 
     @property
-    def accumulation_steps(self) -> int:
-        """Batches that make one update."""
-        return 1
-
-    @property
     def group_position(self) -> int:
         """Batches of the accumulation group before the one under way."""
         return 0
-
-    @property
-    def scales(self) -> bool:
-        """Whether updates may be skipped since gradients overflowed."""
-        return False
 
     @property
     def num_skipped(self) -> int:

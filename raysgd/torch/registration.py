@@ -64,6 +64,7 @@ class TorchRegistration(Registration):
         self.optimization = Optimization(
             create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
         )
+        self.scales = self.optimization.precision.scales
 
     # ---- registering
 
@@ -102,6 +103,7 @@ class TorchRegistration(Registration):
             self.schedulers = checked("schedulers", schedulers, None)
             check_step_freq(self.schedulers, self.settings.options.scheduler_step_freq)
         self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
+        self.accumulation_steps = accumulation_steps
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
@@ -133,7 +135,7 @@ class TorchRegistration(Registration):
         if self.settings.options.use_horovod:
             self.optimization.exchanges = {
                 id(optimizer): HorovodExchange(
-                    optimizer, self.models, horovod_args, self.optimization.accumulation_steps
+                    optimizer, self.models, horovod_args, self.accumulation_steps
                 )
                 for optimizer in self.optimizers
             }
@@ -164,7 +166,7 @@ class TorchRegistration(Registration):
         ]
         wraps = self.settings.options.wrap_ddp and self.context.distributed
         self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
-        if self.optimization.accumulation_steps > 1:
+        if self.accumulation_steps > 1:
             check_static_graphs(self.models)
 
     def _not_averaged(self) -> list[tuple[int, torch.nn.Parameter]]:
@@ -223,19 +225,9 @@ class TorchRegistration(Registration):
     # ---- committed steps
 
     @property
-    def accumulation_steps(self) -> int:
-        """Batches that make one update."""
-        return self.optimization.accumulation_steps
-
-    @property
     def group_position(self) -> int:
         """Batches of the accumulation group before the one under way."""
         return self.optimization.group.position
-
-    @property
-    def scales(self) -> bool:
-        """Whether updates may be skipped since gradients overflowed."""
-        return self.optimization.precision.scales
 
     @property
     def num_skipped(self) -> int:
