@@ -38,15 +38,12 @@ class Alone(Communication):
         super().__init__(tf.distribute.get_strategy(), 1, 0)
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the tensors."""
         return list(tensors)
 
     def gather(self, value: int) -> list[int]:
-        """Return the value."""
         return [value]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Make it."""
         return make()
 
 
@@ -90,7 +87,6 @@ class HorovodGroup(Communication):
         super().__init__(tf.distribute.get_strategy(), size, rank)
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the means, by Horovod's all-reduce."""
         import horovod.tensorflow as hvd
 
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
@@ -99,13 +95,11 @@ class HorovodGroup(Communication):
         return means
 
     def gather(self, value: int) -> list[int]:
-        """Return the values of all workers."""
         import horovod.tensorflow as hvd
 
         return [int(number) for number in hvd.allgather(tf.constant([value], tf.int64)).numpy()]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Broadcast it as a pickle."""
         from horovod.tensorflow.functions import broadcast_object
 
         return broadcast_object(make() if self.rank == leader else None, root_rank=leader)

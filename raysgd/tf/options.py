@@ -42,17 +42,14 @@ class TFOptions(Options):
             )
 
     def backends(self) -> tuple[str, ...]:
-        """See :meth:`raysgd.options.Options.backends`."""
         return ("tensorflow", "horovod")
 
     def own_gpus(self) -> bool:
-        """See :meth:`raysgd.options.Options.own_gpus`."""
         import tensorflow as tf
 
         return bool(tf.config.list_physical_devices("GPU"))
 
     def transport(self) -> Backend:
-        """See :meth:`raysgd.options.Options.transport`."""
         if self.use_horovod:
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
         return super().transport()

@@ -66,7 +66,6 @@ class KerasRegistration(Registration):
     # ---- registering
 
     def register(self, models: Any, optimizers: Any, criterion: Any, metrics: Any) -> Any:
-        """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
         self.models = listed(models)
         for model in self.models:
@@ -162,7 +161,6 @@ class KerasRegistration(Registration):
     # ---- data
 
     def wrap(self, loader: Any, training: bool) -> Source:
-        """Return the source of batches for a data set, arrays, or another iterable."""
         context, share = self.context, self.settings.batch_share
         size_and_rank = {"world_size": context.world_size, "rank": context.world_rank}
         if isinstance(loader, ItemSource):
@@ -183,7 +181,6 @@ class KerasRegistration(Registration):
         return UnsharedSource(loader)
 
     def dataset_loader(self, dataset: Dataset) -> ItemSource:
-        """Return a source over a data set that was given with a call."""
         context = self.context
         return ItemSource(dataset, world_size=context.world_size, rank=context.world_rank)
 
@@ -191,7 +188,6 @@ class KerasRegistration(Registration):
 
     @property
     def updated(self) -> bool:
-        """Whether every optimizer has stepped since the last commit."""
         return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
@@ -200,7 +196,6 @@ class KerasRegistration(Registration):
         self._stepped.add(id(optimizer))
 
     def commit(self, num_batches: int = 1) -> None:
-        """Count batches whose update is done."""
         self._stepped.clear()
         self.global_step += num_batches
 
@@ -227,7 +222,6 @@ class KerasRegistration(Registration):
     # ---- the other workers
 
     def minimum(self, value: int) -> int:
-        """Return the smallest `value` of all ranks."""
         return min(self.communication.gather(value))
 
     def sync_buffers(self) -> None:
@@ -251,27 +245,19 @@ class KerasRegistration(Registration):
         return copied_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        """Return a copy of a state."""
         return map_leaves(state, copied_leaf)
 
     def training_state(self) -> dict[str, Any]:
-        """Return models and optimizers as arrays, by number and name."""
         return {
             "models": [named_arrays(_variables_of(m)) for m in self.models],
             "optimizers": [named_arrays(_variables_of(o)) for o in self.optimizers],
         }
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        """Check that models and optimizers fit what is registered.
-
-        Raises:
-            CheckpointError: if they do not.
-        """
         for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
             check_parts(name, objects, state.get(name), _problem)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take over models and optimizers."""
         for model, arrays in zip(self.models, state["models"], strict=True):
             set_arrays(_variables_of(model), arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):

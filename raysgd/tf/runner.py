@@ -124,11 +124,9 @@ class TFRunner(OperatorRunner):
         return weights
 
     def rng_state(self) -> dict[str, Any]:
-        """Return the states of this worker's random number generators, as plain data."""
         return rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `rng_state` returned."""
         set_rng_state(state)
 
 

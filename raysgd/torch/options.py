@@ -44,11 +44,9 @@ class TorchOptions(Options):
             )
 
     def backends(self) -> tuple[str, ...]:
-        """See :meth:`raysgd.options.Options.backends`."""
         return ("auto", *(name for name in backend_names() if name != "tensorflow"))
 
     def own_gpus(self) -> bool:
-        """See :meth:`raysgd.options.Options.own_gpus`."""
         return torch.cuda.is_available()
 
     def decided(self) -> Self:

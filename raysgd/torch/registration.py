@@ -80,7 +80,6 @@ class TorchRegistration(Registration):
         max_grad_norm: Any = None,
         horovod_args: Any = None,
     ) -> Any:
-        """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
         if isinstance(criterion, type):
             raise TypeError(
@@ -206,7 +205,6 @@ class TorchRegistration(Registration):
             self._buffers.remember()
 
     def wrap(self, loader: Any, training: bool) -> Source:
-        """Return the source of batches for a loader."""
         context = self.context
         return wrap_loader(
             loader,
@@ -219,32 +217,26 @@ class TorchRegistration(Registration):
         )
 
     def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
-        """Return a DataLoader over a data set that was given with a call."""
         return dataset_loader(dataset)
 
     # ---- committed steps
 
     @property
     def group_position(self) -> int:
-        """Batches of the accumulation group before the one under way."""
         return self.optimization.group.position
 
     @property
     def num_skipped(self) -> int:
-        """Updates that were skipped."""
         return self.optimization.precision.num_skipped
 
     def end_segment(self) -> None:
-        """Let models exchange gradients again in whatever follows a segment of training."""
         self.optimization.end()
 
     @property
     def updated(self) -> bool:
-        """Whether every optimizer has stepped since the last commit."""
         return self.optimization.updated
 
     def begin_batch(self, position: int, planned: int, is_last: bool) -> None:
-        """Begin a batch of an accumulation group, see :meth:`Optimization.begin_batch`."""
         self.optimization.begin_batch(self.models, position, planned, is_last)
 
     def commit(self, num_batches: int = 1) -> None:
@@ -259,7 +251,6 @@ class TorchRegistration(Registration):
         self._buffers.remember_step()
 
     def roll_back(self) -> None:
-        """Take back what a step that was not committed left behind."""
         self._buffers.restore()
         self.optimization.roll_back()
 
@@ -277,15 +268,12 @@ class TorchRegistration(Registration):
             self._buffers.remember()
 
     def minimum(self, value: int) -> int:
-        """Return the smallest `value` of all ranks. Every rank must call it."""
         return collectives.minimum(value, self.settings.device)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     def validating(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which models do not communicate."""
         return ddp.no_forward_sync(self.models)
 
     # ---- generations
@@ -340,7 +328,6 @@ class TorchRegistration(Registration):
         return to_cpu(state) if self.context.in_driver else on_cpu(state)
 
     def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, schedulers and scaler, as they are on this device."""
         state: dict[str, Any] = {
             "models": [ddp.unwrap(model).state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -353,11 +340,6 @@ class TorchRegistration(Registration):
         return state
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        """Check that models, optimizers, schedulers and scaler fit what is registered.
-
-        Raises:
-            CheckpointError: if they do not.
-        """
         for name, objects in self._stateful(state):
             check_parts(name, objects, state.get(name, []), state_problem)
         key = self._scaler_key(state)

@@ -49,7 +49,6 @@ class TorchRunner(OperatorRunner):
                 torch.cuda.set_device(context.gpu_index)
 
     def setup(self, context: WorkerContext) -> None:
-        """Create the operator and run its ``setup``."""
         options = self._options
         config = worker_config(options.config, context.world_size)
         settings = OperatorSettings(
@@ -102,7 +101,6 @@ class TorchRunner(OperatorRunner):
     # ---- other calls
 
     def update_schedulers(self, metric: float) -> None:
-        """Step every scheduler with a metric, as ReduceLROnPlateau takes it."""
         for scheduler in self._registration.schedulers:
             scheduler.step(metric)
 
@@ -111,11 +109,9 @@ class TorchRunner(OperatorRunner):
         return [copied_to_cpu(ddp.unwrap(model)) for model in self._registration.given_models]
 
     def rng_state(self) -> dict[str, Any]:
-        """Return the states of this worker's random number generators, as plain data."""
         return rng_state()
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `rng_state` returned."""
         set_rng_state(state)
 
     @property

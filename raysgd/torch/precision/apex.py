@@ -46,12 +46,10 @@ class ApexAmp(Precision):
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled."""
         return True
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped so far."""
         return self._num_skipped
 
     def prepare(
@@ -60,7 +58,6 @@ class ApexAmp(Precision):
         optimizers: list[torch.optim.Optimizer],
         arguments: Mapping[str, Any] | None,
     ) -> list[torch.nn.Module]:
-        """Let Apex patch models and optimizers."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._on_update)
@@ -89,15 +86,12 @@ class ApexAmp(Precision):
         self._skipped = False
 
     def abandon(self) -> None:
-        """Count nothing."""
         self._skipped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of Apex's loss scalers."""
         return dict(self._amp.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of Apex's loss scalers."""
         self._amp.load_state_dict(dict(state))
 
     def _on_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

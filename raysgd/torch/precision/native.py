@@ -50,12 +50,10 @@ class NativeAmp(Precision):
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled."""
         return self.scaler is not None
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped so far. Waits for the device."""
         return int(self._committed_skipped.item())
 
     def prepare(
@@ -69,7 +67,6 @@ class NativeAmp(Precision):
         return super().prepare(models, optimizers, arguments)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return torch's autocast."""
         return torch.amp.autocast(self.device.type, dtype=self.dtype)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
@@ -115,16 +112,13 @@ class NativeAmp(Precision):
         self._checked.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; nothing where there is none."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a scaler's state."""
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
 
     def problem_with(self, state: Any) -> str:
-        """Say why a scaler's state cannot be taken over."""
         if problem := super().problem_with(state):
             return problem
         if missing := _STATE_KEYS - state.keys():
