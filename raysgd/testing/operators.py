@@ -57,10 +57,10 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
 
     check_tensorflow("run_operator")
     from raysgd.context import WorkerContext
-    from raysgd.tf.communication import Alone
+    from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
     from raysgd.tf.registration import TFSettings, build_operator
 
     options = TFOptions(use_fp16=use_fp16)
     settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
-    return build_operator(operator_cls, config, settings, Alone(), seed=0)
+    return build_operator(operator_cls, config, settings, Communication(), seed=0)

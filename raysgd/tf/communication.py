@@ -9,41 +9,32 @@ import tensorflow as tf
 
 from raysgd.context import WorkerContext
 
-__all__ = ["Alone", "Communication", "HorovodGroup", "StrategyGroup", "communication_of"]
+__all__ = ["Communication", "HorovodGroup", "StrategyGroup", "communication_of"]
 
 
 class Communication:
-    """What a step needs of the other workers. `strategy` is the one that everything runs under."""
+    """What a step needs of the other workers; this one is that of a worker alone.
 
-    def __init__(self, strategy: Any, size: int, rank: int) -> None:
-        self.strategy, self.size, self.rank = strategy, size, rank
+    Args:
+        strategy: the one that everything runs under; None for TensorFlow's default one.
+        size: number of workers.
+        rank: of this one.
+    """
+
+    def __init__(self, strategy: Any = None, size: int = 1, rank: int = 0) -> None:
+        self.strategy = tf.distribute.get_strategy() if strategy is None else strategy
+        self.size, self.rank = size, rank
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the means over the workers, in a graph and in a replica's context."""
-        raise NotImplementedError
-
-    def gather(self, value: int) -> list[int]:
-        """Return the values of all workers, by rank. Every worker must call it."""
-        raise NotImplementedError
-
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Return on every worker what `make` returns on the leader."""
-        raise NotImplementedError
-
-
-class Alone(Communication):
-    """One worker, and no strategy but TensorFlow's default one."""
-
-    def __init__(self) -> None:
-        super().__init__(tf.distribute.get_strategy(), 1, 0)
-
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
         return list(tensors)
 
     def gather(self, value: int) -> list[int]:
+        """Return the values of all workers, by rank. Every worker must call it."""
         return [value]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Return on every worker what `make` returns on the leader."""
         return make()
 
 
@@ -83,9 +74,6 @@ class StrategyGroup(Communication):
 class HorovodGroup(Communication):
     """The workers of a Horovod group, each under TensorFlow's default strategy."""
 
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__(tf.distribute.get_strategy(), size, rank)
-
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         import horovod.tensorflow as hvd
 
@@ -121,9 +109,9 @@ def communication_of(
         RuntimeError: if the strategy would train several replicas in this worker.
     """
     if not context.distributed:
-        return Alone()
+        return Communication()
     if use_horovod:
-        return HorovodGroup(context.world_size, context.world_rank)
+        return HorovodGroup(None, context.world_size, context.world_rank)
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout_s)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     if strategy.num_replicas_in_sync != context.world_size:

@@ -13,12 +13,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 def build():
     """A factory of operators that are set up in this process."""
     pytest.importorskip("tensorflow")
-    from raysgd.tf.communication import Alone
+    from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
     from raysgd.tf.registration import TFSettings, build_operator
 
     def make(operator_cls, config=None, seed=3, **options):
         settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))
-        return build_operator(operator_cls, config or {}, settings, Alone(), seed)
+        return build_operator(operator_cls, config or {}, settings, Communication(), seed)
 
     return make
