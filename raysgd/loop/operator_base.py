@@ -233,9 +233,6 @@ def class_from_creators(
         bases: of the class.
         creators: functions by the names of the arguments; None where one was not given.
         required: which of them must be given.
-
-    Raises:
-        TypeError: if one of them is no function.
     """
     for name, function in creators.items():
         if not callable(function) and (function is not None or name in required):
@@ -246,11 +243,7 @@ def class_from_creators(
 
 
 def created_loaders(created: Any) -> dict[str, Any]:
-    """Return what a ``data_creator`` has returned, as arguments of ``register_data``.
-
-    Raises:
-        ValueError: if it is more than a pair.
-    """
+    """Return what a ``data_creator`` has returned, as arguments of ``register_data``."""
     loaders = created if isinstance(created, tuple | list) else (created,)
     if len(loaders) > 2:
         raise ValueError(

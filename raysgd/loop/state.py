@@ -14,11 +14,7 @@ __all__ = ["check_parts", "check_position", "rng_state", "set_rng_state"]
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Check the counts of epochs and steps in a state.
-
-    Raises:
-        CheckpointError: if one of them is no count.
-    """
+    """Check the counts of epochs and steps in a state."""
     data = state.get("data") or {}
     counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
     if not isinstance(data, Mapping):

@@ -113,11 +113,7 @@ class CreatorOperator(TrainingOperator):
 
 
 def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:
-    """Make an operator class from functions.
-
-    Raises:
-        TypeError: if one of them is no function.
-    """
+    """Make an operator class from functions."""
     given = {"model_creator": model_creator, "data_creator": data_creator}
     made: type[CreatorOperator] = class_from_creators(
         "TFTrainer", (CreatorOperator,), given, required=("model_creator",)

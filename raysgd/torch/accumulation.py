@@ -104,12 +104,7 @@ class Group:
 
 
 def check_count(num_samples: Any) -> None:
-    """Check what ``backward`` was given as ``num_samples``.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is not positive and finite.
-    """
+    """Check what ``backward`` was given as ``num_samples``."""
     if num_samples is None:
         return
     if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):

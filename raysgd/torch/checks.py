@@ -23,11 +23,7 @@ __all__ = [
 
 
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
-    """Refuse models whose wrappers cannot leave out an exchange of gradients.
-
-    Raises:
-        ValueError: if there is one.
-    """
+    """Refuse models whose wrappers cannot leave out an exchange of gradients."""
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models):
         raise ValueError(
             "DistributedDataParallel with static_graph=True exchanges gradients in its first "
@@ -47,10 +43,7 @@ def check_untrained(
         unfrozen: the ids of those that required no gradients when they were registered and do now,
             with the index of their model.
         models: all that are registered.
-        optimizers: all that are registered.
-
-    Raises:
-        RuntimeError: if an optimizer has one of them.
+        optimizers: likewise.
     """
     trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for identity, index in unfrozen.items():
@@ -66,11 +59,7 @@ def check_untrained(
 
 
 def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
-    """Refuse schedulers where it is not said when they step, or without the metric they need.
-
-    Raises:
-        ValueError: if it is so.
-    """
+    """Refuse schedulers where it is not said when they step, or without the metric they need."""
     if frequency is None:
         raise ValueError(
             "register(schedulers=...) needs to know when to step them: pass "

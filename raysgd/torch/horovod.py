@@ -21,11 +21,7 @@ _KNOWN = (
 
 
 def check_horovod_args(arguments: Mapping[str, Any]) -> None:
-    """Check the names of arguments of Horovod's DistributedOptimizer.
-
-    Raises:
-        ValueError: if one of them is unknown.
-    """
+    """Check the names of arguments of Horovod's DistributedOptimizer."""
     if unknown := [name for name in arguments if name not in _KNOWN]:
         raise ValueError(
             f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "

@@ -62,11 +62,7 @@ class Optimization:
     def register(
         self, optimizers: list[torch.optim.Optimizer], accumulation_steps: Any, max_grad_norm: Any
     ) -> None:
-        """Take over what ``register`` was given.
-
-        Raises:
-            TypeError, ValueError: if one of them is not what it must be.
-        """
+        """Take over what ``register`` was given."""
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
             raise TypeError(
                 f"register(gradient_accumulation_steps={accumulation_steps!r}): must be an int."

@@ -28,6 +28,7 @@ class ApexAmp(Precision):
 
     state_key: ClassVar[str | None] = "amp_apex"
     name: ClassVar[str] = 'Apex (use_fp16="apex")'
+    scales = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(device)
@@ -43,10 +44,6 @@ class ApexAmp(Precision):
         self._num_updates: dict[int, int] = {}
         self._skipped = False
         self._num_skipped = 0
-
-    @property
-    def scales(self) -> bool:
-        return True
 
     @property
     def num_skipped(self) -> int:

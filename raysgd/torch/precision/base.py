@@ -29,14 +29,11 @@ class Precision:
     """Under which key of a saved state this precision's own state is."""
     name: ClassVar[str] = "full precision (use_fp16=False)"
     """The word for it in errors."""
+    scales: bool = False
+    """Whether the loss is scaled, so that a step can overflow and be skipped."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
-
-    @property
-    def scales(self) -> bool:
-        """Whether the loss is scaled, so that a step can overflow and be skipped."""
-        return False
 
     @property
     def num_skipped(self) -> int:

@@ -37,6 +37,7 @@ class NativeAmp(Precision):
         self.dtype = default if dtype is None else dtype
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         """The GradScaler; None for bfloat16, whose range is that of float32."""
+        self.scales = self.scaler is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
@@ -47,10 +48,6 @@ class NativeAmp(Precision):
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type)
-
-    @property
-    def scales(self) -> bool:
-        return self.scaler is not None
 
     @property
     def num_skipped(self) -> int:
