@@ -31,8 +31,7 @@ from raysgd.torch.loading import dataset_loader, wrap_loader
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
-from raysgd.torch.state import copied, on_cpu, to_cpu
-from raysgd.torch.state_checks import state_problem
+from raysgd.torch.state import copied, on_cpu, state_problem, to_cpu
 from raysgd.torch.undo import BufferLog
 
 __all__ = ["OperatorSettings", "TorchRegistration"]

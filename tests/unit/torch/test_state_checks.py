@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.state import check_parts
-from raysgd.torch.state_checks import state_problem
+from raysgd.torch.state import state_problem
 
 
 def check_fits(name, held, saved):
