@@ -183,18 +183,7 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check the operator class that a trainer is given.
-
-    Args:
-        trainer: its name.
-        operator_cls: what was given.
-        base: the class that it must be made from.
-        shown: where users find that.
-
-    Raises:
-        TypeError: if it is no such class.
-        NotImplementedError: if it does not override ``setup``.
-    """
+    """Check the class given to a trainer: a subclass of `base`, which users know as `shown`."""
     if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
         raise TypeError(
             f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
@@ -226,7 +215,7 @@ def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
 def class_from_creators(
     caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
 ) -> Any:
-    """Make an operator class that holds creator functions as ``_model_creator`` and the like.
+    """Make an operator class that holds creators as ``_model_creator`` and the like.
 
     Args:
         caller: whose arguments they are.

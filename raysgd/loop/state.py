@@ -44,9 +44,6 @@ def check_parts(
         objects: what is registered.
         saved: what the state has for them.
         problem_of: says why an object cannot take a state; nothing if it can.
-
-    Raises:
-        CheckpointError: if they are not as many, or one of them does not fit.
     """
     if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
         raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
