@@ -33,10 +33,6 @@ class Communication:
         """Return the values of all workers, by rank. Every worker must call it."""
         return [value]
 
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Return on every worker what `make` returns on the leader."""
-        return make()
-
 
 class StrategyGroup(Communication):
     """The workers of a ``MultiWorkerMirroredStrategy``."""
@@ -66,10 +62,6 @@ class StrategyGroup(Communication):
         (added,) = self._added([tf.constant(own, tf.int64)])
         return [int(number) for number in added.numpy()]
 
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Refuse: workers of a strategy begin together, and never join."""
-        raise RuntimeError("Workers of a TensorFlow strategy cannot join a group later.")
-
 
 class HorovodGroup(Communication):
     """The workers of a Horovod group, each under TensorFlow's default strategy."""
@@ -88,6 +80,7 @@ class HorovodGroup(Communication):
         return [int(number) for number in hvd.allgather(tf.constant([value], tf.int64)).numpy()]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Return on every worker what `make` returns on the leader."""
         from horovod.tensorflow.functions import broadcast_object
 
         return broadcast_object(make() if self.rank == leader else None, root_rank=leader)
