@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.torch.accumulation import Group, check_count
+from raysgd.torch.optimization import Group, check_count
 
 
 def effective_weights(sizes, planned, num_losses=1):
