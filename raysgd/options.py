@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -91,6 +91,10 @@ class Options(ABC):
     @abstractmethod
     def own_gpus(self) -> bool:
         """Say whether this process has GPUs."""
+
+    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the operator's class and the config."""
+        return self.training_operator_cls, self.config
 
     def transport(self) -> Backend:
         """Return how several workers communicate, where the backend is decided upon."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
+from raysgd.errors import CheckpointError
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 from raysgd.timers import TimerCollection
@@ -18,7 +19,7 @@ from raysgd.timers import TimerCollection
 if TYPE_CHECKING:
     from raysgd.loop.steps import Steps
 
-__all__ = ["Registration", "Settings", "listed", "shaped_like"]
+__all__ = ["Registration", "Settings", "check_parts", "listed", "shaped_like"]
 
 
 @dataclass
@@ -307,3 +308,28 @@ def shaped_like(given: Any, members: list[Any]) -> Any:
     if isinstance(given, tuple):
         return tuple(members)
     return members if isinstance(given, list) else members[0]
+
+
+def check_parts(
+    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
+) -> None:
+    """Check the states of all registered models, optimizers or schedulers.
+
+    Args:
+        name: which of them.
+        objects: what is registered.
+        saved: what the state has for them.
+        problem_of: says why an object cannot take a state; nothing if it can.
+    """
+    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
+        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
+    if len(saved) != len(objects):
+        raise CheckpointError(
+            f"The state has {len(saved)} {name}, and the operator registered {len(objects)}."
+        )
+    for index, (own, state) in enumerate(zip(objects, saved, strict=True)):
+        if problem := problem_of(own, state):
+            raise CheckpointError(
+                f"The state is of another trainer: its {name}[{index}] does not fit the registered "
+                f"{type(own).__name__}: {problem}."
+            )

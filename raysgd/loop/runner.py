@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from raysgd.cluster.serialization import unpicklable_key
+from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
@@ -17,7 +21,7 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots, full_state
-from raysgd.loop.state import check_position
+from raysgd.loop.state_checks import check_position
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 
@@ -44,9 +48,20 @@ class OperatorRunner(ABC):
     def setup(self, context: WorkerContext) -> None:
         """Create the operator and run its ``setup``."""
 
-    @abstractmethod
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
+        _, given = self._options.unwrapped()
+        config = worker_config(given, context.world_size)
+        if BATCH_SIZE in config:
+            self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
+        registration, position = self._registration, self._registration.position()
+        registration.enter(context, config.get(BATCH_SIZE))
+        if context.distributed:
+            self._follow(leader)
+        self._running.keep_iteration(moved=registration.position() != position)
+
+    def _follow(self, leader: int) -> None:  # noqa: B027
+        """Take over the state of rank `leader`. Every rank calls it."""
 
     def host(self, operator: Any) -> None:
         """Take over an operator that is set up."""
@@ -218,13 +233,17 @@ class OperatorRunner(ABC):
 
     # ---- state
 
-    @abstractmethod
     def rng_state(self) -> dict[str, Any]:
         """Return the states of this worker's random number generators, as plain data."""
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return {"python": random.getstate(), "numpy": numpy_state}
 
-    @abstractmethod
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `rng_state` returned."""
+        """Take over what `rng_state` returned, also where tuples and arrays have become others."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""

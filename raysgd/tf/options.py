@@ -67,9 +67,8 @@ class TFOptions(Options):
         vars(self).update(state)
 
     def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
-        """Return the operator's class and the config."""
         wrapped = vars(self).get("wrapped")
         if wrapped is None:
-            return self.training_operator_cls, self.config
+            return super().unwrapped()
         operator_cls, config = cloudpickle.loads(wrapped)
         return operator_cls, config

@@ -12,8 +12,7 @@ import tensorflow as tf
 from raysgd.data import Dataset
 from raysgd.data.source import Source, UnsharedSource
 from raysgd.loop.operator_base import create_operator
-from raysgd.loop.registration import Registration, Settings, listed, shaped_like
-from raysgd.loop.state import check_parts
+from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
 from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
 from raysgd.tf.communication import Communication, HorovodGroup
 from raysgd.tf.engine import Engine
@@ -161,6 +160,7 @@ class KerasRegistration(Registration):
     # ---- data
 
     def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a data set, arrays, or another iterable."""
         context, share = self.context, self.settings.batch_share
         size_and_rank = {"world_size": context.world_size, "rank": context.world_rank}
         if isinstance(loader, ItemSource):
@@ -181,6 +181,7 @@ class KerasRegistration(Registration):
         return UnsharedSource(loader)
 
     def dataset_loader(self, dataset: Dataset) -> ItemSource:
+        """Return a source over a data set that was given with a call."""
         context = self.context
         return ItemSource(dataset, world_size=context.world_size, rank=context.world_rank)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from raysgd.comm.tensorflow import check_tensorflow
@@ -13,7 +12,6 @@ from raysgd.context import WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.loop.snapshots import full_state
-from raysgd.loop.state import rng_state, set_rng_state
 from raysgd.tf.options import TFOptions
 
 __all__ = ["TFRunner"]
@@ -85,16 +83,6 @@ class TFRunner(OperatorRunner):
                 "shared out even then."
             )
 
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Go on after a failure: alone, or with Horovod in a new generation of the group."""
-        _, given = self._options.unwrapped()
-        config = worker_config(given, context.world_size)
-        if BATCH_SIZE in config:
-            self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
-        registration, position = self._registration, self._registration.position()
-        registration.enter(context, config.get(BATCH_SIZE))
-        self._running.keep_iteration(moved=registration.position() != position)
-
     def restart_state(self) -> dict[str, Any] | None:
         """Return the state for workers that start anew; None where there is none to go on from."""
         if self._loop is None:
@@ -122,12 +110,6 @@ class TFRunner(OperatorRunner):
         """Return the models' weights as arrays."""
         weights: list[dict[str, Any]] = self._registration.training_state()["models"]
         return weights
-
-    def rng_state(self) -> dict[str, Any]:
-        return rng_state()
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        set_rng_state(state)
 
 
 def _set_threads(context: WorkerContext) -> None:

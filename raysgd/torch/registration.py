@@ -15,8 +15,7 @@ from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import Registration, Settings, shaped_like
-from raysgd.loop.state import check_parts
+from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
 from raysgd.torch import collectives, ddp
 from raysgd.torch.checks import (
     check_static_graphs,
@@ -204,7 +203,8 @@ class TorchRegistration(Registration):
             self._buffers.remember()
 
     def wrap(self, loader: Any, training: bool) -> Source:
-        context = self.context
+        """Return the source of batches for a loader."""
+        context, share = self.settings.context, self.settings.batch_share
         return wrap_loader(
             loader,
             training=training,
@@ -212,10 +212,11 @@ class TorchRegistration(Registration):
             world_size=context.world_size,
             rank=context.world_rank,
             seed=self.seed,
-            batch_share=self.settings.batch_share,
+            batch_share=share,
         )
 
     def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
+        """Return a DataLoader over a data set that was given with a call."""
         return dataset_loader(dataset)
 
     # ---- committed steps

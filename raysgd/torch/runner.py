@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from raysgd.config import BATCH_SIZE, worker_config
@@ -17,7 +18,7 @@ from raysgd.torch import ddp
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
-from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state
+from raysgd.torch.state import copied_to_cpu
 
 __all__ = ["TorchRunner"]
 
@@ -62,8 +63,7 @@ class TorchRunner(OperatorRunner):
             # the order of the epochs must be one; each process drew a seed of its own
             registration = self._registration
             seed, data, batching = registration.from_rank(
-                lambda: (registration.seed, registration.fingerprint(), registration.batching()),
-                0,
+                lambda: (registration.seed, registration.fingerprint(), registration.batching()), 0
             )
             registration.reseed(seed)
             self._check_data(data)
@@ -74,29 +74,20 @@ class TorchRunner(OperatorRunner):
             else:
                 registration.share_unwrapped()
 
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Enter a new generation with the state of rank `leader`."""
-        config = worker_config(self._options.config, context.world_size)
-        if BATCH_SIZE in config:
-            self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
-        registration, position = self._registration, self._registration.position()
-        registration.enter(context, config.get(BATCH_SIZE))
-        if context.distributed:
-            state = registration.from_rank(self._shared_state, leader)
-            if context.world_rank != leader:
-                self._check_data(state["data"])
-                registration.set_batch_size(state["batching"])
-            # what is not replicated stays as each worker has it, and a replacement has nothing
-            follows = context.world_rank != leader and (
-                registration.replicated or registration.global_step == 0
-            )
-            registration.share_training_state(leader, follows)
-            if follows:
-                self.operator.load_state_dict(state["operator"])
-            if context.world_rank != leader:
-                registration.move_to(state["position"], state["global_step"])
-                self._running.join_call(state["call"])
-        self._running.keep_iteration(moved=registration.position() != position)
+    def _follow(self, leader: int) -> None:
+        registration, rank = self._registration, self._registration.context.world_rank
+        state = registration.from_rank(self._shared_state, leader)
+        if rank != leader:
+            self._check_data(state["data"])
+            registration.set_batch_size(state["batching"])
+        # what is not replicated stays as each worker has it, and a replacement has nothing
+        follows = rank != leader and (registration.replicated or registration.global_step == 0)
+        registration.share_training_state(leader, follows)
+        if follows:
+            self.operator.load_state_dict(state["operator"])
+        if rank != leader:
+            registration.move_to(state["position"], state["global_step"])
+            self._running.join_call(state["call"])
 
     # ---- other calls
 
@@ -109,10 +100,20 @@ class TorchRunner(OperatorRunner):
         return [copied_to_cpu(ddp.unwrap(model)) for model in self._registration.given_models]
 
     def rng_state(self) -> dict[str, Any]:
-        return rng_state()
+        state = super().rng_state()
+        kind, keys, *rest = state["numpy"]
+        # a tensor, since files with arrays cannot be read without running code
+        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        set_rng_state(state)
+        super().set_rng_state(state)
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
 
     @property
     def _registration(self) -> TorchRegistration:

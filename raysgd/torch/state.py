@@ -1,4 +1,4 @@
-"""State as data: random numbers, copies of tensors and models, and whether a state fits."""
+"""State: copies of tensors and models, and whether one fits."""
 
 from __future__ import annotations
 
@@ -8,42 +8,19 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
-from raysgd.loop import state as loop_state
 from raysgd.trees import deep_copied, map_leaves
 
 __all__ = [
     "copied",
     "copied_to_cpu",
     "on_cpu",
-    "rng_state",
-    "set_rng_state",
     "state_problem",
     "to_cpu",
 ]
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the states of this process's generators in types that load without being allowed."""
-    generators = loop_state.rng_state()
-    kind, keys, *rest = generators["numpy"]
-    generators["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
-    generators["torch"] = torch.get_rng_state()
-    if torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state()
-    return generators
-
-
-def set_rng_state(generators: Mapping[str, Any]) -> None:
-    """Take over what `rng_state` returned."""
-    torch.set_rng_state(generators["torch"])
-    loop_state.set_rng_state(generators)
-    if "cuda" in generators and torch.cuda.is_available():
-        torch.cuda.set_rng_state(generators["cuda"])
 
 
 def to_cpu(tree: Any) -> Any:

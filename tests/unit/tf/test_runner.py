@@ -1,4 +1,7 @@
-"""What hosts a TensorFlow operator: its copies of the state for a restart."""
+"""What hosts a TensorFlow operator: random numbers, and copies of the state for a restart."""
+
+import json
+import random
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
 from tests.tf_operators import Digits
+
+RUNNER = TFRunner(TFOptions())
 
 
 def make_runner(keras, lr=0.1):
@@ -48,3 +53,27 @@ def test_from_a_snapshot_training_goes_as_it_went_from_there(keras):
     other.load_state_dict(held)
     other.train(call=1, until_step=50)
     assert_same(other.state_dict(), now)
+
+
+def draws():
+    return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1)[0]
+
+
+def test_random_numbers_go_on_where_they_were():
+    draws()
+    state = RUNNER.rng_state()
+    expected = draws()
+    draws()
+    RUNNER.set_rng_state(state)
+    assert draws() == expected
+
+
+def test_random_states_may_have_become_lists_and_arrays_on_their_way():
+    state = RUNNER.rng_state()
+    expected = draws()
+    kind, keys, *rest = state["numpy"]
+    through = json.loads(
+        json.dumps({"python": state["python"], "numpy": [kind, keys.tolist(), *rest]})
+    )
+    RUNNER.set_rng_state(through)
+    assert draws() == expected

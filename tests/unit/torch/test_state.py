@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from raysgd.torch.state import copied_to_cpu, rng_state, set_rng_state, to_cpu
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.torch.state import copied_to_cpu, to_cpu
+
+RUNNER = TorchRunner(TorchOptions())
 
 
 def draws():
@@ -20,20 +24,20 @@ def draws():
 
 def test_random_numbers_go_on_where_they_were():
     draws()
-    state = rng_state()
+    state = RUNNER.rng_state()
     expected = draws()
     draws()
-    set_rng_state(state)
+    RUNNER.set_rng_state(state)
     assert draws() == expected
 
 
 def test_random_states_load_without_code():
-    state = rng_state()
+    state = RUNNER.rng_state()
     expected = draws()
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    set_rng_state(torch.load(buffer, weights_only=True))
+    RUNNER.set_rng_state(torch.load(buffer, weights_only=True))
     assert draws() == expected
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.state import check_parts
+from raysgd.loop.registration import check_parts
 from raysgd.torch.state import state_problem
 
 

@@ -1,15 +1,11 @@
-"""Counts of epochs and steps in a state that shall be loaded, and random numbers."""
+"""Counts of epochs and steps in a state that shall be loaded."""
 
-import json
-import random
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.state import check_position, rng_state, set_rng_state
+from raysgd.loop.state_checks import check_position
 
 COUNTS = st.integers(0, 10**12)
 PLACES = ("epoch", "offset", "validation_offset")
@@ -60,27 +56,3 @@ def test_seeds_of_loaders_that_are_no_counts_are_an_error(wrong):
 def test_data_that_holds_no_counts_is_an_error(data):
     with pytest.raises(CheckpointError, match="data must be a dict of counts, but it is"):
         check_position({"epoch": 0, "data": data})
-
-
-def draws():
-    return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1)[0]
-
-
-def test_random_numbers_go_on_where_they_were():
-    draws()
-    state = rng_state()
-    expected = draws()
-    draws()
-    set_rng_state(state)
-    assert draws() == expected
-
-
-def test_random_states_may_have_become_lists_and_arrays_on_their_way():
-    state = rng_state()
-    expected = draws()
-    kind, keys, *rest = state["numpy"]
-    through = json.loads(
-        json.dumps({"python": state["python"], "numpy": [kind, keys.tolist(), *rest]})
-    )
-    set_rng_state(through)
-    assert draws() == expected
