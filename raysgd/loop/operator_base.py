@@ -184,7 +184,8 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
     """Check the class given to a trainer: a subclass of `base`, which users know as `shown`."""
-    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+    fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
+    if not fits:
         raise TypeError(
             f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
             f"an instance), but it is {operator_cls!r}."

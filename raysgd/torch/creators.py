@@ -81,6 +81,7 @@ def creator_operator(
     elif issubclass(CreatorOperator, base):
         bases = (CreatorOperator,)
     required = ("model_creator", "optimizer_creator")
+    made: type[CreatorOperator]
     made = class_from_creators("from_creators", bases, creators, required)
     made._serialize_data_creation = serialize_data_creation
     return made

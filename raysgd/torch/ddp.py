@@ -165,7 +165,8 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
                 stacklevel=2,
             )
     if model.mixed_precision is not None:
-        model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
+        reducer: Any = model.reducer
+        reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
 
 
 @contextlib.contextmanager

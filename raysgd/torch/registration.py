@@ -62,7 +62,6 @@ class TorchRegistration(Registration):
         self.optimization = Optimization(
             create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
         )
-        self.scales = self.optimization.precision.scales
 
     # ---- registering
 
@@ -101,6 +100,7 @@ class TorchRegistration(Registration):
             check_step_freq(self.schedulers, self.settings.options.scheduler_step_freq)
         self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
         self.accumulation_steps = accumulation_steps
+        self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
