@@ -159,8 +159,8 @@ class Controller:
             self.shutdown(force=True)
             raise
 
-    def _start(self, timeout_s: float, queue: Any = None) -> None:
-        self._group.start(timeout_s, queue)
+    def _start(self, timeout_s: float) -> None:
+        self._group.start(timeout_s)
         self._number_members()
         self._first_step("create", [self._created] * len(self.members), "start")
         contexts = self._contexts(self.members)
@@ -675,35 +675,31 @@ class Controller:
         self._scale_up.stop()
         self._group.shutdown(force=True)
         self._call.metrics_start_step = {}
-        queue = self._group.queue()
-        try:
-            for number in range(config.max_attempts):
-                wait_s = backoff_s(number, config, random.random())
-                deadline = self._clock.monotonic() + wait_s
+        for number in range(config.max_attempts):
+            wait_s = backoff_s(number, config, random.random())
+            deadline = self._clock.monotonic() + wait_s
+            self._check_open()
+            try:
+                self._start(max(wait_s, 1.0))
+                self._load_snapshot()
+                break
+            except BaseException as error:
+                self._group.shutdown(force=True)
+                if not self._is_shut_down:
+                    self._broken().has_state = has_state
+                expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
+                if not (isinstance(error, expected) or is_loss(error)):
+                    raise
                 self._check_open()
-                try:
-                    self._start(max(wait_s, 1.0), queue)
-                    self._load_snapshot()
-                    break
-                except BaseException as error:
-                    self._group.shutdown(force=True)
-                    if not self._is_shut_down:
-                        self._broken().has_state = has_state
-                    expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
-                    if not (isinstance(error, expected) or is_loss(error)):
-                        raise
-                    self._check_open()
-                    self._mention_wait(_first_line(error), number, wait_s)
-                    last = error
-                while self._clock.monotonic() < deadline:
-                    self._check_open()
-                    self._clock.sleep(_BUSY_TICK_S)
-            else:
-                raise self._failed(
-                    f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
-                )
-        finally:
-            queue.clear()
+                self._mention_wait(_first_line(error), number, wait_s)
+                last = error
+            while self._clock.monotonic() < deadline:
+                self._check_open()
+                self._clock.sleep(_BUSY_TICK_S)
+        else:
+            raise self._failed(
+                f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
+            )
         if self._call.has_begun:  # what was measured in the call is gone
             since = dict.fromkeys(self.members, self.progress.global_step)
             self._call.metrics_start_step = since

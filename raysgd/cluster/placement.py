@@ -1,19 +1,17 @@
-"""Room for workers in the cluster: placement groups, and what to say when there is none."""
+"""Resources for workers in the cluster: placement groups, and what to say when there are none."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import re
 import socket
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
@@ -24,17 +22,17 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysgd.cluster.worker import group_size_here
+from raysgd.cluster.worker import is_worker_process
 from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
 
 __all__ = [
-    "Queue",
     "Reservation",
     "Slot",
     "connect",
-    "free_resources",
+    "demand",
     "gpus_in_cluster",
+    "overview",
     "reserve",
 ]
 
@@ -57,8 +55,9 @@ def connect() -> None:
         return
     # as ray.init() looks for one; of its own it would try for minutes where one has gone
     given = os.environ.get("RAY_ADDRESS")
+    last = _last_cluster()
     try:
-        _probe(given if given is not None else _last_cluster())
+        _probe(last if given is None else given)
     except OSError as error:
         if given is not None:
             raise ConnectionError(
@@ -67,7 +66,7 @@ def connect() -> None:
             ) from error
         logger.warning(
             "The cluster that was last started here, at %s, is gone: starting Ray on this machine.",
-            _last_cluster(),
+            last,
         )
         ray.init("local")
         return
@@ -115,11 +114,18 @@ def gpus_in_cluster() -> float:
 
 
 class Slot:
-    """Room for one worker; a worker that is lost leaves it to its successor."""
+    """Room for one worker; a worker that is lost leaves it to its successor.
+
+    Args:
+        group: a placement group.
+        index: of a bundle in it; -1: any that is free.
+    """
 
     def __init__(self, group: PlacementGroup, index: int) -> None:
         self._group = group
         self._index = index
+        self.last_node_id: str | None = None
+        """Ray's id of the node of the worker that has left it."""
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -130,45 +136,38 @@ class Slot:
 
     @property
     def node_id(self) -> str | None:
-        """Ray's id of the node that it is on; None where that is not one node, or not known."""
+        """Ray's id of the node that it is on; None where it is on none, or that is not known."""
         if self._index < 0:
+            return self.last_node_id
+        table = placement_group_table(self._group)
+        # while Ray looks for room in place of a node that was lost, what is on the others stays
+        if table.get("state") not in ("CREATED", "RESCHEDULING"):
             return None
-        nodes: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
-        return nodes.get(self._index)
+        nodes: dict[int, str] = table.get("bundles_to_node_id", {})
+        return nodes.get(self._index) or None
 
     @property
     def is_ready(self) -> bool:
         """Whether the room is there; it goes with a node that is lost, and comes with another."""
-        if self._index < 0:
-            return _is_created(self._group)
-        # while Ray looks for room in place of a node that was lost, what is on the others stays
-        table = placement_group_table(self._group)
-        nodes: dict[int, str] = table.get("bundles_to_node_id", {})
-        return table.get("state") in ("CREATED", "RESCHEDULING") and bool(nodes.get(self._index))
+        return _is_created(self._group) if self._index < 0 else self.node_id is not None
 
 
 class Reservation:
     """Room for workers: placement groups of our own, or the caller's (Tune's)."""
 
     def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
-        self._owned = [group] if owned else []
-        self._is_released = False
-        self._thread = threading.get_ident()
+        self.groups = [group] if owned else []
+        """Those of our own."""
         self.slots = [Slot(group, index) for index in indexes]
+        self._is_released = False
         _reservations.add(self)
-
-    def held_here(self) -> list[Mapping[str, float]]:
-        """Return what it holds if this thread made it, bundle by bundle."""
-        if self._thread != threading.get_ident():
-            return []
-        return [bundle for g in self._owned if _is_created(g) for bundle in g.bundle_specs]
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
         """Request room for one more worker; None where the room is the caller's."""
-        if not self._owned:
+        if not self.groups:
             return None
-        group = _request(bundle, 1)
-        self._owned.append(group)
+        group = placement_group([dict(bundle)], strategy="SPREAD")
+        self.groups.append(group)
         if self._is_released:  # by another thread meanwhile
             remove_placement_group(group)
             return None
@@ -178,7 +177,7 @@ class Reservation:
 
     def include(self, other: Reservation) -> None:
         """Take over the room of another reservation."""
-        self._owned += other._owned
+        self.groups += other.groups
         self.slots += other.slots
 
     def release(self, timeout_s: float = 10.0) -> None:
@@ -188,15 +187,19 @@ class Reservation:
         if not ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
-            for group in self._owned:
+            for group in self.groups:
                 remove_placement_group(group)
             deadline = time.monotonic() + timeout_s
-            while time.monotonic() < deadline and not all(map(_is_free, self._owned)):
-                time.sleep(0.02)
+            while time.monotonic() < deadline and not all(map(_is_free, self.groups)):
+                time.sleep(_POLL_S)
 
 
 _reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 """Those of this process that have not been released."""
+
+
+def _is_created(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def _is_free(group: PlacementGroup) -> bool:
@@ -206,41 +209,6 @@ def _is_free(group: PlacementGroup) -> bool:
     return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
 
 
-class Queue:
-    """Keeps a request for room that came to nothing in its place, for the next try.
-
-    Autoscalers add nodes for a request that stays. And one that is taken back in the moment in
-    which Ray serves it can cost its resources for good (seen with Ray 2.60): its group is gone, and
-    what it held is never free again.
-    """
-
-    def __init__(self) -> None:
-        self._group: PlacementGroup | None = None
-
-    def take(self, bundle: Mapping[str, float], size: int, strategy: str) -> PlacementGroup:
-        """Return a request for room of this kind, the one that waits here if it is for that."""
-        group, self._group = self._group, None
-        if group is not None and group.bundle_specs == [dict(bundle)] * size:
-            return group
-        if group is not None:
-            remove_placement_group(group)
-        return _request(bundle, size, strategy)
-
-    def leave(self, group: PlacementGroup) -> None:
-        """Let a request wait here."""
-        self._group = group
-
-    def __bool__(self) -> bool:
-        """Whether a request waits here."""
-        return self._group is not None
-
-    def clear(self) -> None:
-        """Take the request back that waits here."""
-        group, self._group = self._group, None
-        if group is not None and ray.is_initialized():
-            remove_placement_group(group)
-
-
 def reserve(
     bundle: Mapping[str, float],
     *,
@@ -248,7 +216,6 @@ def reserve(
     min_workers: int,
     timeout_s: float,
     strategy: str = "SPREAD",
-    queue: Queue | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
@@ -261,10 +228,9 @@ def reserve(
         bundle: what one worker needs.
         num_workers: the most workers.
         min_workers: the fewest.
-        timeout_s: how long to wait for room for these.
+        timeout_s: how long to wait for room for these. There is no wait where the cluster is this
+            process's own, and too small.
         strategy: how Ray shall place them, such as "SPREAD" or "PACK".
-        queue: where a request for `min_workers` that came to nothing waits for the next try, and
-            is found by it. Without one it is taken back.
         is_wanted: whether to go on waiting.
 
     Raises:
@@ -272,98 +238,100 @@ def reserve(
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
     """
     current = get_current_placement_group()
-    if current is not None and not group_size_here():
+    if current is not None and not is_worker_process():
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
-    _check_possible(bundle, min_workers, num_workers)
-    sizes = start_sizes(
-        num_workers,
-        min_workers,
-        capacity=workers_that_fit(ray.cluster_resources(), bundle),
-        free=workers_that_fit(ray.available_resources(), bundle),
-    )
-    waiting = Queue() if queue is None else queue
-    for size in () if waiting else sizes:
-        group = _request(bundle, size, strategy)
-        if _granted(group, min(_SETTLE_S, timeout_s), is_wanted):
-            if size < num_workers:
-                logger.warning(
-                    "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
-                    "for more now.",
-                    size,
-                    num_workers,
-                    _described(bundle),
-                    _described(ray.cluster_resources(), bundle),
-                )
-            return Reservation(group, range(size), owned=True)
-        if size == min_workers:
-            waiting.leave(group)
-        else:
-            remove_placement_group(group)
-    group = waiting.take(bundle, min_workers, strategy)
-    if _granted(group, deadline - time.monotonic(), is_wanted, log=True):
-        reservation = Reservation(group, range(min_workers), owned=True)
-        try:
-            for more in _granted_now(bundle, num_workers - min_workers, strategy):
-                reservation.include(Reservation(more, [0], owned=True))
-        except BaseException:  # Ctrl-C, most likely
-            reservation.release()
-            raise
-        return reservation
-    waiting.leave(group)
-    if queue is None:
-        waiting.clear()
+    capacity = workers_that_fit(ray.cluster_resources(), bundle)
+    free = workers_that_fit(ray.available_resources(), bundle)
+    if capacity < min_workers and _is_own_cluster():
+        raise _no_room("", bundle, min_workers, num_workers)
+    for size in start_sizes(num_workers, min_workers, capacity, free):
+        # the last one is the least that will do
+        left = deadline - time.monotonic()
+        wait_s = left if size == min_workers else min(left, _SETTLE_S)
+        group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted)
+        if group is None:
+            continue
+        if size < num_workers:
+            logger.warning(
+                "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
+                "for more now.",
+                size,
+                num_workers,
+                _described(bundle),
+                _described(ray.cluster_resources(), bundle),
+            )
+        return Reservation(group, range(size), owned=True)
     raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
-def _check_possible(bundle: Mapping[str, float], min_workers: int, num_workers: int) -> None:
-    """Raise where waiting for room is in vain: nothing that may end in the meantime holds it.
+def _is_own_cluster() -> bool:
+    """Whether this process has started the cluster, which then gets no further nodes."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+        return any(child.name() == "gcs_server" for child in psutil.Process().children())
+    return False
 
-    A cluster that this process started has the nodes that it has. What trainers of this thread
-    hold stays theirs while it waits here, and so does what the workers around it hold.
+
+def _granted(
+    bundles: Sequence[dict[str, float]],
+    strategy: str,
+    timeout_s: float,
+    is_wanted: Callable[[], bool],
+) -> PlacementGroup | None:
+    """Request room and wait for it; returns None where it does not come in time.
+
+    The request is taken back then, and also where the wait ends by an exception, such as Ctrl-C.
     """
-    node = getattr(ray._private.worker, "_global_node", None)
-    if not group_size_here() and (node is None or not node.is_head()):
-        return
-    total, held = ray.cluster_resources(), _sum([_held_here(), _held_around()])
-    left = {name: amount - held.get(name, 0) for name, amount in total.items()}
-    if workers_that_fit(left, bundle) < min_workers:
-        raise _no_room("", bundle, min_workers, num_workers)
+    group = placement_group(list(bundles), strategy=strategy)
+    is_granted = False
+    try:
+        started = mentioned = time.monotonic()
+        # its own wait() knows whole seconds alone
+        while not (is_granted := _is_created(group)):
+            now = time.monotonic()
+            if not is_wanted():
+                raise RuntimeError("The workers are shut down.")
+            if now - started >= timeout_s:
+                return None
+            if now - mentioned >= (_SETTLE_S if mentioned == started else _LOG_EVERY_S):
+                mentioned = now
+                left = timeout_s - (now - started)
+                what = " ".join([demand(bundles[0], len(bundles)), *_advice()])
+                logger.warning("Waiting up to %.0f s for %s", left, what)
+            time.sleep(_POLL_S)
+        return group
+    finally:
+        if not is_granted:
+            remove_placement_group(group)
 
 
-def _held_around() -> dict[str, float]:
-    """Return what the group holds that this process is a worker of; nothing where it is none."""
-    size, group = group_size_here(), get_current_placement_group()
-    if not size or group is None:
-        return {}
-    # its workers may be in several placement groups, of which this one is known here
-    own = group.bundle_specs[_own_bundle() or 0]
-    inside = _sum(group.bundle_specs)
-    return {name: max(amount, size * own.get(name, 0)) for name, amount in inside.items()}
-
-
-def _held_here() -> dict[str, float]:
-    """Return what trainers that this thread made, and has not shut down, hold."""
-    return _sum(bundle for kept in list(_reservations) for bundle in kept.held_here())
+def _advice() -> list[str]:
+    """Say what holds resources that the caller has some say in."""
+    advice = []
+    groups = [group for kept in list(_reservations) for group in kept.groups if _is_created(group)]
+    held = _sum(bundle for group in groups for bundle in group.bundle_specs)
+    if held:
+        advice.append(
+            f"Trainers that were made before and are not shut down hold {_described(held)}: call "
+            "their shutdown(), or make them in a with block."
+        )
+    if is_worker_process():
+        advice.append(
+            "The workers on one of which this trainer is made keep their resources meanwhile: "
+            "leave room beside them."
+        )
+    return advice
 
 
 def _no_room(
     when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
-    total, held = ray.cluster_resources(), _held_here()
-    said = [f"No room {when}for {_demand(bundle, min_workers)}"]
+    total = ray.cluster_resources()
+    said = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
         said.append(f"This is the least to start with, of up to {_plural(num_workers)}.")
-    if held and workers_that_fit(total, bundle) >= min_workers:
-        said.append(
-            f"Trainers that were made before and are not shut down hold {_described(held)}: call "
-            "their shutdown(), or make them in a with block."
-        )
-    if around := _held_around():
-        said.append(
-            f"The workers on one of which this trainer is made hold {_described(around)}, and "
-            "keep them meanwhile: leave room beside them."
-        )
+    if when:
+        said += _advice()
     said.append(
         "Use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "
         "resources_per_worker), or add nodes."
@@ -385,43 +353,47 @@ def _reserve_within(
     group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
 ) -> Reservation:
     """Take room in the placement group that the caller runs in, which never gets more."""
-    own = _own_bundle()
-    if own is None:  # anywhere in the group, as Ray sees fit
-        return Reservation(group, [-1] * num_workers, owned=False)
-    holds = [dict(held) for held in group.bundle_specs]
-    for name, taken in ray.get_runtime_context().get_assigned_resources().items():
-        holds[own][name] = holds[own].get(name, 0) - taken
-    indexes = [
-        index for index, held in enumerate(holds) for _ in range(workers_that_fit(held, bundle))
-    ]
-    if len(indexes) < min_workers:
+    taken = ray.get_runtime_context().get_assigned_resources()
+    bundles = group.bundle_specs
+    num_beside = _num_beside(bundles, taken, bundle)
+    if num_beside < min_workers:
+        total = _sum(bundles)
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
-            f"group that this trainer runs in: its bundles hold {len(indexes)} beside the caller. "
+            f"group that this trainer runs in: its bundles hold {num_beside} beside the caller. "
             "Give it a bundle for each worker.",
             requested=bundle,
-            total=_sum(group.bundle_specs),
-            available=_sum(holds),
+            total=total,
+            available={name: amount - taken.get(name, 0) for name, amount in total.items()},
         )
-    if len(indexes) < num_workers:
+    if num_beside < num_workers:
         logger.warning(
             "Starting with %d of %d workers, each with %s: there is no room for more in the "
             "placement group that this trainer runs in.",
-            len(indexes),
+            num_beside,
             num_workers,
             _described(bundle),
         )
-    return Reservation(group, indexes[:num_workers], owned=False)
+    # Ray knows which bundles are free
+    return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
 
 
-def _own_bundle() -> int | None:
-    """Return the index of the bundle that this process has been given, if it is a certain one."""
-    # get_assigned_resources() reads the same, and leaves the index out
-    held = ray.get_runtime_context().worker.core_worker.resource_ids()
-    for name in held:
-        if found := re.search(r"_group_(\d+)_[0-9a-f]+$", name):
-            return int(found[1])
-    return None
+def _num_beside(
+    bundles: Iterable[Mapping[str, float]],
+    taken: Mapping[str, float],
+    bundle: Mapping[str, float],
+) -> int:
+    """Return how many workers fit into `bundles` beside the caller, who has `taken` in one of them.
+
+    Ray does not say in which: in that where the fewest workers have to make way.
+    """
+    counts, fewer = [], []
+    for held in bundles:
+        counts.append(workers_that_fit(held, bundle))
+        left = {name: held.get(name, 0) - taken.get(name, 0) for name in {*held, *taken}}
+        if all(amount >= 0 for amount in left.values()):
+            fewer.append(counts[-1] - workers_that_fit(left, bundle))
+    return sum(counts) - min(fewer, default=0)
 
 
 def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -432,63 +404,8 @@ def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _request(bundle: Mapping[str, float], size: int, strategy: str = "SPREAD") -> PlacementGroup:
-    group: PlacementGroup = placement_group([dict(bundle)] * size, strategy=strategy)
-    return group
-
-
-def _granted(
-    group: PlacementGroup,
-    timeout_s: float,
-    is_wanted: Callable[[], bool] = lambda: True,
-    log: bool = False,
-) -> bool:
-    """Wait until there is the room that was requested, and return whether it came in time.
-
-    The request is taken back if the wait ends by an exception, such as Ctrl-C.
-    """
-    started = mentioned = time.monotonic()
-    try:
-        # its own wait() knows whole seconds alone
-        while not _is_created(group):
-            now = time.monotonic()
-            if not is_wanted():
-                raise RuntimeError("The workers are shut down.")
-            if now - started >= timeout_s:
-                return False
-            if log and (mentioned == started or now - mentioned >= _LOG_EVERY_S):
-                mentioned = now
-                left = timeout_s - (now - started)
-                demand = _demand(group.bundle_specs[0], group.bundle_count)
-                logger.warning("Waiting up to %.0f s for %s", left, demand)
-            time.sleep(_POLL_S)
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return True
-
-
-def _granted_now(bundle: Mapping[str, float], most: int, strategy: str) -> list[PlacementGroup]:
-    """Return room for further workers, of which each is a group by itself, as far as there is."""
-    free = workers_that_fit(ray.available_resources(), bundle)
-    groups = [_request(bundle, 1, strategy) for _ in range(min(most, free))]
-    deadline = time.monotonic() + _SETTLE_S
-    granted: list[PlacementGroup] = []
-    try:
-        granted = [g for g in groups if _granted(g, max(0.0, deadline - time.monotonic()))]
-    finally:
-        for group in groups:
-            if group not in granted:
-                remove_placement_group(group)
-    return granted
-
-
-def _is_created(group: PlacementGroup) -> bool:
-    state: str = placement_group_table(group).get("state", "REMOVED")
-    return state == "CREATED"
-
-
-def _demand(bundle: Mapping[str, float], size: int) -> str:
+def demand(bundle: Mapping[str, float], size: int = 1) -> str:
+    """Say what workers need and what is free, for messages."""
     return (
         f"{_plural(size)} with {_described(bundle)} each: the cluster has "
         f"{_described(ray.cluster_resources(), bundle)}, of which "
@@ -500,14 +417,7 @@ def _plural(num_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers > 1)}"
 
 
-def free_resources(bundle: Mapping[str, float]) -> str:
-    """Say what a worker needs and what is free, for messages."""
-    return _demand(bundle, 1)
-
-
 def _described(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:
     """Return resources as text; with `names`, those of them alone."""
-    shown: Mapping[str, Any] = (
-        resources if names is None else {name: resources.get(name, 0) for name in names}
-    )
+    shown = resources if names is None else {name: resources.get(name, 0) for name in names}
     return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"

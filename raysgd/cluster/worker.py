@@ -28,7 +28,7 @@ from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.imports import frozen_imports
 
-__all__ = ["Outcome", "Worker", "group_size_here"]
+__all__ = ["Outcome", "Worker", "is_worker_process"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
@@ -67,13 +67,12 @@ class Outcome:
         return error
 
 
-_GROUP_SIZE_HERE = 0
-"""Of the group that this process is a worker of; 0 in all other processes."""
+_is_worker_process = False
 
 
-def group_size_here() -> int:
-    """Return how many workers the group has that this process is one of; 0 where it is none."""
-    return _GROUP_SIZE_HERE
+def is_worker_process() -> bool:
+    """Whether this process is a worker of ours."""
+    return _is_worker_process
 
 
 class Worker:
@@ -118,6 +117,8 @@ class Worker:
 
         def create() -> None:
             if self._remote:
+                global _is_worker_process
+                _is_worker_process = True
                 end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
             function: Callable[[], None] | None = _unpickled(hook)
@@ -158,12 +159,9 @@ class Worker:
 
         A replacement worker sets up `alone`, in a group of one, while the others train.
         """
-        global _GROUP_SIZE_HERE
         with self._generation_lock:
             self._generation = context.generation
         self._rank = context.world_rank
-        if self._remote:
-            _GROUP_SIZE_HERE = context.world_size
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
         def enter() -> None:

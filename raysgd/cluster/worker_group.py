@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +16,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["GroupOptions", "WorkerGroup", "gather"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["GroupOptions", "WorkerGroup"]
 
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
@@ -68,18 +65,16 @@ class WorkerGroup:
         self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self._reservation: Any = None
-        self._actor_cls: Any = None
         self._slots: dict[Member, Any] = {}
         self._channels = Channels()
         self._ending = threading.RLock()
         self._is_wanted = True
 
-    def start(self, timeout_s: float, queue: Any = None) -> None:
+    def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.
 
         Args:
             timeout_s: how long to wait for room for ``min_workers``.
-            queue: where a request for that waits for the next try, see ``placement.reserve``.
 
         Raises:
             InsufficientResourcesError: if there is no room for ``min_workers``.
@@ -93,12 +88,8 @@ class WorkerGroup:
             return
         num_local = int(options.use_local)
         self._reservation = self._reserve(
-            options.num_workers - num_local,
-            max(1, options.min_workers - num_local),
-            timeout_s,
-            queue,
+            options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
         )
-        self._actor_cls = self._actor_class()
         # known from here on, so that a start that fails leaves none behind
         self.members = [self.new_member(slot) for slot in self._reservation.slots]
         self._find_places(self.members, max(timeout_s, _COME_UP_S))
@@ -106,9 +97,7 @@ class WorkerGroup:
         if options.use_local:
             self.members.insert(0, _local_member())
 
-    def _reserve(
-        self, num_workers: int, min_workers: int, timeout_s: float, queue: Any = None
-    ) -> Any:
+    def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
         """Return room for workers; a simulated cluster has its own."""
         from raysgd.cluster import placement
 
@@ -119,15 +108,8 @@ class WorkerGroup:
             min_workers=min_workers,
             timeout_s=timeout_s,
             strategy=self.options.strategy,
-            queue=queue,
             is_wanted=lambda: self._is_wanted,
         )
-
-    def queue(self) -> Any:
-        """Return a place for requests for room to wait in from one start to the next."""
-        from raysgd.cluster import placement
-
-        return placement.Queue()
 
     def add(self, num_workers: int) -> None:
         """Start further workers behind those there are, and wait until they are up.
@@ -150,34 +132,53 @@ class WorkerGroup:
 
     def _find_places(self, members: Sequence[Member], timeout_s: float) -> None:
         """Wait until workers are up, and note where each of them is."""
-        infos = [member.control("info") for member in members]
-        try:
-            found = gather(infos, timeout_s, "worker processes to come up", self.clock)
-        except Exception as error:
-            if is_loss(error):
-                raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
-            raise
-        for member, info in zip(members, found, strict=True):
-            member.info = info
+        places = [member.control("info") for member in members]
+        if missing := self.clock.wait(places, timeout_s):
+            ranks = [rank for rank, place in enumerate(places) if place in missing]
+            raise WorkerTimeoutError(
+                f"Waited {timeout_s:g} s for worker processes to come up, in vain for worker"
+                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}.",
+                ranks=ranks,
+                waited_s=timeout_s,
+            )
+        for member, place in zip(members, places, strict=True):
+            try:
+                member.info = place.result()
+            except Exception as error:
+                if is_loss(error):
+                    raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
+                raise
 
     def new_member(self, slot: Any) -> Member:
         """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
         member = self.spares.take(slot.node_id) if self.spares else None
         if member is None:
-            strategy = slot.strategy
-            member = self._actor(scheduling_strategy=strategy)
+            options = self.options
+            member = self._new_actor(
+                slot.strategy, options.num_cpus, options.num_gpus, dict(options.resources)
+            )
         self._slots[member] = slot
         return member
 
     def _new_spare(self, node_id: str) -> Member:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nothing = {"num_cpus": 0, "num_gpus": 0, "resources": None}
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        return self._actor(scheduling_strategy=strategy, **nothing)
+        return self._new_actor(NodeAffinitySchedulingStrategy(node_id, soft=False))
 
-    def _actor(self, **options: Any) -> Member:
-        return ActorMember(self._actor_cls.options(**options).remote(), self._channels)
+    def _new_actor(
+        self,
+        strategy: Any,
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        resources: dict[str, float] | None = None,
+    ) -> Member:
+        actor_class = _actor_class().options(
+            scheduling_strategy=strategy,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            resources=resources or None,
+        )
+        return ActorMember(actor_class.remote(), self._channels)
 
     def vacant_slots(self) -> list[Any]:
         """Return room that no worker is in or on its way to, requesting what is missing."""
@@ -201,7 +202,7 @@ class WorkerGroup:
             return "all workers are in the driver's process"
         from raysgd.cluster import placement
 
-        return placement.free_resources(self.options.bundle)
+        return placement.demand(self.options.bundle)
 
     def discard(self, member: Member) -> None:
         """End a worker and leave its slot vacant."""
@@ -209,7 +210,8 @@ class WorkerGroup:
             member.control("interrupt")
             self.clock.wait([member.work("teardown")], _TEARDOWN_S)
         member.kill()
-        self._slots.pop(member, None)
+        if (slot := self._slots.pop(member, None)) is not None:
+            slot.last_node_id = member.node_id or None
         if member in self.members:
             self.members.remove(member)
 
@@ -217,18 +219,6 @@ class WorkerGroup:
         """Return workers of a node next to each other; otherwise the order stays."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
-
-    def _actor_class(self) -> Any:
-        import ray
-
-        options = self.options
-        remote: Any = ray.remote  # its types do not know concurrency_groups
-        return remote(
-            num_cpus=options.num_cpus,
-            num_gpus=options.num_gpus,
-            resources=dict(options.resources) or None,
-            concurrency_groups={"work": 1, "control": _CONTROL_THREADS},
-        )(Worker)
 
     def shared(self, data: bytes) -> Any:
         """Return `data`, or where it is large a reference, so that it is sent to a node once."""
@@ -274,6 +264,14 @@ class WorkerGroup:
                 self._channels.close()
 
 
+@functools.cache
+def _actor_class() -> Any:
+    import ray
+
+    remote: Any = ray.remote  # its types do not know concurrency_groups
+    return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
+
+
 def _local_member() -> Member:
     import ray
 
@@ -284,33 +282,3 @@ def _local_member() -> Member:
         in_driver=True,
     )
     return member
-
-
-def gather(
-    futures: Sequence[Future[Any]],
-    timeout_s: float,
-    awaited: str,
-    clock: Clock,
-    log_every_s: float = 30.0,
-) -> list[Any]:
-    """Return the results of `futures`, one a rank.
-
-    Raises:
-        WorkerTimeoutError: if not all are there within `timeout_s`; it says what was `awaited`.
-    """
-    deadline = clock.monotonic() + timeout_s
-    pending = set(futures)
-    while pending:
-        left = deadline - clock.monotonic()
-        if left <= 0:
-            ranks = [rank for rank, future in enumerate(futures) if future in pending]
-            raise WorkerTimeoutError(
-                f"Waited {timeout_s:g} s for {awaited}, in vain for worker"
-                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}.",
-                ranks=ranks,
-                waited_s=timeout_s,
-            )
-        pending = clock.wait(pending, min(left, log_every_s))
-        if pending and left > log_every_s:
-            logger.warning("Still waiting for %s (%d to go).", awaited, len(pending))
-    return [future.result() for future in futures]

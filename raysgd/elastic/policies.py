@@ -85,7 +85,7 @@ def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]
 
 
 def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) -> list[int]:
-    """Return the group sizes to try at the start, one after the other.
+    """Return the group sizes to try at the start, one after the other; the last is the fewest.
 
     Args:
         num_workers: the most.
@@ -95,15 +95,14 @@ def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) ->
             second, so `num_workers` is tried first wherever the cluster could hold them.
 
     >>> start_sizes(4, 1, capacity=8, free=2)
-    [4, 2]
+    [4, 2, 1]
     >>> start_sizes(4, 1, capacity=3, free=3)
-    [3]
+    [3, 1]
     """
-    sizes = [num_workers] if capacity >= num_workers else []
-    fitting = min(num_workers, capacity, free)
-    if fitting >= min_workers and fitting not in sizes:
-        sizes.append(fitting)
-    return sizes
+    sizes = {min_workers, max(min_workers, min(num_workers, capacity, free))}
+    if capacity >= num_workers:
+        sizes.add(num_workers)
+    return sorted(sizes, reverse=True)
 
 
 def assign_contexts(

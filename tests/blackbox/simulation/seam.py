@@ -427,9 +427,9 @@ class SimGroup(WorkerGroup):
         self._world = world
         self.num_starts = 0
 
-    def start(self, timeout_s, queue=None):
+    def start(self, timeout_s):
         self.num_starts += 1
-        super().start(timeout_s, queue)
+        super().start(timeout_s)
 
     def shutdown(self, force=False):
         controller = self._world.driver.controller
@@ -438,13 +438,10 @@ class SimGroup(WorkerGroup):
             assert not any(m.has_trained for m in alive), "a survivor's state is given up"
         super().shutdown(force)
 
-    def _reserve(self, num_workers, min_workers, timeout_s, queue=None):
+    def _reserve(self, num_workers, min_workers, timeout_s):
         room = self._world.find_room(num_workers, min_workers, timeout_s, lambda: self._is_wanted)
         self._world.reservations.append(Reservation(self._world, room))
         return self._world.reservations[-1]
-
-    def _actor_class(self):
-        return None
 
     def new_member(self, slot):
         member = SimMember(self._world, slot)

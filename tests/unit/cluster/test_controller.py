@@ -170,7 +170,7 @@ class FakeGroup(WorkerGroup):
         self.shutdowns = []
         self.starts = []
 
-    def start(self, timeout_s, queue=None):
+    def start(self, timeout_s):
         self.starts.append(timeout_s)
         self.members = [FakeMember(index) for index in range(self.options.num_workers)]
         self.all = list(self.members)

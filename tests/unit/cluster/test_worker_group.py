@@ -6,8 +6,7 @@ import pytest
 import ray.exceptions
 
 from raysgd.cluster import worker_group as group_module
-from raysgd.cluster.clock import Clock
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup, gather
+from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
@@ -17,24 +16,6 @@ def done(value):
     future = Future()
     future.set_result(value)
     return future
-
-
-def test_results_come_in_the_order_of_the_ranks():
-    assert gather([done(1), done(2)], 5, "them", Clock()) == [1, 2]
-    assert gather([], 5, "nothing", Clock()) == []
-
-
-def test_who_did_not_answer_is_named():
-    with pytest.raises(WorkerTimeoutError, match=r"Waited 0.01 s for answers.*workers 1, 2") as e:
-        gather([done(1), Future(), Future()], 0.01, "answers", Clock())
-    assert (e.value.ranks, e.value.waited_s) == ((1, 2), 0.01)
-
-
-def test_an_error_of_a_worker_is_raised():
-    future = Future()
-    future.set_exception(KeyError("x"))
-    with pytest.raises(KeyError):
-        gather([future], 5, "them", Clock())
 
 
 def test_a_bundle_names_only_what_is_needed():
@@ -67,6 +48,8 @@ def test_an_inline_group_starts_and_ends_without_anything():
 
 
 class FakeSlot:
+    last_node_id = None
+
     def __init__(self, name):
         self.strategy = name
 
@@ -100,7 +83,7 @@ class FakeMember:
         self.number = actor
         self.killed = 0
         self.torn_down = 0
-        self.node = "ab"[actor % 2]
+        self.node = self.node_id = "ab"[actor % 2]
 
     def control(self, method):
         assert method == "info"
@@ -123,7 +106,7 @@ class Actors:
         self.number = -1
         self.strategies = []
 
-    def options(self, scheduling_strategy):
+    def options(self, scheduling_strategy, **resources):
         self.strategies.append(scheduling_strategy)
         return self
 
@@ -136,12 +119,13 @@ class Actors:
 def start(monkeypatch):
     """A function that returns a started group with room for so many workers."""
     monkeypatch.setattr(group_module, "ActorMember", FakeMember)
+    actors = Actors()
+    monkeypatch.setattr(group_module, "_actor_class", lambda: actors)
 
     def start(num_workers, room, owned=True):
         reservation = FakeReservation(room, owned)
         group = WorkerGroup(GroupOptions(num_workers=num_workers), clock=ManualClock())
         group._reserve = lambda *wanted: reservation
-        monkeypatch.setattr(group, "_actor_class", Actors)
         group.start(timeout_s=5)
         group.reservation_of_test = reservation
         return group
@@ -180,6 +164,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert member not in group.members
     assert group.slot_of(member) is None
     assert group.vacant_slots() == [slot]
+    assert slot.last_node_id == member.node_id
     successor = group.new_member(slot)
     assert group.vacant_slots() == []
     assert group.slot_of(successor) is slot
@@ -214,6 +199,17 @@ def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatc
     assert group.members == before
     assert [member.killed for member in made] == [1, 1]
     assert [group.slot_of(member) for member in made] == [None, None]
+
+
+def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
+    class Silent(FakeMember):
+        def control(self, method):
+            return super().control(method) if self.number == 1 else Future()
+
+    monkeypatch.setattr(group_module, "ActorMember", Silent)
+    with pytest.raises(WorkerTimeoutError, match=r"Waited 60 s .* come up.*workers 0, 2") as e:
+        start(num_workers=3, room=3)
+    assert (e.value.ranks, e.value.waited_s) == ((0, 2), 60)
 
 
 def test_workers_have_as_long_as_is_said_to_end_their_work(start):

@@ -23,14 +23,15 @@ counts = st.integers(0, 12)
 
 
 @given(st.integers(1, 12), st.data(), counts, counts)
-def test_sizes_to_try_lie_between_min_and_num_workers_and_fit(num_workers, data, capacity, free):
+def test_sizes_to_try_fit_and_end_with_the_fewest(num_workers, data, capacity, free):
     min_workers = data.draw(st.integers(1, num_workers))
-    sizes = start_sizes(num_workers, min_workers, capacity, free)
-    assert all(min_workers <= size <= min(num_workers, capacity) for size in sizes)
+    *larger, fewest = sizes = start_sizes(num_workers, min_workers, capacity, free)
+    assert fewest == min_workers
+    assert all(min_workers < size <= min(num_workers, capacity) for size in larger)
     assert sizes == sorted(set(sizes), reverse=True)
-    assert (num_workers in sizes) == (capacity >= num_workers)
-    if min_workers <= min(capacity, free):
-        assert sizes
+    assert (num_workers in sizes) == (capacity >= num_workers or num_workers == min_workers)
+    if min_workers <= (fitting := min(num_workers, capacity, free)):
+        assert fitting in sizes
 
 
 def test_what_is_missing_in_one_resource_limits_all():
