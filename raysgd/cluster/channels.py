@@ -21,14 +21,14 @@ import pickle
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple
 
 from raysgd.comm.connection import Address, Listener, connect, framed, read, receive
 from raysgd.comm.sockets import shut_down
 
-__all__ = ["Channel", "Channels", "Served", "serve"]
+__all__ = ["Channel", "Channels", "Requests", "Served"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class Channel:
         self._socket: socket.socket | None = None
         self._hung_up = False
         self._number = 0
-        self._num_answered = 0
         self._asked: tuple[Future[Any], Callable[[], Future[Any]]] | None = None
         self._unsent = b""
 
@@ -89,10 +88,9 @@ class Channel:
 
         It may be said again, where it is uncertain that it was.
         """
-        farewell = _frame((self._num_answered, None))
         with self._lock:
             self._hung_up = True
-            self._unsent += farewell
+            self._unsent += _FAREWELL
             self._send()
 
     def _send(self) -> None:
@@ -125,7 +123,6 @@ class Channel:
             if self._asked is None or served.number != self._number:
                 return
             (future, _), self._asked = self._asked, None
-            self._num_answered = served.number
         future.set_result(served.answer)
 
     def end(self, call: Future[Served]) -> None:
@@ -141,10 +138,10 @@ class Channel:
             on_end(self.address, served.answer if served and served.number == 0 else None)
         if asked is None:
             return
-        future, otherwise = asked
+        future, _ = asked
         if error is None:
             # not here: this is a thread of Ray's, which is not to wait for Ray
-            passing = threading.Thread(target=_pass_on, args=(otherwise, future), daemon=True)
+            passing = threading.Thread(target=_pass_on, args=asked, daemon=True)
             try:
                 passing.start()
             except RuntimeError as no_thread:
@@ -153,17 +150,10 @@ class Channel:
             future.set_exception(error)
 
 
-def _pass_on(otherwise: Callable[[], Future[Any]], asked: Future[Any]) -> None:
-    def settle(future: Future[Any]) -> None:
-        error = future.exception()
-        if error is None:
-            asked.set_result(future.result())
-        else:
-            asked.set_exception(error)
-
+def _pass_on(asked: Future[Any], otherwise: Callable[[], Future[Any]]) -> None:
     try:
-        otherwise().add_done_callback(settle)
-    except Exception as error:  # Ray was shut down, most likely
+        asked.set_result(otherwise().result())
+    except BaseException as error:
         asked.set_exception(error)
 
 
@@ -215,33 +205,41 @@ class Channels:
             )
 
 
-def serve(address: Address, carry_out: Callable[..., Any]) -> Served:
-    """Carry out what comes by a channel, until the driver hangs up. Runs on a worker.
+class Requests:
+    """The worker's end of one channel: what the driver asks for, until it hangs up.
 
-    Returns:
-        The newest request that was carried out, and its answer unless the driver has it.
+    Args:
+        address: where the driver listens.
     """
-    try:
-        connection = connect(address, _CONNECT_S)
-    except OSError as error:
-        return Served(0, str(error))
-    served = Served(0, None)
-    with connection, connection.makefile("rb") as stream:
-        while (request := _next(stream)) is not None:
-            number, arguments = request
-            if arguments is None:
-                if served.number == number:
-                    served = Served(number, None)
-                break
-            served = Served(number, carry_out(*arguments))
-            with contextlib.suppress(OSError):  # it is broken, as the next reading will show
-                connection.sendall(_frame(tuple(served)))
-        shut_down(connection)
-    return served
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._number = 0
+        self.served = Served(0, None)
+        """The newest request that was carried out, and its answer, which the driver may have."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the requests. Each is to be answered before the next."""
+        try:
+            self._connection = connect(self._address, _CONNECT_S)
+        except OSError as error:
+            self.served = Served(0, str(error))
+            return
+        with self._connection, self._connection.makefile("rb") as stream:
+            while (message := _next(stream)) is not None:
+                self._number, request = message
+                yield request
+            shut_down(self._connection)
+
+    def answer(self, answer: Any) -> None:
+        """Send the answer of the request under way, which has been carried out."""
+        self.served = Served(self._number, answer)
+        with contextlib.suppress(OSError):  # it is broken, as the next reading will show
+            self._connection.sendall(_frame(tuple(self.served)))
 
 
 def _next(stream: BinaryIO) -> Any:
-    """Return the next request; None where the connection has ended."""
+    """Return the next message; None where the connection has ended, or the driver hangs up."""
     try:
         return pickle.loads(read(stream))
     except (OSError, EOFError):
@@ -250,3 +248,6 @@ def _next(stream: BinaryIO) -> Any:
 
 def _frame(value: Any) -> bytes:
     return framed(pickle.dumps(value, protocol=5))
+
+
+_FAREWELL = _frame(None)

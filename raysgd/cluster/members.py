@@ -110,43 +110,37 @@ class ActorMember(Member):
         If the caller starts another call before that one is answered, and the channel breaks before
         the worker has it, then that one is given up, and its answer is an error.
         """
-        if not frequent or self._channels is None or not self._channels.usable:
+        channels = self._channels
+        if not (frequent and channels and channels.usable and _is_short(arguments[-1])):
             return self._by_ray(method, arguments)
-        if not _is_short(arguments[-1]):
-            return self._by_ray(method, arguments)
-        return self._by_channel(self._channels, method, arguments)
-
-    def _by_ray(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        with self._order:
-            self._hang_up()
-            return self._submit("work", method, arguments)
-
-    def _by_channel(
-        self, channels: Channels, method: str, arguments: tuple[Any, ...]
-    ) -> Future[Any]:
         assert method == "call"  # the only method of a worker that a channel carries
         self._check_alive()
         turn = self._turn = self._turn + 1
 
-        def by_ray() -> Future[Any]:
+        def otherwise() -> Future[Any]:
             with self._order:
                 if self._turn != turn:  # it was given up, and is not to come after what followed
                     raise RuntimeError("The call was given up before it reached the worker.")
                 return self._submit("work", method, arguments)
 
-        answer = None if self._channel is None else self._channel.ask(arguments, by_ray)
-        if answer is None:
-            if self._channel is not None:
-                self._channel.hang_up()
-            try:
-                channel = channels.open(driver_address([self.info.node_ip]))
-            except (OSError, RuntimeError):
-                return self._by_ray(method, arguments)
-            self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
-            answer = channel.ask(arguments, by_ray)
-            assert answer is not None
-            self._submit("work", "serve", (channel.address,)).add_done_callback(channel.end)
+        if self._channel is not None:
+            if (answer := self._channel.ask(arguments, otherwise)) is not None:
+                return answer
+            self._channel.hang_up()
+        try:
+            channel = channels.open(driver_address([self.info.node_ip]))
+        except (OSError, RuntimeError):
+            return self._by_ray(method, arguments)
+        self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
+        answer = channel.ask(arguments, otherwise)
+        assert answer is not None
+        self._submit("work", "serve", (channel.address,)).add_done_callback(channel.end)
         return answer
+
+    def _by_ray(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        with self._order:
+            self._hang_up()
+            return self._submit("work", method, arguments)
 
     def _hang_up(self) -> None:
         """Let what goes by Ray have the work thread, after what goes by the channel."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd.cluster.channels import Served, serve
+from raysgd.cluster.channels import Requests, Served
 from raysgd.cluster.forks import end_forks_with_this_process
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
@@ -187,7 +187,10 @@ class Worker:
 
     def serve(self, address: Address) -> Served:
         """Make the calls that the driver asks for by a channel, until it hangs up."""
-        return serve(address, self.call)
+        requests = Requests(address)
+        for method, arguments in requests:
+            requests.answer(self.call(method, arguments))
+        return requests.served
 
     # Messages to an older generation are ignored: they may arrive late.
 

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.cluster import channels as module
-from raysgd.cluster.channels import Channels, Served, serve
+from raysgd.cluster.channels import Channels, Served
 from raysgd.comm.connection import Address, connect, framed
 from tests.conftest import examples
+from tests.unit.cluster.serving import serve
 
 HOST = "127.0.0.1"
 WAIT_S = 20
@@ -72,7 +73,7 @@ def test_requests_are_carried_out_in_turn(channels, pool):
             == f"did ('train', {number})"
         )
     channel.hang_up()
-    assert call.result(WAIT_S) == Served(5, None), "the driver has the answer"
+    assert call.result(WAIT_S) == Served(5, "did ('train', 4)")
     assert worker.calls == [("train", number) for number in range(5)]
 
 
@@ -315,7 +316,7 @@ def test_the_driver_is_not_held_by_a_stopped_worker():
     channels = Channels()
     channel = channels.open(HOST)
     program = (
-        "import sys; from raysgd.cluster.channels import serve; "
+        "import sys; from tests.unit.cluster.serving import serve; "
         "from raysgd.comm.connection import Address; "
         "serve(Address(sys.argv[1], int(sys.argv[2]), sys.argv[3]), lambda data: len(data))"
     )

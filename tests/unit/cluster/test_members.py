@@ -13,7 +13,7 @@ import ray
 import ray.exceptions
 
 from raysgd.cluster import channels, members
-from raysgd.cluster.channels import Channels, Served, serve
+from raysgd.cluster.channels import Channels, Served
 from raysgd.cluster.members import (
     ActorMember,
     InlineMember,
@@ -23,6 +23,7 @@ from raysgd.cluster.members import (
 )
 from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
+from tests.unit.cluster.serving import serve
 
 PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
