@@ -5,6 +5,7 @@ For `raysgd.train`, whose users get Ray's references.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from raysgd.errors import RemoteTraceback, WorkerLostError
 __all__ = ["are_idle", "results", "start"]
 
 _ROOT_CAUSE_S = 0.5
-"""How long to look for a loss that has caused an error."""
+"""How long to look for a loss that has caused an error: the peers of a dead worker see a broken
+connection before Ray tells of its death."""
 
 
 def start(
@@ -47,8 +49,8 @@ def _nothing() -> None:
 def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:
     """Wait for the functions that `start` started on these workers; return what they returned.
 
-    The first failure is raised at once, while the function goes on elsewhere; what is called next
-    waits for it there.
+    The first failure, or a loss that has caused it, is raised while the function goes on elsewhere;
+    what is called next waits for it there.
 
     Raises:
         WorkerLostError: if a worker died.
@@ -58,39 +60,26 @@ def results(members: Sequence[Member], references: Sequence[Any]) -> list[Any]:
 
     ranks = dict(zip(references, range(len(members)), strict=True))
     found: dict[int, Any] = {}
+    failure: Exception | None = None
+    deadline = 0.0
     pending = list(references)
     while pending:
         # whichever comes first: a rank that is busy, or blocked, hides no error of another
-        ready, pending = ray.wait(pending)
-        for reference in ready:
-            rank = ranks[reference]
-            try:
-                found[rank] = _result(members[rank], rank, reference)
-            except WorkerLostError:
-                raise
-            except Exception:
-                _raise_loss({ranks[other]: other for other in [*ready, *pending]}, members)
-                raise
+        left = None if failure is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=left)
+        if not ready:
+            break
+        rank = ranks[ready[0]]
+        try:
+            found[rank] = _result(members[rank], rank, ready[0])
+        except WorkerLostError:
+            raise
+        except Exception as error:
+            if failure is None:
+                failure, deadline = error, time.monotonic() + _ROOT_CAUSE_S
+    if failure is not None:
+        raise failure
     return [found[rank] for rank in range(len(members))]
-
-
-def _raise_loss(references: Mapping[int, Any], members: Sequence[Member]) -> None:
-    """Raise a loss, if there is one, in place of the error that it has caused on another rank.
-
-    The peers of a dead worker see a broken connection before Ray tells of its death.
-    """
-    import ray
-
-    others = list(references.values())
-    done, _ = ray.wait(others, num_returns=len(others), timeout=_ROOT_CAUSE_S)
-    for rank, reference in references.items():
-        if reference in done:
-            try:
-                _result(members[rank], rank, reference)
-            except WorkerLostError:
-                raise
-            except Exception:  # an error like the one that is being handled
-                continue
 
 
 def _result(member: Member, rank: int, reference: Any) -> Any:
@@ -108,7 +97,7 @@ def _result(member: Member, rank: int, reference: Any) -> Any:
     except Exception as error:
         if not is_loss(error):
             raise
-        said = loss_cause(error, getattr(member, "info", None))
+        said = loss_cause(error, member.info)
         raise WorkerLostError(
             f"Lost worker {rank} on {member.name}: {said}",
             rank=rank,
