@@ -11,9 +11,8 @@ from typing import Any
 from raysgd.cluster.members import Member
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
-from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.policies import backoff_s, may_resize
+from raysgd.elastic.policies import assign_contexts, backoff_s, may_resize
 
 __all__ = ["Replacement", "ScaleUp"]
 
@@ -119,18 +118,15 @@ class ScaleUp:
         for slot in self._group.vacant_slots():
             if slot in taken:
                 continue
-            rank = len(self._group.members) + len(self._replacements)
-            context = WorkerContext(
-                world_rank=rank,
-                world_size=rank + 1,
-                generation=generation,
-                distributed=True,
-                num_cpus=self._group.options.num_cpus,
-            )
-            replaces_lost = slot in self._lost_slots
             self._replacements.append(
                 Replacement(
-                    self._group, slot, context, self._created, replaces_lost, self._starts_early
+                    self._group,
+                    slot,
+                    len(self._group.members) + len(self._replacements),
+                    generation,
+                    self._created,
+                    replaces_lost=slot in self._lost_slots,
+                    starts_early=self._starts_early,
                 )
             )
 
@@ -194,7 +190,8 @@ class Replacement:
     Args:
         group: starts the worker.
         slot: where it shall run.
-        context: its place as it will be in the group, most likely; it sets up alone.
+        rank: that it will have in the group, most likely; it sets up alone.
+        generation: the newest.
         created: arguments of the worker's ``create``.
         replaces_lost: whether it takes the place of a worker that was lost.
         starts_early: whether it starts in its slot. Otherwise it is ready when the slot is: all
@@ -205,14 +202,16 @@ class Replacement:
         self,
         group: WorkerGroup,
         slot: Any,
-        context: WorkerContext,
+        rank: int,
+        generation: int,
         created: Sequence[Any],
         replaces_lost: bool,
         starts_early: bool = True,
     ) -> None:
         self._group = group
         self.slot = slot
-        self._context = context
+        self._rank = rank
+        self._generation = generation
         self._created = created
         self._life = self._live() if starts_early else self._wait_for_slot()
         self.replaces_lost = replaces_lost
@@ -248,29 +247,26 @@ class Replacement:
         self.member = self._group.new_member(self.slot)
         info = self.member.control("info")
         yield from _until(info)
-        found = self.member.info = info.result()
-        context = replace(
-            self._context,
-            node_ip=found.node_ip,
-            visible_gpus=found.gpu_ids,
-            gpu_index=0 if found.gpu_ids else None,
+        self.member.info = info.result()
+        (alone,) = assign_contexts(
+            [self.member.info],
+            generation=self._generation,
+            distributed=True,
+            num_cpus=self._group.options.num_cpus,
         )
+        context = replace(alone, world_rank=self._rank, world_size=self._rank + 1)
         # one after the other, without waiting for us in between
-        for outcome in [
+        for answer in [
             self.member.work("create", *self._created),
             self.member.work("prepare", context),
             self.member.work("enter", context, None, None, True),
         ]:
-            yield from _until(outcome)
-            _check(outcome)
+            yield from _until(answer)
+            outcome: Outcome = answer.result()
+            if outcome.kind != "ok":
+                raise outcome.exception()
 
 
 def _until(future: Future[Any]) -> Iterator[None]:
     while not future.done():
         yield
-
-
-def _check(future: Future[Outcome]) -> None:
-    outcome = future.result()
-    if outcome.kind != "ok":
-        raise outcome.exception()

@@ -6,12 +6,12 @@ import pytest
 
 from raysgd.cluster.scaling import Replacement
 from raysgd.cluster.worker import Outcome
-from raysgd.context import Progress, WorkerContext
+from raysgd.cluster.worker_group import GroupOptions
+from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
 from tests.unit.cluster.clock import ManualClock
 
 PLACE = WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))
-CONTEXT = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True, num_cpus=2)
 
 
 class FakeSlot:
@@ -47,6 +47,7 @@ class FakeMember:
 class FakeGroup:
     def __init__(self, clock):
         self.clock = clock
+        self.options = GroupOptions(num_workers=3, num_cpus=2)
         self.made = []
         self.error = None
 
@@ -69,7 +70,7 @@ def group(clock):
 
 @pytest.fixture
 def replacement(group):
-    return Replacement(group, FakeSlot(), CONTEXT, ("hook", "runner"), replaces_lost=True)
+    return Replacement(group, FakeSlot(), 2, 4, ("hook", "runner"), replaces_lost=True)
 
 
 def answer_all(replacement, *methods):
