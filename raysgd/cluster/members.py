@@ -243,7 +243,12 @@ class InlineMember(Member):
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Make the call, in this thread also where work has one of its own."""
-        return InlineMember.work(self, method, *arguments)
+        try:
+            return InlineMember.work(self, method, *arguments)
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def kill(self) -> None:
         """Do nothing: the process is the driver's own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -41,7 +40,7 @@ class SnapshotKeeper:
         newer = progress.snapshot is not None and progress.snapshot != self._step
         if self._coming is None and newer and (member.remote or self._of_driver):
             assert progress.snapshot is not None
-            self._coming = (progress.snapshot, _asked(member))
+            self._coming = (progress.snapshot, member.control("snapshot"))
 
     def state(self) -> Mapping[str, Any] | None:
         """Return the newest snapshot; None if there has been none."""
@@ -58,19 +57,3 @@ class SnapshotKeeper:
         self._coming = None
         if future.exception() is None and (pickled := future.result()) is not None:
             self._pickled, self._step = pickled, step
-
-
-def _asked(member: Member) -> Future[bytes | None]:
-    if member.remote:
-        return member.control("snapshot")
-    # in this process it would be made here and now
-    answer: Future[bytes | None] = Future()
-
-    def make() -> None:
-        try:
-            answer.set_result(member.control("snapshot").result())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=make, daemon=True).start()
-    return answer
