@@ -64,9 +64,9 @@ class HealthMonitor:
 
     Args:
         attempt: the attempt.
-        ranks: ranks of the members, for messages.
+        ranks: of the members, for messages.
         hang_timeout_s: seconds without a finished batch after which a worker counts as stuck.
-        clock: tells the time.
+        clock: by which it measures them.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HealthMonitor:
         self._hang_timeout_s = hang_timeout_s
         self._moved_at = self._mentioned_at = self._clock.monotonic()
         self._seen: dict[Member, tuple[int, int]] = {}
-        self._waiting: dict[Member, int] = {}
+        self._waiting: dict[Member, int | None] = {}
         self._waiting_since = 0.0
 
     def mention_uneven(self) -> None:
@@ -105,25 +105,24 @@ class HealthMonitor:
         It can never end where each worker that is still busy waits in a collective of all workers,
         and each of the others has returned: those do nothing until all have returned.
         """
-        now, attempt = self._clock.monotonic(), self._attempt
-        waiting = {}
-        for member in attempt.pending:
-            number = progress[member].collective if member in progress else None
-            if number is None:
-                self._waiting = {}
-                return None
-            waiting[member] = number
-        blocked = [m for m in attempt.outcomes if m in progress and progress[m].blocked_on_driver]
-        # a worker that has returned may have started a collective that still goes on
-        under_way = any(progress[member].collective is not None for member in blocked)
-        if under_way or not blocked or len(blocked) < len(attempt.outcomes):
+        now = self._clock.monotonic()
+        unknown = Progress()
+        waiting = {m: progress.get(m, unknown).collective for m in self._attempt.pending}
+        returned = {m: progress.get(m, unknown) for m in self._attempt.outcomes}
+        if (
+            not returned
+            or None in waiting.values()
+            or not all(p.blocked_on_driver for p in returned.values())
+            # a worker that has returned may have started a collective that still goes on
+            or any(p.collective is not None for p in returned.values())
+        ):
             self._waiting = {}
         elif waiting != self._waiting:
             self._waiting, self._waiting_since = waiting, now
         elif now - self._waiting_since >= _IN_VAIN_S:
             return (
                 f"Workers {self._listed(waiting)} wait in a collective operation for workers "
-                f"{self._listed(blocked)}, which will not come: they have returned, or "
+                f"{self._listed(returned)}, which will not come: they have returned, or "
                 "reported or saved more often, and wait for the others to do so too. Every worker "
                 "must communicate, report and save equally often and in the same order."
             )
