@@ -904,8 +904,8 @@ def _silence() -> WorkerTimeoutError:
 
 def _cause(member: Member | None, error: BaseException) -> str:
     """Say in one line why a worker is gone."""
-    if is_loss(error):
-        return loss_cause(error, getattr(member, "info", None))
+    if member is not None and is_loss(error):
+        return loss_cause(error, member.info)
     return _first_line(error)
 
 

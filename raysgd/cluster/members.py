@@ -31,7 +31,8 @@ class Member(ABC):
     waiting is the same for every kind of member.
     """
 
-    info: WorkerInfo
+    info = WorkerInfo(node_id="", node_ip="")
+    """Where it runs; empty where that is not known yet."""
     remote: bool
 
     @abstractmethod
@@ -70,8 +71,8 @@ class Member(ABC):
 
     @property
     def node_id(self) -> str:
-        """Ray's id of its node; empty where it has not said so yet."""
-        return self.info.node_id if hasattr(self, "info") else ""
+        """Ray's id of its node; empty where that is not known yet."""
+        return self.info.node_id
 
     @property
     def alive(self) -> bool:
@@ -81,7 +82,7 @@ class Member(ABC):
     @property
     def name(self) -> str:
         """Where it runs, for messages."""
-        if not hasattr(self, "info"):
+        if not self.info.node_ip:
             return "a node that is not known yet"
         return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
 
@@ -97,7 +98,8 @@ class ActorMember(Member):
     remote = True
 
     def __init__(self, actor: Any, channels: Channels | None = None) -> None:
-        self._actor = actor
+        self.actor = actor
+        """Ray's handle."""
         self._channels = channels
         self._channel: Channel | None = None
         self._turn = 0
@@ -155,7 +157,7 @@ class ActorMember(Member):
 
     def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         self._check_alive()
-        bound = getattr(self._actor, method).options(concurrency_group=group)
+        bound = getattr(self.actor, method).options(concurrency_group=group)
         future: Future[Any] = bound.remote(*arguments).future()
         return future
 
@@ -164,13 +166,8 @@ class ActorMember(Member):
         with self._order:
             self._hang_up()
             self._check_alive()
-            bound = self._actor.execute.options(concurrency_group="work")
+            bound = self.actor.execute.options(concurrency_group="work")
             return bound.remote(function, *args, **kwargs)
-
-    @property
-    def actor(self) -> Any:
-        """Ray's handle of the actor."""
-        return self._actor
 
     def _check_alive(self) -> None:
         if not self.alive:
@@ -191,7 +188,7 @@ class ActorMember(Member):
 
         if self.alive:
             with contextlib.suppress(Exception):  # it may be gone already
-                ray.kill(self._actor)
+                ray.kill(self.actor)
 
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
@@ -227,18 +224,13 @@ class InlineMember(Member):
 
     def __init__(self) -> None:
         self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
-        self._worker = Worker()
-        self._worker.keep_in_process()
-
-    @property
-    def worker(self) -> Worker:
-        """The worker itself."""
-        return self._worker
+        self.worker = Worker()
+        self.worker.keep_in_process()
 
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Make the call."""
         future: Future[Any] = Future()
-        future.set_result(getattr(self._worker, method)(*arguments))
+        future.set_result(getattr(self.worker, method)(*arguments))
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
@@ -266,7 +258,7 @@ class ThreadMember(InlineMember):
 
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Start a call in the thread."""
-        return self._thread.submit(getattr(self._worker, method), *arguments)
+        return self._thread.submit(getattr(self.worker, method), *arguments)
 
     def kill(self) -> None:
         """Let the thread end when its call has."""
@@ -290,12 +282,12 @@ def _is_here(info: WorkerInfo) -> bool:
     return info.node_id == node_id
 
 
-def loss_cause(error: BaseException, info: WorkerInfo | None) -> str:
+def loss_cause(error: BaseException, info: WorkerInfo) -> str:
     """Return Ray's `error` in one line: what ended the process, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[-1] if lines else type(error).__name__
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    return said if info is None else f"process {info.pid}: {said}"
+    return f"process {info.pid}: {said}" if info.pid else said
 
 
 def is_loss(error: BaseException) -> bool:

@@ -83,7 +83,8 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._runner: Runner | None = None
+        self.runner: Runner | None = None
+        """What this worker hosts."""
         self._backend: Backend | None = None
         self._rank = 0
         self._remote = True
@@ -125,7 +126,7 @@ class Worker:
             if function is not None:
                 function()
             with frozen_imports() if self._remote else contextlib.nullcontext():
-                self._runner = _unpickled(runner)
+                self.runner = _unpickled(runner)
                 self._backend = _unpickled(backend)
 
         return self._attempt(create)
@@ -204,16 +205,16 @@ class Worker:
             if generation is not None and generation < self._generation:
                 return
             self._interrupted = True
-            if self._runner is not None:
-                self._runner.request_stop(True)
+            if self.runner is not None:
+                self.runner.request_stop(True)
             if self._backend is not None:
                 self._backend.interrupt()
 
     def progress(self) -> Progress:
         """Say how far the work is."""
-        if self._runner is None:
+        if self.runner is None:
             return Progress()
-        progress = self._runner.progress()
+        progress = self.runner.progress()
         if self._backend is None:
             return progress
         collective = self._backend.collective()
@@ -232,7 +233,7 @@ class Worker:
 
     def snapshot(self) -> bytes | None:
         """Return the newest snapshot of the runner, pickled."""
-        state = None if self._runner is None else self._runner.snapshot()
+        state = None if self.runner is None else self.runner.snapshot()
         return None if state is None else dumps(state)
 
     def stacks(self) -> str:
@@ -245,22 +246,17 @@ class Worker:
 
     def teardown(self) -> None:
         """Let go of runner and process group."""
-        if self._runner is not None:
-            self._runner.teardown()
+        if self.runner is not None:
+            self.runner.teardown()
         if self._backend is not None:
             self._backend.teardown()
-        self._runner = None
-
-    @property
-    def runner(self) -> Runner | None:
-        """What this worker hosts."""
-        return self._runner
+        self.runner = None
 
     @property
     def _hosted(self) -> Runner:
-        if self._runner is None:
+        if self.runner is None:
             raise RuntimeError("This worker hosts nothing: it was not created, or torn down.")
-        return self._runner
+        return self.runner
 
     def _attempt(self, function: Callable[[], None]) -> Outcome:
         try:

@@ -257,7 +257,7 @@ class Chaos:
             if not _is_due(fault, step, elapsed_s):
                 continue
             members = list(controller.members)
-            unharmed = [m for m in members if m not in self._hit and hasattr(m, "info")]
+            unharmed = [m for m in members if m not in self._hit and m.info.node_ip]
             if len(unharmed) <= self._spare or fault.rank >= len(members):
                 continue
             member = members[fault.rank]

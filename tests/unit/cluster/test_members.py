@@ -366,10 +366,11 @@ def test_what_ray_says_about_a_death_comes_in_one_line():
         "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
         "with code 2. Some common causes include: (1) the process is killed"
     )
-    assert loss_cause(RuntimeError(said), None) == "Worker exits with code 2."
+    unknown = WorkerInfo(node_id="", node_ip="")
+    assert loss_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
     assert loss_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
-    assert loss_cause(RuntimeError("gone\n"), None) == "gone"
-    assert loss_cause(RuntimeError(), None) == "RuntimeError"
+    assert loss_cause(RuntimeError("gone\n"), unknown) == "gone"
+    assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
 
 
 @pytest.mark.parametrize(
