@@ -282,7 +282,7 @@ def _granted(
 
     The request is taken back then, and also where the wait ends by an exception, such as Ctrl-C.
     """
-    group = placement_group(list(bundles), strategy=strategy)
+    group: PlacementGroup = placement_group(list(bundles), strategy=strategy)
     is_granted = False
     try:
         started = mentioned = time.monotonic()
