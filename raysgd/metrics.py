@@ -12,20 +12,9 @@ Sums are float64. The idea of mergeable metrics with the division at the end is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from raysgd.mergeable import (
-    Computed,
-    MergeableMetric,
-    Sums,
-    computed,
-    is_at_hand,
-    merged_metrics,
-    plain,
-    ratio,
-    summable,
-)
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 __all__ = [
     "BATCH_COUNT",
@@ -60,6 +49,29 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Number)
 
 
+def _plain(value: Any) -> Any:
+    """Return a one-element tensor or array as a Python number, larger ones in float64."""
+    if hasattr(value, "detach"):
+        value = value.detach()
+        return value.item() if value.numel() == 1 else value.cpu().double()
+    if hasattr(value, "__array__"):
+        return value.item() if value.size == 1 else value.astype("float64")
+    return value
+
+
+def _summable(value: Any) -> Any:
+    """Return `value` so that sums of it are float64 and cause no wait for a device.
+
+    A tensor on the CPU is read at once, which costs nothing; one on an accelerator stays
+    there, since reading it would stop the device at each step.
+    """
+    device = getattr(value, "device", None)
+    if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
+        return value.detach().double()
+    value = _plain(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
 class AverageMeter:
     """Running weighted mean of one metric.
 
@@ -81,30 +93,133 @@ class AverageMeter:
 
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, the mean of `n` samples: a number, or a tensor, read once at the end."""
-        self._last = summable(val)
+        self._last = _summable(val)
         if n:  # the mean of no samples may be NaN, and counts for nothing
             self._total = self._total + self._last * n
             self.count += n
 
     @property
-    def held(self) -> Any:
-        """The newest value as it was given, on its device."""
-        return self._last
-
-    @property
     def val(self) -> Any:
         """The newest value."""
-        return plain(self._last)
+        return _plain(self._last)
 
     @property
     def sum(self) -> Any:
         """The weighted sum."""
-        return plain(self._total)
+        return _plain(self._total)
 
     @property
     def avg(self) -> Any:
         """The weighted mean; NaN without samples."""
         return self.sum / self.count if self.count else float("nan")
+
+
+class MergeableMetric(ABC):
+    """A metric that is more than a mean of numbers: a batch returns one in place of a number.
+
+    Those of all batches, and then of all workers, are merged before anything is computed, so
+    that the result is that of one process over all of the data. It has to pickle.
+    """
+
+    @abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Return the metric over the data of both, and leave both as they are."""
+
+    @abstractmethod
+    def compute(self) -> float | Mapping[str, float]:
+        """Return the value: a number, or several by the end of their names.
+
+        A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
+        result as ``val_f1_cat`` and ``val_f1_dog``.
+        """
+
+
+class Sums(MergeableMetric):
+    """Sums over samples, and the function that makes a number of them in the end.
+
+    >>> from math import sqrt
+    >>> def rmse(squares, count):
+    ...     return sqrt(squares / count)
+    >>> Sums(rmse, squares=7.0, count=3).merge(Sums(rmse, squares=9.0, count=1)).compute()
+    2.0
+
+    Args:
+        function: called with the sums by name; it has to pickle, as functions of a module do.
+        sums: numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
+    """
+
+    def __init__(self, function: Callable[..., Any], /, **sums: Any) -> None:
+        self.function = function
+        self._sums = {name: _summable(value) for name, value in sums.items()}
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """The sums by name: float for one number, float64 on the CPU for several."""
+        return {name: _plain(value) for name, value in self._sums.items()}
+
+    def merge(self, other: Self) -> Self:
+        """Add the sums."""
+        added = {name: value + other._sums[name] for name, value in self._sums.items()}
+        return type(self)(self.function, **added)
+
+    def compute(self) -> float:
+        """Call the function."""
+        return float(self.function(**self.sums))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": self.function, "_sums": self.sums}
+
+    def __repr__(self) -> str:
+        return f"Sums({getattr(self.function, '__name__', self.function)}, {self.sums})"
+
+
+def ratio(total: Any, weight: Any) -> Any:
+    """Return ``total / weight``, a mean; NaN without weight. A function for `Sums`.
+
+    It weights a mean by something else than samples::
+
+        return {"val_loss": Sums(ratio, total=nats, weight=num_tokens), "num_samples": len(batch)}
+    """
+    return total / weight if weight else float("nan")
+
+
+class Computed(float):
+    """A number that remembers the metric that it was computed from, so that it can be merged.
+
+    What is computed with it is a plain number.
+
+    Args:
+        value: the number.
+        metric: what it was computed from.
+        end: the end of its name, if the metric computes several.
+    """
+
+    metric: MergeableMetric
+    end: str
+
+    def __new__(cls, value: float, metric: MergeableMetric, end: str = "") -> Self:
+        """Make the number."""
+        number = super().__new__(cls, value)
+        number.metric, number.end = metric, end
+        return number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Computed, (float(self), self.metric, self.end)
+
+
+def computed(name: str, metric: MergeableMetric) -> dict[str, Computed]:
+    """Return what a worker gives as a metric: its values over this worker's part of the data.
+
+    Where that part alone is too little to compute something the value is NaN; errors are left to
+    the merged metric.
+    """
+    try:
+        value = metric.compute()
+    except Exception:
+        value = float("nan")
+    if isinstance(value, Mapping):
+        return {f"{name}{end}": Computed(v, metric, end) for end, v in value.items()}
+    return {name: Computed(value, metric)}
 
 
 class Summary(dict[str, Any]):
@@ -145,7 +260,7 @@ class AverageMeterCollection:
         Numbers are averaged, mergeable metrics merged; of other values the newest counts.
         """
         self.batch_count += 1
-        n = plain(n)
+        n = _plain(n)
         self.num_samples += n
         for name, value in metrics.items():
             if name == NUM_SAMPLES:
@@ -159,13 +274,6 @@ class AverageMeterCollection:
                 self._mergeable[name] = (held[0].merge(value) if held else value), value
             else:
                 self._others[name] = value
-
-    def is_at_hand(self, name: str) -> bool:
-        """Whether the newest value of a metric can be read without waiting for a GPU."""
-        if name in self._mergeable:
-            return is_at_hand(self._mergeable[name][1])
-        held = self._meters[name].held if name in self._meters else None
-        return getattr(getattr(held, "device", None), "type", "cpu") == "cpu"
 
     def last(self, name: str) -> Any:
         """Return the newest value of a metric, or None."""
@@ -201,17 +309,38 @@ def _weight(part: Mapping[str, Any], name: str) -> float:
     return float(samples) if isinstance(samples, numbers.Real) else 1.0
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, float]:
-    """Return the weighted mean and the total weight. A part of weight 0 counts for nothing."""
-    weight = sum(weights)
-    if not weight:
-        return (plain(values[0]) if len(values) == 1 else float("nan")), 0.0
-    terms = [plain(v) * w for v, w in zip(values, weights, strict=True) if w]
-    return sum(terms[1:], start=terms[0]) / weight, weight
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the weighted mean. A part of weight 0 counts for nothing."""
+    total = sum(weights)
+    if not total:
+        return _plain(values[0]) if len(values) == 1 else float("nan")
+    return sum(_plain(v) * w for v, w in zip(values, weights, strict=True) if w) / total
 
 
-def _keys(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for part in parts for name in part))
+def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
+    """Return for each name the values that parts have, and what each counts for in a mean."""
+    found: dict[str, tuple[list[Any], list[float]]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values, weights = found.setdefault(name, ([], []))
+            values.append(value)
+            weights.append(_weight(part, name))
+    return found
+
+
+def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
+    """Merge the mergeable metrics in some results, by name."""
+    merged: dict[str, MergeableMetric] = {}
+    for part in parts:
+        # all numbers of a metric lead to the same one, also where a part has only NaN for it
+        own = {
+            name.removesuffix(value.end): value.metric
+            for name, value in part.items()
+            if isinstance(value, Computed)
+        }
+        for name, metric in own.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
 
 
 def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
@@ -224,16 +353,14 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
         return parts[0]
     merged: dict[str, Any] = {}
     weights: dict[str, float] = {}
-    for name in _keys(parts):
-        held = [part for part in parts if name in part]
-        values = [part[name] for part in held]
+    for name, (values, weighting) in _by_name(parts).items():
         if not all(is_number(value) for value in values) or name.startswith("last_"):
             merged[name] = values[-1]
         elif name in (NUM_SAMPLES, BATCH_COUNT):
             merged[name] = sum(values)
         elif not all(isinstance(value, Computed) for value in values):
-            merged[name], weights[name] = _mean(values, [_weight(p, name) for p in held])
-    for name, metric in merged_metrics(parts).items():
+            merged[name], weights[name] = _mean(values, weighting), sum(weighting)
+    for name, metric in _merged_metrics(parts).items():
         for key, value in computed(name, metric).items():
             merged.setdefault(key, value)
     return Summary(merged, weights)
@@ -251,22 +378,20 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     {'num_samples': 4, 'loss': 2.0}
     """
     merged: dict[str, Any] = {}
-    for name in _keys(parts):
-        held = [part for part in parts if name in part]
-        values = [part[name] for part in held]
+    for name, (values, weights) in _by_name(parts).items():
         if not all(is_number(value) for value in values):
             merged[name] = next(value for value in values if not is_number(value))
         elif name == NUM_SAMPLES:
-            merged[name] = sum(plain(value) for value in values)
+            merged[name] = sum(_plain(value) for value in values)
         elif name == NUM_SKIPPED_STEPS:
-            merged[name] = max(plain(value) for value in values)
+            merged[name] = max(_plain(value) for value in values)
         elif name == BATCH_COUNT and len(set(values)) == 1:
-            merged[name] = plain(values[0])
+            merged[name] = _plain(values[0])
         elif name == BATCH_COUNT or name.startswith("last_"):
-            merged[name], _ = _mean(values, [1.0] * len(values))
+            merged[name] = _mean(values, [1.0] * len(values))
         elif not all(isinstance(value, Computed) for value in values):
-            merged[name], _ = _mean(values, [_weight(part, name) for part in held])
-    for name, metric in merged_metrics(parts).items():
+            merged[name] = _mean(values, weights)
+    for name, metric in _merged_metrics(parts).items():
         value = metric.compute()
         for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
             merged.setdefault(f"{name}{end}", float(number))

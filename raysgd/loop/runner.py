@@ -27,6 +27,9 @@ from raysgd.options import Options
 
 __all__ = ["LossReader", "OperatorRunner"]
 
+_LOSS_WAIT_S = 0.02
+"""How long an answer waits for a loss; one that is in memory is there at once."""
+
 
 class OperatorRunner(ABC):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
@@ -288,10 +291,10 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest loss without waiting, for the thread that answers the driver.
+    """Reads the newest loss, for the thread that answers the driver.
 
     A GPU gives a number when it has done all before it, and that may be a collective with a worker
-    that is gone. So a thread waits for it, and until then the loss is the one before.
+    that is gone. So another thread waits for it, and until then the loss is the one before.
     """
 
     def __init__(self) -> None:
@@ -300,11 +303,10 @@ class LossReader:
 
     def read(self, meters: AverageMeterCollection) -> float | None:
         """Return the newest loss that is known; None before there is one."""
-        if meters.is_at_hand("train_loss"):
-            return _number(meters.last("train_loss"))
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
             self._thread.start()
+        self._thread.join(_LOSS_WAIT_S)
         return self._value
 
     def _wait(self, meters: AverageMeterCollection) -> None:

@@ -3,7 +3,6 @@
 import copy
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -12,7 +11,7 @@ from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.loop.runner import LossReader
-from raysgd.metrics import AverageMeterCollection, MergeableMetric, Sums, ratio
+from raysgd.metrics import AverageMeterCollection, Sums
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
@@ -293,9 +292,6 @@ class OnDevice:
     def __init__(self):
         self.done = threading.Event()
 
-    def is_at_hand(self, name):
-        return False
-
     def last(self, name):
         assert self.done.wait(20)
         return 2.5
@@ -310,55 +306,6 @@ def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
     meters.done.clear()
     assert [reader.read(meters) for _ in range(3)] == [2.5] * 3
     meters.done.set()
-    meters = AverageMeterCollection()
-    assert meters.is_at_hand("train_loss")
-    meters.update({"train_loss": torch.ones(())})
-    assert meters.is_at_hand("train_loss")
-    meters.update({"train_loss": torch.ones((), device="meta")})
-    assert not meters.is_at_hand("train_loss")
-
-
-class Own(MergeableMetric):
-    """A metric of the user's, which holds whatever it is given."""
-
-    def __init__(self, held):
-        self.held = held
-
-    def merge(self, other):
-        return other
-
-    def compute(self):
-        return 1.0
-
-
-class Slotted(Own):
-    """One of which it cannot be seen what it holds."""
-
-    __slots__ = ("held",)
-
-
-GPU = torch.ones((), device="meta")
-
-
-@pytest.mark.parametrize(
-    ("metric", "at_hand"),
-    [
-        (Sums(ratio, total=torch.ones(()), weight=3), True),
-        (Sums(ratio, total=torch.ones(2), weight=np.ones(2)), True),
-        (Sums(ratio, total=GPU, weight=3), False),
-        (Sums(ratio, total=2.0, weight=GPU), False),
-        (Own({"a": [1, (torch.ones(()), None, "text", np.ones(2))]}), True),
-        (Own({"a": [1, (torch.ones(()), GPU)]}), False),
-        (Own(Sums(ratio, total=GPU, weight=3)), False),
-        (Own(torch.nn.Linear(1, 1)), False),
-        (Slotted(GPU), False),
-    ],
-)
-def test_a_mergeable_loss_is_at_hand_where_all_that_it_holds_is(metric, at_hand):
-    """As far as can be seen: what is unknown may be on a GPU."""
-    meters = AverageMeterCollection()
-    meters.update({"train_loss": metric})
-    assert meters.is_at_hand("train_loss") == at_hand
 
 
 def test_progress_does_not_wait_for_the_sums_that_a_gpu_still_adds_up():
@@ -369,18 +316,10 @@ def test_progress_does_not_wait_for_the_sums_that_a_gpu_still_adds_up():
         return 2.5
 
     meters, reader = AverageMeterCollection(), LossReader()
-    sums = Sums(division, total=1.0, weight=1)
-    sums._sums["total"] = Late()
-    meters.update({"train_loss": sums})
+    meters.update({"train_loss": Sums(division, total=1.0, weight=1)})
     assert [reader.read(meters) for _ in range(3)] == [None] * 3
     computed.set()
     wait_until(lambda: reader.read(meters) == 2.5)
-
-
-class Late:
-    """In place of a tensor on a GPU."""
-
-    device = torch.device("cuda")
 
 
 def test_a_request_to_stop_ends_the_loop_at_the_next_step():
