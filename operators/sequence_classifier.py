@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
+from raysgd.imports import import_extra
 from raysgd.metrics import Sums
 from raysgd.operators.confusion import confusion_matrix, macro_f1
-from raysgd.operators.optional import optional_module
 from raysgd.operators.options import REQUIRED, Option, any_of, integer, number
 from raysgd.operators.supervised import SupervisedOperator
 
@@ -68,7 +68,7 @@ class SequenceClassifier(SupervisedOperator):
         """Return the model, made by transformers if none is given."""
         if self.options["model"] is not None:
             return super().build_model(config)
-        transformers = optional_module("transformers", type(self).__name__)
+        transformers = import_extra(type(self).__name__, "transformers", "operators")
         kind, values = self.options["model_type"], dict(self.options["model_config"] or {})
         if (
             values.setdefault("num_labels", self.options["num_classes"])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from raysgd.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, MergeableMetric, computed
-from raysgd.operators.optional import optional_module
 from raysgd.operators.options import shown
 from raysgd.operators.supervised import in_full_precision
 from raysgd.torch import TrainingOperator
@@ -204,7 +204,7 @@ def _numbers(owner: str, value: Any) -> dict[str, float]:
 
 
 def _by_name(owner: str, given: Any) -> dict[str, Metric]:
-    metric_cls = optional_module("torchmetrics", owner).Metric
+    metric_cls = import_extra(owner, "torchmetrics", "operators").Metric
     if isinstance(given, metric_cls):
         return {type(given).__name__: given}
     # of a MetricCollection the names with its prefix, and metrics that share no states

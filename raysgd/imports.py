@@ -1,12 +1,14 @@
-"""Imports of large libraries in a worker process."""
+"""Imports of large libraries in a worker process, and of those that an extra brings."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["frozen_imports"]
+__all__ = ["frozen_imports", "import_extra"]
 
 
 @contextmanager
@@ -26,3 +28,24 @@ def frozen_imports() -> Iterator[None]:
         gc.freeze()
         if gc.get_threshold()[0] == 0:
             gc.set_threshold(*threshold)
+
+
+def import_extra(owner: str, module: str, extra: str) -> Any:
+    """Import what an extra brings.
+
+    Args:
+        owner: what needs it, for the error.
+        module: its name.
+        extra: name of the extra.
+
+    Raises:
+        ImportError: if it is not installed here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{owner} needs {module.partition('.')[0]}, which cannot be imported here ({error}). "
+            f"Install it wherever {owner} runs, on the driver or on every worker: pip install "
+            f'"raysgd[{extra}]"'
+        ) from error

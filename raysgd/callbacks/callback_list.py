@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.logger import check_folder
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
 from raysgd.trees import deep_copied, map_leaves
@@ -21,6 +20,8 @@ __all__ = ["CallbackList", "checked_callbacks"]
 logger = logging.getLogger(__name__)
 
 _HOOKS = {name: member for name, member in vars(Callback).items() if inspect.isfunction(member)}
+_PLACES = {"folder": "runs/1", "path": "runs/1/metrics.csv"}
+"""What callbacks call the place that they write to, and an example of one."""
 
 
 @dataclass(eq=False)
@@ -37,8 +38,6 @@ class _Entry:
     """Whether it has ever started: it is told of events from then on, also after its end."""
     pause: int | None = None
     """The step at which it wants the call under way to pause."""
-    muted: bool = False
-    """Whether its `on_progress` raised in this call: once is enough."""
 
 
 class CallbackList:
@@ -190,14 +189,11 @@ class CallbackList:
         wanting = [e for e in self._entries if e.started and _overrides(e.callback, "on_progress")]
         if not wanting:
             return None
-        for entry in wanting:
-            entry.muted = False
 
         def tell(progress: Sequence[Progress]) -> None:
-            for entry in wanting:
-                if not entry.muted:
-                    told = self._call_one(entry, "on_progress", trainer, kind, progress)
-                    entry.muted = not told
+            for entry in list(wanting):
+                if not self._call_one(entry, "on_progress", trainer, kind, progress):
+                    wanting.remove(entry)  # once a call is enough
 
         tell([])
         return tell
@@ -231,18 +227,10 @@ class CallbackList:
     # ---- failures
 
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
-        name = type(entry.callback).__name__
-        trained = "" if hook == "on_train_start" else "What was trained is trained. "
-        failure = CallbackError(
-            f"The callback {name} failed in {hook}: {error!r}. {trained}"
-            "The trainer can be used on.",
-            callback=name,
-            hook=hook,
-        )
-        failure.__cause__ = error
+        failure = _failure(entry, hook, error)
         self._failures.append(failure)
         # said now, since it may take long until it can be raised; the traceback comes with that
-        logger.error("The callback %s failed in %s: %r", name, hook, error)
+        logger.error("The callback %s failed in %s: %r", failure.callback, hook, error)
 
     def raise_failures(self) -> None:
         """Raise what callbacks raised, the first of them with the others as its notes.
@@ -285,7 +273,7 @@ class CallbackList:
         try:
             state: dict[str, Any] = map_leaves(entry.callback.state_dict(), deep_copied)
         except Exception as error:
-            raise _state_error(entry, "state_dict", error) from error
+            raise _failure(entry, "state_dict", error) from error
         return state
 
     def _load(self, entries: Sequence[_Entry]) -> None:
@@ -299,8 +287,7 @@ class CallbackList:
             try:
                 entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], deep_copied))
             except Exception as error:
-                failures.append(_state_error(entry, "load_state_dict", error))
-                failures[-1].__cause__ = error
+                failures.append(_failure(entry, "load_state_dict", error))
         if failures:
             first, *others = failures
             _note(first, others)
@@ -331,7 +318,8 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
                 "raysgd.callbacks.Callback."
             )
         _check_hooks(where, callback)
-        check_folder(callback, logdir)
+        if callback.needs_logdir and logdir is None:
+            raise _no_folder(callback)
     return found
 
 
@@ -359,6 +347,16 @@ def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not _HOOKS[hook]
 
 
+def _no_folder(callback: Callback) -> ValueError:
+    name, taken = type(callback).__name__, inspect.signature(type(callback)).parameters
+    own = [f"{argument}={example!r}" for argument, example in _PLACES.items() if argument in taken]
+    advice = f"pass it one, {name}({own[0]}), or give" if own else "give"
+    return ValueError(
+        f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "
+        "logdir='runs/1'."
+    )
+
+
 def _note(error: BaseException, failures: Iterable[CallbackError]) -> None:
     for failure in failures:
         error.add_note(f"Also: {failure}")
@@ -375,8 +373,14 @@ def _key(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
-def _state_error(entry: _Entry, hook: str, error: Exception) -> CallbackError:
+def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
-    return CallbackError(
-        f"The callback {name} failed in {hook}: {error!r}.", callback=name, hook=hook
+    untrained = ("on_train_start", "state_dict", "load_state_dict")
+    trained = "" if hook in untrained else "What was trained is trained. "
+    failure = CallbackError(
+        f"The callback {name} failed in {hook}: {error!r}. {trained}The trainer can be used on.",
+        callback=name,
+        hook=hook,
     )
+    failure.__cause__ = error
+    return failure

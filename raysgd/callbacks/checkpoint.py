@@ -87,9 +87,7 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint."""
-        folder: str | os.PathLike[str] = self._folder or folder_for(
-            self, trainer, None, "checkpoints"
-        )
+        folder = self._folder or folder_for(trainer, None, "checkpoints")
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
             return  # what was trained or loaded already is what the user wants

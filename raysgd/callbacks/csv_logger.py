@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for
+from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
 from raysgd.callbacks.values import scalars
 
 __all__ = ["CsvLogger"]
-
-_COLUMNS = ("kind", "time", "seconds", "epoch", "global_step", "num_workers")
 
 
 class CsvLogger(LoggerCallback):
@@ -43,19 +41,11 @@ class CsvLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write a row."""
-        path, values = self._path(trainer), scalars(metrics)
-        row: dict[str, Any] = {
-            **{name: value for name, value in values.items() if name not in _COLUMNS},
-            "kind": call.kind,
-            "time": call.time,
-            "seconds": call.seconds,
-            "epoch": trainer.epoch,
-            "global_step": trainer.global_step,
-            "num_workers": trainer.num_workers,
-        }
+        path, record = self._path(trainer), record_of(trainer, call)
+        row = {**record, **scalars(metrics), **record}  # a metric of such a name gives way
         if self._columns is None:
             self._columns = _columns_of(path)
-        missing = [name for name in (*_COLUMNS, *row) if name not in self._columns]
+        missing = [name for name in row if name not in self._columns]
         if missing:
             self._columns = list(dict.fromkeys([*self._columns, *missing]))
             _rewrite(path, self._columns)
@@ -63,7 +53,7 @@ class CsvLogger(LoggerCallback):
             csv.DictWriter(file, self._columns).writerow(row)
 
     def _path(self, trainer: Trainer) -> Path:
-        return folder_for(self, trainer, self._given, "metrics.csv")
+        return folder_for(trainer, self._given, "metrics.csv")
 
 
 def _columns_of(path: Path) -> list[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for
-from raysgd.callbacks.values import jsonable, scalars
+from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
+from raysgd.callbacks.values import json_dict, jsonable, scalars
 from raysgd.elastic.events import Event
 
 __all__ = ["JsonlLogger"]
@@ -48,7 +48,7 @@ class JsonlLogger(LoggerCallback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Tell of the run, once for each trainer."""
         super().on_train_start(trainer)
-        folder = folder_for(self, trainer, self.folder)
+        folder = folder_for(trainer, self.folder)
         if self._told_of is not None and self._told_of() is trainer:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class JsonlLogger(LoggerCallback):
                 "kind": "run",
                 "time": time.time(),
                 "version": importlib.import_module("raysgd").__version__,
-                "config": _writable(trainer.config),
+                "config": json_dict(trainer.config),
                 "epoch": trainer.epoch,
                 "global_step": trainer.global_step,
                 "num_workers": trainer.num_workers,
@@ -72,15 +72,7 @@ class JsonlLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
-        line = {
-            "kind": call.kind,
-            "time": call.time,
-            "seconds": call.seconds,
-            "epoch": trainer.epoch,
-            "global_step": trainer.global_step,
-            "num_workers": trainer.num_workers,
-            "metrics": scalars(metrics),
-        }
+        line = {**record_of(trainer, call), "metrics": scalars(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
@@ -93,17 +85,6 @@ class JsonlLogger(LoggerCallback):
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
         text = json.dumps(jsonable(line), allow_nan=False)
-        path = folder_for(self, trainer, self.folder) / name
+        path = folder_for(trainer, self.folder) / name
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
-
-
-def _writable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values of a config that JSON has a form for."""
-    found = {}
-    for key, value in config.items():
-        try:
-            found[str(key)] = jsonable(value)
-        except (TypeError, ValueError, RecursionError):
-            continue
-    return found

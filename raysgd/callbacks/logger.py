@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, LastCall, Trainer
+from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
 
-__all__ = ["LoggerCallback", "check_folder", "end_line", "folder_for"]
-
-_PLACES = {"folder": "runs/1", "path": "runs/1/metrics.csv"}
-"""What callbacks call the place that they write to, and an example of one."""
+__all__ = ["LoggerCallback", "end_line", "folder_for", "measured", "record_of"]
 
 
 class LoggerCallback(Callback):
@@ -44,61 +41,42 @@ class LoggerCallback(Callback):
         self.close(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Write the result of a ``train()``."""
-        self._log(trainer, metrics)
+        """Write the result of a call."""
+        assert trainer.last_call is not None
+        self.log(trainer, trainer.last_call, metrics)
 
-    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Write the result of a ``train(num_steps=...)``."""
-        self._log(trainer, metrics)
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Write the result of a ``validate()``."""
-        self._log(trainer, metrics)
+    on_steps_end = on_validation_end = on_epoch_end
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
         if self.is_running:
             self.log_event(trainer, event)
 
-    def _log(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        call = trainer.last_call
-        assert call is not None
-        self.log(trainer, call, metrics)
+
+def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
+    """Return what files tell of a call beside its metrics."""
+    return {
+        "kind": call.kind,
+        "time": call.time,
+        "seconds": call.seconds,
+        "epoch": trainer.epoch,
+        "global_step": trainer.global_step,
+        "num_workers": trainer.num_workers,
+    }
 
 
-def folder_for(
-    callback: Callback, trainer: Trainer, given: str | os.PathLike[str] | None, *below: str
-) -> Path:
-    """Return the folder that a callback was given, or the one in the run folder.
+def measured(trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> dict[str, float | int]:
+    """Return the numbers of a call by the names that services show them under."""
+    numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
+    return {**numbers, "workers/num_workers": trainer.num_workers}
 
-    Raises:
-        ValueError: if there is neither.
-    """
+
+def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: str) -> Path:
+    """Return the folder that a callback was given, or the one in the run folder."""
     if given is not None:
         return Path(given).expanduser().absolute()
-    if trainer.logdir is None:
-        raise _no_folder(callback)
+    assert trainer.logdir is not None  # `needs_logdir`
     return trainer.logdir.joinpath(*below)
-
-
-def check_folder(callback: Callback, logdir: Path | None) -> None:
-    """Check, when a callback is attached, that there is a folder for what it writes.
-
-    Raises:
-        ValueError: if it needs the trainer's, and that has none.
-    """
-    if callback.needs_logdir and logdir is None:
-        raise _no_folder(callback)
-
-
-def _no_folder(callback: Callback) -> ValueError:
-    name, taken = type(callback).__name__, inspect.signature(type(callback)).parameters
-    own = [f"{argument}={example!r}" for argument, example in _PLACES.items() if argument in taken]
-    advice = f"pass it one, {name}({own[0]}), or give" if own else "give"
-    return ValueError(
-        f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "
-        "logdir='runs/1'."
-    )
 
 
 def end_line(path: Path) -> None:

@@ -10,24 +10,20 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.lazy import import_for
-from raysgd.callbacks.logger import LoggerCallback
-from raysgd.callbacks.values import numbers_in, scalars
+from raysgd.callbacks.logger import LoggerCallback, measured
+from raysgd.callbacks.values import scalars
 from raysgd.elastic.events import Event
+from raysgd.imports import import_extra
 
-__all__ = [
-    "MLflowLogger",
-    "experiment_id",
-    "folders_allowed",
-    "log_config",
-    "name_for_mlflow",
-]
+__all__ = ["MLflowLogger", "MLflowRun", "name_for_mlflow"]
 
 _ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
 _LONGEST_NAME = 240
 """Characters of a name: MLflow takes 250, and what takes the place of parts adds to it."""
 _MOST_TEXT = 500
 """Characters that every MLflow server takes as the value of a parameter."""
+_MOST_METRICS = 1000
+"""Metrics that an MLflow server takes at once."""
 
 
 class MLflowLogger(LoggerCallback):
@@ -56,12 +52,14 @@ class MLflowLogger(LoggerCallback):
         run_name: str | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        import_for("MLflowLogger", "mlflow")
+        import_extra("MLflowLogger", "mlflow", "callbacks")
         self._tracking_uri = None if tracking_uri is None else os.fspath(tracking_uri)
-        self._experiment = experiment
-        self._run_name = run_name
-        self._tags = dict(tags or {})
-        self._client: Any = None
+        self._new: dict[str, Any] = {
+            "experiment": experiment,
+            "run_name": run_name,
+            "tags": dict(tags or {}),
+        }
+        self._run: MLflowRun | None = None
         self._failed = False
         self._events: list[str] = []
         self.run_id: str | None = None
@@ -69,33 +67,17 @@ class MLflowLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
-        self._open(trainer)
+        run = self._opened(trainer)
         self._failed = False  # a call that failed before has been got over
-        values = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-        values["workers/num_workers"] = trainer.num_workers
-        entities = import_for("MLflowLogger", "mlflow.entities")
-        time_ms, step = int(call.time * 1000), trainer.global_step
-        self._client.log_batch(
-            self.run_id,
-            metrics=[
-                entities.Metric(name_for_mlflow(name), float(value), time_ms, step)
-                for name, value in values.items()
-            ],
-        )
+        run.log(measured(trainer, call, metrics), trainer.global_step, call.time)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event: the number of workers that it left, and what it was as a tag."""
-        self._open(trainer)
-        self._client.log_metric(
-            self.run_id,
-            "workers/num_workers",
-            event.num_workers,
-            timestamp=int(event.time * 1000),
-            step=event.step,
-        )
+        run = self._opened(trainer)
+        run.log({"workers/num_workers": event.num_workers}, event.step, event.time)
         told = {"kind": event.kind, "step": event.step, "ranks": list(event.ranks)}
         self._events = [*self._events[-19:], json.dumps(told)]
-        self._client.set_tag(self.run_id, "raysgd.events", "\n".join(self._events))
+        run.client.set_tag(run.id, "raysgd.events", "\n".join(self._events))
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Remember how the run ends."""
@@ -103,9 +85,9 @@ class MLflowLogger(LoggerCallback):
 
     def close(self, trainer: Trainer) -> None:
         """End the run."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self.run_id, "FAILED" if self._failed else "FINISHED")
+        run, self._run = self._run, None
+        if run is not None:
+            run.end(self._failed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which run it is."""
@@ -113,32 +95,78 @@ class MLflowLogger(LoggerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with that run, unless another has begun."""
-        if self._client is None:
+        if self._run is None:
             self.run_id = state.get("run_id", self.run_id)
 
-    def _open(self, trainer: Trainer) -> None:
-        """Begin the run; not before the trainer stands where it will go on from."""
-        if self._client is not None:
-            return
-        mlflow = import_for("MLflowLogger", "mlflow")
-        self._failed = False
-        uri = self._tracking_uri
-        with folders_allowed(uri):
-            if is_folder(uri):
+    def _opened(self, trainer: Trainer) -> MLflowRun:
+        """Return the run; it does not begin before the trainer stands where it will go on from."""
+        if self._run is None:
+            self._failed = False
+            self._run = MLflowRun(
+                self._tracking_uri, trainer.config, run_id=self.run_id, **self._new
+            )
+            self.run_id = self._run.id
+        return self._run
+
+
+class MLflowRun:
+    """A run of MLflow, as the callbacks of both families write it; arguments are as theirs.
+
+    It is a new one, with the numbers and texts in `config` as its parameters, or, with a `run_id`,
+    the one that is gone on with.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None,
+        config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        registry_uri: str | None = None,
+        experiment_id: str | None = None,
+        experiment: str = "raysgd",
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        from mlflow import MlflowClient
+
+        with _folders_allowed(tracking_uri):
+            if _is_folder(tracking_uri):
                 # as it is MLflow would take a percent sign in it for the beginning of a code
-                uri = Path(uri).expanduser().absolute().as_uri()
-            client = mlflow.MlflowClient(tracking_uri=uri)
-            if self.run_id is not None:
-                client.update_run(self.run_id, status="RUNNING")
-            else:
-                number = experiment_id(client, self._experiment)
-                run = client.create_run(number, run_name=self._run_name, tags=self._tags)
-                self.run_id = run.info.run_id
-                log_config(client, run.info.run_id, trainer.config)
-        self._client = client
+                tracking_uri = Path(tracking_uri).expanduser().absolute().as_uri()
+            self.client = client = MlflowClient(tracking_uri, registry_uri)
+            if run_id is not None:
+                client.update_run(run_id, status="RUNNING")
+                self.id = run_id
+                return
+            if experiment_id is None:
+                found = client.get_experiment_by_name(experiment)
+                experiment_id = (
+                    found.experiment_id if found else client.create_experiment(experiment)
+                )
+            self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
+            # MLflow refuses a second value, and two names may become one
+            given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
+            for name, value in given.items():
+                client.log_param(self.id, name, value[:_MOST_TEXT])
+
+    def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
+        """Write metrics, as of a time in seconds since the epoch."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name_for_mlflow(name), float(value), int(time_s * 1000), step)
+            for name, value in values.items()
+        ]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self.client.log_batch(self.id, metrics=metrics[first : first + _MOST_METRICS])
+
+    def end(self, failed: bool) -> None:
+        """End it as finished, or as failed."""
+        self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
-def is_folder(uri: str | None) -> TypeGuard[str]:
+def _is_folder(uri: str | None) -> TypeGuard[str]:
     """Whether a tracking URI is the path of a folder."""
     if uri is None or uri in ("databricks", "databricks-uc"):
         return False
@@ -146,9 +174,9 @@ def is_folder(uri: str | None) -> TypeGuard[str]:
 
 
 @contextmanager
-def folders_allowed(uri: str | None) -> Iterator[None]:
+def _folders_allowed(uri: str | None) -> Iterator[None]:
     """Let MLflow write into a folder, which it wants to be asked for, if a folder was given."""
-    if not (is_folder(uri) or (uri or "").startswith("file:")) or _ALLOW_FOLDERS in os.environ:
+    if not (_is_folder(uri) or (uri or "").startswith("file:")) or _ALLOW_FOLDERS in os.environ:
         yield
         return
     os.environ[_ALLOW_FOLDERS] = "true"
@@ -156,20 +184,6 @@ def folders_allowed(uri: str | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_ALLOW_FOLDERS]
-
-
-def experiment_id(client: Any, name: str) -> str:
-    """Return MLflow's id of an experiment, which is made if it is missing."""
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name))
-
-
-def log_config(client: Any, run_id: str, config: Mapping[str, Any]) -> None:
-    """Write the numbers and texts in a config as the parameters of a run."""
-    # MLflow refuses a second value, and two names may become one
-    given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
-    for name, value in given.items():
-        client.log_param(run_id, name, value[:_MOST_TEXT])
 
 
 def name_for_mlflow(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 
-__all__ = ["TorchProfiler"]
+__all__ = ["TorchProfiler", "exported"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TorchProfiler(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Begin at once if no step is to be skipped."""
-        self._folder = folder_for(self, trainer, self._given, "profile")
+        self._folder = folder_for(trainer, self._given, "profile")
         if self.trace is None:
             self._begin_at = trainer.global_step + self._skip_steps
             if self._skip_steps == 0:
@@ -121,7 +121,12 @@ def _stop(operator: Any, key: str) -> bytes | None:
     if profiler is None:
         return None
     profiler.stop()
+    return gzip.compress(exported(profiler))
+
+
+def exported(profiler: Any) -> bytes:
+    """Return the trace of a profiler of torch's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return gzip.compress(path.read_bytes())
+        return path.read_bytes()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.lazy import import_for
-from raysgd.callbacks.logger import LoggerCallback, folder_for
-from raysgd.callbacks.values import jsonable, numbers_in, scalars
+from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
+from raysgd.callbacks.values import json_dict, scalars
 from raysgd.elastic.events import Event
+from raysgd.imports import import_extra
 
-__all__ = ["TensorBoardLogger"]
+__all__ = ["TensorBoardLogger", "write_scalars"]
 
 
 class TensorBoardLogger(LoggerCallback):
@@ -30,7 +31,7 @@ class TensorBoardLogger(LoggerCallback):
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        import_for("TensorBoardLogger", "tensorboard")
+        import_extra("TensorBoardLogger", "tensorboard", "callbacks")
         self._folder = folder
         self.needs_logdir = folder is None
         self._writer: Any = None
@@ -44,15 +45,11 @@ class TensorBoardLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
-        writer, step = self._opened(trainer), trainer.global_step
-        values = numbers_in(metrics)
-        for name, value in values.items():
-            writer.add_scalar(f"{call.kind}/{name}", value, step, walltime=call.time)
-        if "num_samples" in values and call.seconds > 0:
-            speed = values["num_samples"] / call.seconds
-            writer.add_scalar(f"speed/{call.kind}_samples_per_s", speed, step, walltime=call.time)
-        writer.add_scalar("workers/num_workers", trainer.num_workers, step, walltime=call.time)
-        writer.flush()
+        values = measured(trainer, call, metrics)
+        if f"{call.kind}/num_samples" in values and call.seconds > 0:
+            speed = values[f"{call.kind}/num_samples"] / call.seconds
+            values[f"speed/{call.kind}_samples_per_s"] = speed
+        write_scalars(self._opened(trainer), values, trainer.global_step, call.time)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event as text, and the number of workers that it left."""
@@ -60,8 +57,8 @@ class TensorBoardLogger(LoggerCallback):
         ranks = ", ".join(map(str, event.ranks)) or "none"
         text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
         writer.add_text("events", text, event.step, walltime=event.time)
-        writer.add_scalar("workers/num_workers", event.num_workers, event.step, walltime=event.time)
-        writer.flush()
+        left = {"workers/num_workers": event.num_workers}
+        write_scalars(writer, left, event.step, event.time)
 
     def close(self, trainer: Trainer) -> None:
         """Close the file."""
@@ -73,8 +70,8 @@ class TensorBoardLogger(LoggerCallback):
     def _opened(self, trainer: Trainer) -> Any:
         """Return the writer."""
         if self._writer is None:
-            tensorboard = import_for("TensorBoardLogger", "torch.utils.tensorboard")
-            folder = folder_for(self, trainer, self._folder, "tensorboard")
+            tensorboard = import_extra("TensorBoardLogger", "torch.utils.tensorboard", "callbacks")
+            folder = folder_for(trainer, self._folder, "tensorboard")
             # what a run that was killed had written beyond the step it goes on from is hidden
             purge_step = self._began_at + 1
             self._writer = tensorboard.SummaryWriter(str(folder), purge_step=purge_step)
@@ -82,16 +79,19 @@ class TensorBoardLogger(LoggerCallback):
         return self._writer
 
     def _write_config(self, config: dict[str, Any]) -> None:
-        summary = import_for("TensorBoardLogger", "torch.utils.tensorboard.summary")
+        from torch.utils.tensorboard import summary
+
         experiment, start, self._end_of_session = summary.hparams(scalars(config), {})
         self._writer.file_writer.add_summary(experiment)
         self._writer.file_writer.add_summary(start)
-        shown = {str(key): _shown(value) for key, value in config.items()}
-        self._writer.add_text("config", f"```json\n{json.dumps(shown, indent=1)}\n```")
+        shown = json.dumps(json_dict(config, repr), indent=1)
+        self._writer.add_text("config", f"```json\n{shown}\n```")
 
 
-def _shown(value: Any) -> Any:
-    try:
-        return jsonable(value)
-    except TypeError:
-        return repr(value)
+def write_scalars(
+    writer: Any, values: Mapping[str, float], step: int | None, time_s: float | None = None
+) -> None:
+    """Write numbers, as of a time in seconds since the epoch, None for now."""
+    for name, value in values.items():
+        writer.add_scalar(name, value, step, walltime=time_s)
+    writer.flush()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["jsonable", "numbers_in", "scalars"]
+__all__ = ["json_dict", "jsonable", "numbers_in", "scalars"]
 
 
 def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
@@ -54,6 +54,29 @@ def jsonable(value: Any) -> Any:
     if isinstance(plain, float) and not math.isfinite(plain):
         return str(plain)
     return plain
+
+
+def json_dict(
+    values: Mapping[Any, Any], otherwise: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """Return a dict as JSON has it.
+
+    >>> json_dict({"lr": 0.5, "odd": {1}}), json_dict({"odd": {1}}, repr)
+    ({'lr': 0.5}, {'odd': '{1}'})
+
+    Args:
+        values: the dict.
+        otherwise: gives something in place of a value that JSON has no form for; with None it is
+            left out.
+    """
+    found = {}
+    for key, value in values.items():
+        try:
+            found[str(key)] = jsonable(value)
+        except (TypeError, ValueError, RecursionError):
+            if otherwise is not None:
+                found[str(key)] = otherwise(value)
+    return found
 
 
 def _plain(value: Any) -> float | int | str | None:

@@ -6,10 +6,10 @@ import os
 from typing import Any, Literal
 
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.lazy import import_for
-from raysgd.callbacks.logger import LoggerCallback, folder_for
-from raysgd.callbacks.values import jsonable, numbers_in
+from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
+from raysgd.callbacks.values import json_dict
 from raysgd.elastic.events import Event
+from raysgd.imports import import_extra
 
 __all__ = ["WandbLogger"]
 
@@ -42,7 +42,7 @@ class WandbLogger(LoggerCallback):
         folder: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
-        import_for("WandbLogger", "wandb")
+        import_extra("WandbLogger", "wandb", "callbacks")
         if mode not in (None, "online", "offline", "disabled"):
             raise ValueError(
                 f'WandbLogger(mode={mode!r}): must be "online", "offline" or "disabled".'
@@ -60,8 +60,7 @@ class WandbLogger(LoggerCallback):
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
         self._failed = False  # a call that failed before has been got over
-        values = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-        values["workers/num_workers"] = trainer.num_workers
+        values = measured(trainer, call, metrics)
         self._opened(trainer).log({**values, _STEP: trainer.global_step})
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
@@ -99,17 +98,18 @@ class WandbLogger(LoggerCallback):
     def _opened(self, trainer: Trainer) -> Any:
         """Return the run; it does not begin before the trainer stands where it will go on from."""
         if self._run is None:
-            wandb = import_for("WandbLogger", "wandb")
+            import wandb
+
             self._failed = False
             given = {
                 "project": self._project,
-                "config": {str(k): _plain(v) for k, v in trainer.config.items()},
+                "config": json_dict(trainer.config, repr),
                 **self._arguments,
             }
             if self._mode is not None:
                 given["mode"] = self._mode
             if self._folder is not None or trainer.logdir is not None:
-                given["dir"] = str(folder_for(self, trainer, self._folder))
+                given["dir"] = str(folder_for(trainer, self._folder))
                 os.makedirs(given["dir"], exist_ok=True)
             if self.run_id is not None:
                 given |= {"id": self.run_id, "resume": "allow"}
@@ -118,10 +118,3 @@ class WandbLogger(LoggerCallback):
             # steps may go back, after a restart from a snapshot, which wandb's own must not
             self._run.define_metric("*", step_metric=_STEP)
         return self._run
-
-
-def _plain(value: Any) -> Any:
-    try:
-        return jsonable(value)
-    except TypeError:
-        return repr(value)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from raysgd.train.callbacks.preprocessors import ResultsPreprocessor
+from raysgd.train.callbacks.preprocessors import IndexedResultsPreprocessor, ResultsPreprocessor
 
-__all__ = ["TrainingCallback"]
+__all__ = ["FileCallback", "TrainingCallback"]
 
 
 class TrainingCallback:
@@ -43,3 +44,44 @@ class TrainingCallback:
             error: whether it has failed.
             info: for what may be added later.
         """
+
+
+class FileCallback(TrainingCallback):
+    """A callback that writes into a folder.
+
+    Args:
+        logdir: the folder; None for that of the run.
+        workers: ranks of the workers whose results it gets; None for all.
+    """
+
+    _subfolder = ""
+    """Where it writes in the folder of the run."""
+
+    def __init__(
+        self, logdir: str | os.PathLike[str] | None, workers: int | list[int] | None
+    ) -> None:
+        self._given = logdir
+        self._folder: Path | None = None
+        self.results_preprocessor = IndexedResultsPreprocessor(workers)
+
+    def start_training(
+        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
+    ) -> None:
+        """Make the folder, and begin."""
+        self._folder = Path(self._given or Path(logdir, self._subfolder)).expanduser()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._begin(config)
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        """Begin to write, once the folder is there."""
+
+    @property
+    def logdir(self) -> Path:
+        """The folder.
+
+        Raises:
+            RuntimeError: before the first run, where none was given.
+        """
+        if self._folder is None:
+            raise RuntimeError(f"{type(self).__name__} has no folder before a run has begun.")
+        return self._folder

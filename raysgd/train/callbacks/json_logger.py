@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.values import jsonable
-from raysgd.train.callbacks.files import FileCallback
+from raysgd.callbacks.values import json_dict
+from raysgd.train.callbacks.callback import FileCallback
 from raysgd.train.callbacks.profiler import without_traces
 
 __all__ = ["JsonLoggerCallback"]
@@ -34,17 +34,12 @@ class JsonLoggerCallback(FileCallback):
         super().__init__(logdir, workers_to_log)
         self._filename = filename or "results.json"
 
-    def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
-    ) -> None:
-        """Begin an empty list."""
-        super().start_training(logdir, config, **info)
+    def _begin(self, config: dict[str, Any]) -> None:
         self.log_path.write_text("[]", encoding="utf-8")
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Add the results to the list."""
-        shown = [without_traces(result) for result in results]
-        text = json.dumps([{str(k): _shown(v) for k, v in result.items()} for result in shown])
+        text = json.dumps([json_dict(without_traces(result), repr) for result in results])
         with self.log_path.open("rb+") as file:
             # over the bracket at the end, so that a long log costs no more than a short one
             end = file.seek(-1, os.SEEK_END)
@@ -54,10 +49,3 @@ class JsonLoggerCallback(FileCallback):
     def log_path(self) -> Path:
         """The file."""
         return self.logdir / self._filename
-
-
-def _shown(value: Any) -> Any:
-    try:
-        return jsonable(value)
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)

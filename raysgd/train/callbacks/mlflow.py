@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
-from raysgd.callbacks.lazy import import_for
-from raysgd.callbacks.mlflow import (
-    experiment_id,
-    folders_allowed,
-    log_config,
-    name_for_mlflow,
-)
+from raysgd.callbacks.mlflow import MLflowRun
 from raysgd.callbacks.values import numbers_in
-from raysgd.train.callbacks.files import FileCallback
+from raysgd.imports import import_extra
+from raysgd.train.callbacks.callback import FileCallback
 
 __all__ = ["MLflowLoggerCallback"]
 
@@ -48,46 +44,38 @@ class MLflowLoggerCallback(FileCallback):
         worker_to_log: int = 0,
     ) -> None:
         super().__init__(logdir, worker_to_log)
-        self._mlflow = import_for("MLflowLoggerCallback", "mlflow")
-        self._uri = None if tracking_uri is None else os.fspath(tracking_uri)
-        self._registry_uri = registry_uri
-        self._experiment_id = experiment_id
-        self._experiment_name = experiment_name or "raysgd"
-        self._tags = dict(tags or {})
+        import_extra("MLflowLoggerCallback", "mlflow", "callbacks")
+        self._tracking_uri = None if tracking_uri is None else os.fspath(tracking_uri)
+        self._new: dict[str, Any] = {
+            "registry_uri": registry_uri,
+            "experiment_id": experiment_id,
+            "experiment": experiment_name or "raysgd",
+            "tags": tags,
+        }
         self._save_artifact = save_artifact
-        self._client: Any = None
+        self._run: MLflowRun | None = None
         self.run_id: str | None = None
         """MLflow's id of the run; None before it has begun."""
 
-    def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
-    ) -> None:
-        """Begin a run."""
-        super().start_training(logdir, config, **info)
-        uri = self._uri
+    def _begin(self, config: dict[str, Any]) -> None:
+        uri = self._tracking_uri
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
             uri = str(self.logdir / "mlruns")
-        with folders_allowed(uri):
-            client = self._mlflow.MlflowClient(uri, self._registry_uri)
-            number = self._experiment_id
-            if number is None:
-                number = experiment_id(client, self._experiment_name)
-            run_id: str = client.create_run(number, tags=self._tags).info.run_id
-            log_config(client, run_id, config)
-        self._client, self.run_id = client, run_id
+        self._run = MLflowRun(uri, config, **self._new)
+        self.run_id = self._run.id
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the numbers, over ``_training_iteration``."""
+        assert self._run is not None
         for result in results:
             step = result.get("_training_iteration", 0)
-            for name, value in numbers_in(result).items():
-                self._client.log_metric(self.run_id, name_for_mlflow(name), value, step=step)
+            self._run.log(numbers_in(result), step, time.time())
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         """End the run as finished, or as failed."""
-        client, self._client = self._client, None
-        if client is None:
+        run, self._run = self._run, None
+        if run is None:
             return
         if self._save_artifact:
-            client.log_artifacts(self.run_id, str(self.logdir))
-        client.set_terminated(self.run_id, "FAILED" if error else "FINISHED")
+            run.client.log_artifacts(run.id, str(self.logdir))
+        run.end(error)

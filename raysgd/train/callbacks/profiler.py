@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.train.callbacks.files import FileCallback
+from raysgd.train.callbacks.callback import FileCallback
 
 __all__ = ["PROFILE_TRACES", "TorchTensorboardProfilerCallback", "without_traces"]
 
@@ -22,18 +22,14 @@ class TorchTensorboardProfilerCallback(FileCallback):
         workers_to_log: ranks of the workers whose traces are written; None for all.
     """
 
+    _subfolder = "pytorch_profiler"
+
     def __init__(
         self,
         logdir: str | os.PathLike[str] | None = None,
         workers_to_log: int | list[int] | None = None,
     ) -> None:
         super().__init__(logdir, workers_to_log)
-
-    def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
-    ) -> None:
-        """Make the folder."""
-        super().start_training(os.path.join(logdir, "pytorch_profiler"), config, **info)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the traces that have come with a report."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from raysgd.callbacks.lazy import import_for
+from raysgd.callbacks.tensorboard import write_scalars
 from raysgd.callbacks.values import numbers_in
-from raysgd.train.callbacks.files import FileCallback
+from raysgd.imports import import_extra
+from raysgd.train.callbacks.callback import FileCallback
 
 __all__ = ["TBXLoggerCallback"]
 
@@ -27,23 +28,19 @@ class TBXLoggerCallback(FileCallback):
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0
     ) -> None:
         super().__init__(logdir, worker_to_log)
-        self._tensorboard = import_for("TBXLoggerCallback", "torch.utils.tensorboard")
+        self._tensorboard = import_extra(
+            "TBXLoggerCallback", "torch.utils.tensorboard", "callbacks"
+        )
         self._writer: Any = None
 
-    def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
-    ) -> None:
-        """Open the log."""
-        super().start_training(logdir, config, **info)
+    def _begin(self, config: dict[str, Any]) -> None:
         self._writer = self._tensorboard.SummaryWriter(str(self.logdir))
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the numbers, over ``_training_iteration``."""
         for result in results:
             step = result.get("_training_iteration")
-            for name, value in numbers_in(result).items():
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            write_scalars(self._writer, numbers_in(result), step)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         """Close the log."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks.profiler import exported
 from raysgd.train.api import world_rank
 from raysgd.train.callbacks.profiler import PROFILE_TRACES
 
@@ -31,10 +30,7 @@ class TorchWorkerProfiler:
 
     def trace_handler(self, p: Any) -> None:
         """Take a trace; to be called by the profiler."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            p.export_chrome_trace(str(path))
-            content = path.read_text(encoding="utf-8")
+        content = exported(p).decode()
         name = f"worker_{world_rank()}_{os.getpid()}.step_{p.step_num}.pt.trace.json"
         self._traces.append((name, content))
 

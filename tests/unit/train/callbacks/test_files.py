@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from raysgd.train.callbacks.files import FileCallback
+from raysgd.train.callbacks.callback import FileCallback
 
 
 class Seen(FileCallback):
