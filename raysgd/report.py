@@ -15,6 +15,8 @@ from raysgd.run_log import BREAKS, Record, RunLog, goodput
 
 __all__ = ["make_report"]
 
+_Line = tuple[str, list[tuple[float, float]]]
+"""What is drawn as one line: its name, and its points."""
 _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
 _EVENT_COLORS = {
     "lost": "#d33f49",
@@ -67,12 +69,7 @@ def make_report(folder: str | Path) -> Path:
 
 def _page(name: str, log: RunLog, script: str) -> str:
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
-    charts = [*_metric_charts(log), _speed_chart(log), _worker_chart(log)]
-    body = "".join(
-        f"<section><h2>{html.escape(title)}</h2>{drawing}{note}</section>"
-        for title, drawing, note in charts
-        if drawing
-    )
+    charts = f"{_metric_charts(log)}{_speed_chart(log)}{_worker_chart(log)}"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{html.escape(name)}</title>'
@@ -82,7 +79,7 @@ def _page(name: str, log: RunLog, script: str) -> str:
         f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · raysgd '
         f"{html.escape(str(log.runs[-1].get('version', '?') if log.runs else '?'))}</p>"
         f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(log))}</div>'
-        f"{body}{_epoch_table(log)}{_event_table(log)}</body></html>"
+        f"{charts}{_epoch_table(log)}{_event_table(log)}</body></html>"
     )
 
 
@@ -112,9 +109,13 @@ def _tile(key: str, value: str, label: str) -> str:
     )
 
 
-def _metric_charts(log: RunLog) -> list[tuple[str, str, str]]:
+def _section(title: str, *content: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>"
+
+
+def _metric_charts(log: RunLog) -> str:
     """Draw the losses, the accuracies, and every other mean that a batch gave."""
-    groups: dict[str, list[tuple[str, list[float], list[float]]]] = {}
+    groups: dict[str, list[_Line]] = {}
     for kind in ("train", "validate"):
         calls = log.kept(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
@@ -126,11 +127,10 @@ def _metric_charts(log: RunLog) -> list[tuple[str, str, str]]:
                 if (value := _number(call["metrics"].get(name))) is not None
             ]
             if points:
-                xs, ys = zip(*points, strict=True)
-                groups.setdefault(_group_of(name), []).append((name, list(xs), list(ys)))
+                groups.setdefault(_group_of(name), []).append((name, points))
     first = [title for title in ("Loss", "Accuracy") if title in groups]
     titles = [*first, *(title for title in groups if title not in first)]
-    return [(title, _lines_chart(groups[title], "step"), "") for title in titles]
+    return "".join(_section(title, _lines_chart(groups[title], "step")) for title in titles)
 
 
 def _group_of(name: str) -> str:
@@ -142,23 +142,22 @@ def _group_of(name: str) -> str:
     return re.sub(r"[-_]\d+$", "", whole) or name
 
 
-def _speed_chart(log: RunLog) -> tuple[str, str, str]:
+def _speed_chart(log: RunLog) -> str:
     points = [
         ((call["time"] - log.began), samples / call["seconds"])
         for call in log.of("train")
         if (samples := _number(call["metrics"].get("num_samples"))) and call["seconds"] > 0
     ]
     if not points:
-        return "Speed", "", ""
-    xs, ys = zip(*points, strict=True)
-    drawing = _lines_chart([("samples/s", list(xs), list(ys))], "seconds since the start", True)
-    return "Samples a second", drawing, "<p>Samples of a train call by its wall time.</p>"
+        return ""
+    drawing = _lines_chart([("samples/s", points)], "seconds since the start", from_zero=True)
+    return _section("Samples a second", drawing, "<p>Samples of a train call by its wall time.</p>")
 
 
-def _worker_chart(log: RunLog) -> tuple[str, str, str]:
+def _worker_chart(log: RunLog) -> str:
     """Draw the number of workers over time, with each loss and resize marked."""
     if not log.events:
-        return "Workers", "", ""
+        return ""
     import plotly.graph_objects as go
 
     xs = [event["time"] - log.began for event in log.events]
@@ -193,7 +192,7 @@ def _worker_chart(log: RunLog) -> tuple[str, str, str]:
             hovertemplate="%{text}<extra></extra>",
         )
     figure.update_yaxes(rangemode="tozero", dtick=1 if max(ys) <= 12 else None)
-    return "Workers", _drawn(figure, "seconds since the start"), ""
+    return _section("Workers", _drawn(figure, "seconds since the start"))
 
 
 def _described(event: Record) -> str:
@@ -204,17 +203,15 @@ def _described(event: Record) -> str:
     return html.escape(f"{words} {event['cause']}".strip())
 
 
-def _lines_chart(
-    lines: Sequence[tuple[str, list[float], list[float]]], axis: str, from_zero: bool = False
-) -> str:
+def _lines_chart(lines: Sequence[_Line], axis: str, from_zero: bool = False) -> str:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for index, (name, xs, ys) in enumerate(lines):
+    for index, (name, points) in enumerate(lines):
         color = _COLORS[index % len(_COLORS)]
         figure.add_scatter(
-            x=xs,
-            y=ys,
+            x=[x for x, _ in points],
+            y=[y for _, y in points],
             name=html.escape(name),
             mode="lines+markers",
             line={"color": color, "width": 2},
@@ -256,12 +253,11 @@ def _plotly_script(folder: Path) -> str:
 
 
 def _epoch_table(log: RunLog) -> str:
-    calls = log.calls
-    if not calls:
-        return "<section><h2>Calls</h2><p>No call was finished.</p></section>"
+    if not log.calls:
+        return _section("Calls", "<p>No call was finished.</p>")
     names = [
         name
-        for name in dict.fromkeys(name for call in calls for name in call["metrics"])
+        for name in dict.fromkeys(name for call in log.calls for name in call["metrics"])
         if not name.startswith("last_") and name not in ("epoch", "profile")
     ]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
@@ -271,12 +267,12 @@ def _epoch_table(log: RunLog) -> str:
         f"<td>{call['seconds']:.2f}</td>"
         + "".join(f"<td>{_cell(call['metrics'].get(name))}</td>" for name in names)
         + "</tr>"
-        for call in calls
+        for call in log.calls
     )
-    return (
-        '<section><h2>Calls</h2><table id="calls"><thead><tr><th class="text">call</th>'
-        f"<th>epoch</th><th>step</th><th>workers</th><th>seconds</th>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></section>"
+    return _section(
+        "Calls",
+        '<table id="calls"><thead><tr><th class="text">call</th><th>epoch</th><th>step</th>'
+        f"<th>workers</th><th>seconds</th>{head}</tr></thead><tbody>{rows}</tbody></table>",
     )
 
 

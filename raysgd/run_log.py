@@ -101,8 +101,8 @@ def goodput(log: RunLog) -> float:
     trains = log.of("train")
     if wall <= 0 or not trains:
         return 0.0
-    spans = _union((call["time"] - call["seconds"], call["time"]) for call in trains)
-    useful = _length(spans) - _length(_overlap(spans, _union(_standstills(log.events))))
+    stood_still = list(_standstills(log.events))
+    useful = sum(call["seconds"] - _overlap(call, stood_still) for call in trains)
     redone, last_step = _redone_by_runs(log), 0
     for event in log.events:
         if event["kind"] == "restarted":
@@ -126,8 +126,9 @@ def _redone_by_runs(log: RunLog) -> int:
 
 
 def _standstills(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield the spans of time in which training stood still."""
+    """Yield the spans of time in which training stood still, one after the other."""
     broken_at: float | None = None
+    mended_at = 0.0
     for event in events:
         if event["kind"] == "started":
             broken_at = None  # another run: what broke the one before has ended with it
@@ -135,28 +136,16 @@ def _standstills(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
             broken_at = event["time"]
         elif event["kind"] in _MENDS:
             began = event["time"] - event["seconds"]
-            yield (began if broken_at is None else min(began, broken_at)), event["time"]
-            broken_at = None
+            if broken_at is not None:
+                began = min(began, broken_at)
+            yield max(began, mended_at), event["time"]
+            broken_at, mended_at = None, event["time"]
 
 
-def _union(spans: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _overlap(
-    first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    return [(max(a, c), min(b, d)) for a, b in first for c, d in second if max(a, c) < min(b, d)]
-
-
-def _length(spans: Sequence[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
+def _overlap(call: Record, spans: Sequence[tuple[float, float]]) -> float:
+    """Return how many seconds of a call are in these spans."""
+    began, ended = call["time"] - call["seconds"], call["time"]
+    return sum(max(0.0, min(end, ended) - max(begin, began)) for begin, end in spans)
 
 
 def _lines(path: Path, run: Sequence[str], other: Sequence[str]) -> Iterator[Record]:

@@ -255,10 +255,9 @@ class CallbackList:
 
         They are copies, which do not change as callbacks go on.
         """
-        held = {entry.key: self._state_of(entry) for entry in self._entries}
-        own = {key: state for key, state in held.items() if state}
-        others = map_leaves({**self._loaded, **self._detached}, deep_copied)
-        return {**{k: v for k, v in others.items() if k not in held and v}, **own}
+        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
+        states |= {entry.key: self._state_of(entry) for entry in self._entries}
+        return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the callbacks their states; what nobody claims waits for ``fit(callbacks=...)``.
