@@ -32,27 +32,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.operators.configured import ConfiguredOperator
-    from raysgd.operators.gan import GAN
-    from raysgd.operators.image_classifier import ImageClassifier
-    from raysgd.operators.language_model import LanguageModel
-    from raysgd.operators.regressor import Regressor
-    from raysgd.operators.semantic_segmenter import SemanticSegmenter
-    from raysgd.operators.sequence_classifier import SequenceClassifier
-    from raysgd.operators.supervised import SupervisedOperator
-    from raysgd.operators.with_metrics import WithMetrics
-
-__all__ = [
-    "GAN",
-    "ConfiguredOperator",
-    "ImageClassifier",
-    "LanguageModel",
-    "Regressor",
-    "SemanticSegmenter",
-    "SequenceClassifier",
-    "SupervisedOperator",
-    "WithMetrics",
-]
+    from raysgd.operators.configured import ConfiguredOperator as ConfiguredOperator
+    from raysgd.operators.gan import GAN as GAN
+    from raysgd.operators.image_classifier import ImageClassifier as ImageClassifier
+    from raysgd.operators.language_model import LanguageModel as LanguageModel
+    from raysgd.operators.regressor import Regressor as Regressor
+    from raysgd.operators.semantic_segmenter import SemanticSegmenter as SemanticSegmenter
+    from raysgd.operators.sequence_classifier import SequenceClassifier as SequenceClassifier
+    from raysgd.operators.supervised import SupervisedOperator as SupervisedOperator
+    from raysgd.operators.with_metrics import WithMetrics as WithMetrics
 
 _HOMES = {
     "ConfiguredOperator": "configured",
@@ -65,6 +53,7 @@ _HOMES = {
     "SupervisedOperator": "supervised",
     "WithMetrics": "with_metrics",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

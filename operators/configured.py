@@ -189,6 +189,23 @@ class ConfiguredOperator(TrainingOperator):
         """Arguments of `register` that the config sets."""
         return {key: self.options[key] for key in ("gradient_accumulation_steps", "max_grad_norm")}
 
+    def build_module(self, key: str, config: dict[str, Any]) -> torch.nn.Module:
+        """Return the module that the config has under a key, or that a function there makes.
+
+        Raises:
+            ValueError: if it is no module.
+        """
+        given = self.options[key]
+        module = given if given is None or isinstance(given, torch.nn.Module) else given(config)
+        if not isinstance(module, torch.nn.Module):
+            kind = type(self).__name__
+            source = f"config[{key!r}]" if given is None else f"the function config[{key!r}]"
+            raise ValueError(
+                f"{kind}: {source} gave {module!r}, and a torch.nn.Module is needed. Give one, or "
+                f"a function of the config that returns one, or override build_{key} in {kind}."
+            )
+        return module
+
     def make_loader(self, data: Any, *, shuffle: bool) -> Any:
         """Return a loader of `data`; None for None.
 

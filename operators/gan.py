@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -73,11 +74,7 @@ class GAN(ConfiguredOperator):
         "generator_lr": number(None, 0.0, above=True),
         "discriminator_lr": number(None, 0.0, above=True),
         "lr": number(2e-4, 0.0, above=True),
-        "optimizer": any_of(
-            "adam",
-            ConfiguredOperator.OPTIONS["optimizer"].fits,
-            ConfiguredOperator.OPTIONS["optimizer"].allowed,
-        ),
+        "optimizer": replace(ConfiguredOperator.OPTIONS["optimizer"], default="adam"),
         "label_smoothing": number(0.0, 0.0, 0.499),
         "features": any_of(None, callable, "a function of a batch of samples, or None"),
     }
@@ -86,11 +83,11 @@ class GAN(ConfiguredOperator):
 
     def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
         """Return the generator."""
-        return self._built("generator", config)
+        return self.build_module("generator", config)
 
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
         """Return the discriminator."""
-        return self._built("discriminator", config)
+        return self.build_module("discriminator", config)
 
     def real_samples(self, batch: Any) -> torch.Tensor:
         """Return the samples of a batch."""
@@ -200,17 +197,6 @@ class GAN(ConfiguredOperator):
         finally:
             model.train(was_training)
         return in_full_precision(made).cpu()
-
-    def _built(self, name: str, config: dict[str, Any]) -> torch.nn.Module:
-        given = self.options[name]
-        model = given if given is None or isinstance(given, torch.nn.Module) else given(config)
-        if not isinstance(model, torch.nn.Module):
-            kind = type(self).__name__
-            raise ValueError(
-                f"{kind}: config[{name!r}] gave {model!r}, and a torch.nn.Module is needed. Give "
-                f"one, or a function of the config, or override build_{name} in {kind}."
-            )
-        return model
 
     def _validation_generator(self, batch_idx: int) -> torch.Generator:
         return torch.Generator().manual_seed(batch_idx * 100_003 + self.world_rank)

@@ -63,9 +63,7 @@ class LanguageModel(SupervisedOperator):
         "num_heads": integer(4, 1),
         "dropout": any_of(0.0, number(0.0, 0.0, 0.999).fits, "a number from 0 to below 1"),
         "tie_weights": flag(True),
-        "ignore_index": any_of(
-            -100, lambda value: isinstance(value, int) and not isinstance(value, bool), "an int"
-        ),
+        "ignore_index": integer(-100),
     }
 
     def check_options(self) -> None:

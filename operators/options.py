@@ -51,32 +51,34 @@ def number(
         high: the largest allowed number.
         above: whether the number has to be above `low`.
     """
+    return _number("a number", numbers.Real, default, low, high, above)
 
+
+def integer(default: Any, low: float = -math.inf) -> Option:
+    """Return an option that is an int of at least `low`, or None if that is the default."""
+    return _number("an int", numbers.Integral, default, low)
+
+
+def _number(
+    allowed: str,
+    kind: type,
+    default: Any,
+    low: float,
+    high: float = math.inf,
+    above: bool = False,
+) -> Option:
     def fits(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not isinstance(value, kind):
             return value is None and default is None
-        number = float(value)
-        return math.isfinite(number) and low <= number <= high and not (above and number == low)
+        return low <= value <= high and abs(value) < math.inf and not (above and value == low)
 
-    allowed = "a number"
     if low > -math.inf:
         allowed += f" above {low}" if above else f" of at least {low}"
     if high < math.inf:
         allowed += f" and at most {high}"
-    return Option(default=default, fits=fits, allowed=allowed + _or_none(default))
-
-
-def integer(default: Any, low: int) -> Option:
-    """Return an option that is an int of at least `low`, or None if that is the default."""
-
-    def fits(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            return value is None and default is None
-        return int(value) >= low
-
-    return Option(
-        default=default, fits=fits, allowed=f"an int of at least {low}{_or_none(default)}"
-    )
+    if default is None:
+        allowed += " or None"
+    return Option(default=default, fits=fits, allowed=allowed)
 
 
 def choice(default: str, *names: str) -> Option:
@@ -140,7 +142,3 @@ def shown(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return a number of numpy, which searches for good values like to give, as Python's."""
     return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
-
-
-def _or_none(default: Any) -> str:
-    return " or None" if default is None else ""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from raysgd.metrics import Sums
 from raysgd.operators.confusion import accuracy, confusion_matrix, mean_iou
-from raysgd.operators.options import REQUIRED, Option, any_of, integer
+from raysgd.operators.options import REQUIRED, Option, integer
 from raysgd.operators.supervised import SupervisedOperator
 
 __all__ = ["SemanticSegmenter"]
@@ -41,9 +41,7 @@ class SemanticSegmenter(SupervisedOperator):
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         **SupervisedOperator.OPTIONS,
         "num_classes": integer(REQUIRED, 2),
-        "ignore_index": any_of(
-            255, lambda value: isinstance(value, int) and not isinstance(value, bool), "an int"
-        ),
+        "ignore_index": integer(255),
     }
 
     def check_options(self) -> None:

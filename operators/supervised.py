@@ -53,16 +53,7 @@ class SupervisedOperator(ConfiguredOperator):
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         """Return the model."""
-        given = self.options["model"]
-        model = given if given is None or isinstance(given, torch.nn.Module) else given(config)
-        if not isinstance(model, torch.nn.Module):
-            kind = type(self).__name__
-            source = "config['model']" if given is None else "the function config['model']"
-            raise ValueError(
-                f"{kind}: {source} gave {model!r}, and a torch.nn.Module is needed. Give one, or "
-                f"a function of the config that returns one, or override build_model in {kind}."
-            )
-        return model
+        return self.build_module("model", config)
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's output for a batch on this worker's device, and the target."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -35,7 +35,7 @@ class ProgressBar(Callback):
         if not every_s > 0:
             raise ValueError(f"ProgressBar(every_s={every_s!r}): must be above 0.")
         self._every_s = every_s
-        self._display: _Display | None = None
+        self._display: _Bar | _Lines | None = None
         self._kind = ""
         self._num_samples = self._samples_before = 0
 
@@ -107,14 +107,6 @@ class ProgressBar(Callback):
         display, self._display = self._display, None
         if display is not None:
             display.close()
-
-
-class _Display(Protocol):
-    def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None: ...
-
-    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Bar:
