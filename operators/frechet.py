@@ -32,21 +32,19 @@ def frechet_distance(
     Returns:
         The squared distance; NaN for fewer than two samples, and where a feature is not finite.
     """
-    if count < 2 or not all(bool(t.isfinite().all()) for t in (real_products, fake_products)):
-        return float("nan")
-    means, covariances = [], []
+    clouds = []
     for total, products in ((real, real_products), (fake, fake_products)):
-        mean = total.reshape(-1) / count
-        size = len(mean)
-        means.append(mean)
-        covariances.append(
-            (products.reshape(size, size) - count * torch.outer(mean, mean)) / (count - 1)
-        )
-    one, other = covariances
+        # sums of one feature are plain numbers
+        mean = torch.as_tensor(total, dtype=torch.float64).reshape(-1) / count
+        moment = torch.as_tensor(products, dtype=torch.float64).reshape(len(mean), len(mean))
+        if count < 2 or not bool(moment.isfinite().all()):
+            return float("nan")
+        clouds.append((mean, (moment - count * torch.outer(mean, mean)) / (count - 1)))
+    (mean, one), (other_mean, other) = clouds
     root = _root(one)
     # S T and S^½ T S^½ have the same eigenvalues, and the latter is symmetric
     shared = torch.linalg.eigvalsh(root @ other @ root).clamp(min=0).sqrt().sum()
-    distance = (means[0] - means[1]).square().sum() + one.trace() + other.trace() - 2 * shared
+    distance = (mean - other_mean).square().sum() + one.trace() + other.trace() - 2 * shared
     return max(0.0, float(distance))
 
 
@@ -57,13 +55,7 @@ def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
         features = given.double().reshape(len(given), -1)
         sums[name] = torch.atleast_1d(features.sum(dim=0))
         sums[f"{name}_products"] = features.T @ features
-    return Sums(_of_sums, count=len(real), **sums)
-
-
-def _of_sums(count: float, **sums: torch.Tensor | float) -> float:
-    # sums of one feature are plain numbers
-    tensors = {name: torch.as_tensor(v, dtype=torch.float64) for name, v in sums.items()}
-    return frechet_distance(count, **tensors)
+    return Sums(frechet_distance, count=len(real), **sums)
 
 
 def _root(matrix: torch.Tensor) -> torch.Tensor:

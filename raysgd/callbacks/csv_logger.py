@@ -29,7 +29,6 @@ class CsvLogger(LoggerCallback):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = path
         self.needs_logdir = path is None
-        self._columns: list[str] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Find out where to write."""
@@ -37,27 +36,23 @@ class CsvLogger(LoggerCallback):
         path = self._path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         end_line(path)
-        self._columns = None
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write a row."""
         path, record = self._path(trainer), record_of(trainer, call)
         row = {**record, **scalars(metrics), **record}  # a metric of such a name gives way
-        if self._columns is None:
-            self._columns = _columns_of(path)
-        missing = [name for name in row if name not in self._columns]
-        if missing:
-            self._columns = list(dict.fromkeys([*self._columns, *missing]))
-            _rewrite(path, self._columns)
+        columns = _columns_of(path)
+        if missing := [name for name in row if name not in columns]:
+            columns += missing
+            _rewrite(path, columns)
         with path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+            csv.DictWriter(file, columns).writerow(row)
 
     def _path(self, trainer: Trainer) -> Path:
         return folder_for(trainer, self._given, "metrics.csv")
 
 
 def _columns_of(path: Path) -> list[str]:
-    """Return the columns of the file that is there."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
