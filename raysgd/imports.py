@@ -46,6 +46,6 @@ def import_extra(owner: str, module: str, extra: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{owner} needs {module.partition('.')[0]}, which cannot be imported here ({error}). "
-            f"Install it wherever {owner} runs, on the driver or on every worker: pip install "
+            "Install it where it is used, on the driver or on every worker: pip install "
             f'"raysgd[{extra}]"'
         ) from error

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd.imports import import_extra
 from raysgd.run_log import BREAKS, Record, RunLog, goodput
 
 __all__ = ["make_report"]
@@ -56,8 +57,8 @@ def make_report(folder: str | Path) -> Path:
     folder = Path(folder)
     log = RunLog.read(folder)
     path = folder / "report.html"
-    script = _plotly_script(folder)  # first: it says what to install
-    text = _page(folder.resolve().name, log, script)
+    plotly = import_extra("report.html", "plotly.offline", "callbacks")
+    text = _page(folder.resolve().name, log, f"<script>{plotly.get_plotlyjs()}</script>")
     temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -239,17 +240,6 @@ def _drawn(figure: Any, axis: str) -> str:
         config={"displayModeBar": False, "responsive": True},
     )
     return drawing
-
-
-def _plotly_script(folder: Path) -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError(
-            'The report needs plotly: pip install "raysgd[callbacks]", then: '
-            f"raysgd report {folder}"
-        ) from error
-    return f"<script>{get_plotlyjs()}</script>"
 
 
 def _epoch_table(log: RunLog) -> str:

@@ -31,4 +31,8 @@ class RunReport(Callback):
         except (ImportError, OSError, ValueError) as error:
             if str(error) != self._said:  # runs end more than once: each fit() is one
                 self._said = str(error)
-                logger.warning("No report.html was made. %s", error)
+                logger.warning(
+                    "No report.html was made; raysgd report %s makes it later. %s",
+                    trainer.logdir,
+                    error,
+                )

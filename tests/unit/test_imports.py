@@ -72,7 +72,7 @@ def test_a_missing_one_is_named_with_its_owner_the_reason_and_the_extra(module):
         import_extra("MyLogger", module, "callbacks")
     assert str(caught.value) == (
         "MyLogger needs missing_package, which cannot be imported here (No module named "
-        "'missing_package'). Install it wherever MyLogger runs, on the driver or on every worker: "
+        "'missing_package'). Install it where it is used, on the driver or on every worker: "
         'pip install "raysgd[callbacks]"'
     )
     assert isinstance(caught.value.__cause__, ImportError)
