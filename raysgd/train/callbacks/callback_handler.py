@@ -51,19 +51,16 @@ class CallbackHandler:
 
     def _finish(self, begun: Sequence[TrainingCallback], failed: bool) -> None:
         """Tell all of them, also where one raises."""
-        first: BaseException | None = None
-        interrupt: BaseException | None = None
+        raised: BaseException | None = None
         for callback in begun:
             try:
                 callback.finish_training(error=failed)
             except Exception as error:
-                if first is None and not failed:
-                    first = error
+                if raised is None and not failed:
+                    raised = error
                 else:
                     logger.exception("%s failed as it ended.", type(callback).__name__)
             except BaseException as error:  # Ctrl-C: the others still have files to close
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt from first
-        if first is not None:
-            raise first
+                error.__cause__, raised = raised, error
+        if raised is not None:
+            raise raised
