@@ -61,7 +61,7 @@ def integer(default: Any, low: float = -math.inf) -> Option:
 
 def _number(
     allowed: str,
-    kind: type,
+    kind: type[Any],
     default: Any,
     low: float,
     high: float = math.inf,
@@ -70,7 +70,8 @@ def _number(
     def fits(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, kind):
             return value is None and default is None
-        return low <= value <= high and abs(value) < math.inf and not (above and value == low)
+        is_finite = abs(value) < math.inf
+        return is_finite and low <= value <= high and not (above and value == low)
 
     if low > -math.inf:
         allowed += f" above {low}" if above else f" of at least {low}"

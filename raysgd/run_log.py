@@ -102,7 +102,7 @@ def goodput(log: RunLog) -> float:
     if wall <= 0 or not trains:
         return 0.0
     stood_still = list(_standstills(log.events))
-    useful = sum(call["seconds"] - _overlap(call, stood_still) for call in trains)
+    useful: float = sum(call["seconds"] - _overlap(call, stood_still) for call in trains)
     redone, last_step = _redone_by_runs(log), 0
     for event in log.events:
         if event["kind"] == "restarted":
@@ -144,7 +144,8 @@ def _standstills(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
 
 def _overlap(call: Record, spans: Sequence[tuple[float, float]]) -> float:
     """Return how many seconds of a call are in these spans."""
-    began, ended = call["time"] - call["seconds"], call["time"]
+    began: float = call["time"] - call["seconds"]
+    ended: float = call["time"]
     return sum(max(0.0, min(end, ended) - max(begin, began)) for begin, end in spans)
 
 
