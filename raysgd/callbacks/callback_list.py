@@ -67,10 +67,10 @@ class CallbackList:
     # ---- attaching, starting, ending
 
     def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
-        held = [entry.callback for entry in self._entries]
-        for index, callback in enumerate(callbacks):
-            # of all before the first is attached: those of a call that is refused are to be gone
-            if any(other is callback for other in (*held, *callbacks[:index])):
+        everyone = [*(entry.callback for entry in self._entries), *callbacks]
+        for callback in callbacks:
+            # before the first is attached: those of a call that is refused are to be gone
+            if sum(other is callback for other in everyone) > 1:
                 raise ValueError(f"The same {type(callback).__name__} is given twice.")
         added = []
         for callback in callbacks:

@@ -232,6 +232,16 @@ def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, 
     assert "2" in found.params.values()
 
 
+def test_mlflow_gets_more_metrics_than_a_server_takes_at_once(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr("raysgd.callbacks.mlflow._MOST_METRICS", 2)
+    logger = MLflowLogger(tmp_path / "mlruns")
+    history = make_trainer(Recorder, callbacks=[logger]).fit(1)
+    found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data.metrics
+    names = ("batch_count", "num_samples", "train_loss")
+    assert [found[f"train/{name}"] for name in names] == [history[0][name] for name in names]
+
+
 def test_mlflow_writes_into_the_folder_that_it_was_given(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     make_trainer(callbacks=[MLflowLogger("~/ü #1:2 %20?")]).fit(1)
