@@ -6,14 +6,12 @@ import functools
 import logging
 import math
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
+from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from raysgd.checkpoint import CheckpointStore
 
 __all__ = ["CheckpointCallback"]
 
@@ -60,8 +58,6 @@ class CheckpointCallback(Callback):
         resume: bool = True,
         job: str | None = None,
     ) -> None:
-        from raysgd.checkpoint import BackgroundWriter, CheckpointStore
-
         if every != "epoch" and (
             isinstance(every, bool) or not isinstance(every, int) or every < 1
         ):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import io
 import json
 import zipfile
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ import numpy as np
 from raysgd.checkpoint.location import Location, first_line
 from raysgd.errors import CheckpointError
 
-__all__ = ["check_loadable", "is_one", "read", "write"]
+__all__ = ["check_loadable", "read", "write", "wrote"]
 
 _FOLDER = "raysgd-state/"
 _STRUCTURE = "structure.json"
@@ -31,8 +30,8 @@ _NAMED = "\N{SECTION SIGN}"
 """Key of what JSON has no notation for."""
 
 
-def is_one(file: IO[bytes]) -> bool:
-    """Whether an archive is one of these."""
+def wrote(file: IO[bytes]) -> bool:
+    """Whether a file is what `write` made."""
     try:
         with zipfile.ZipFile(file) as archive:
             return _FOLDER + _STRUCTURE in archive.namelist()
@@ -75,8 +74,8 @@ def read(source: Location, file: IO[bytes]) -> Any:
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:
     """Check that the state of an operator or of callbacks can be written."""
     try:
-        write({"state": user_state}, io.BytesIO())
-    except (TypeError, ValueError) as error:
+        _described(user_state, [])
+    except TypeError as error:
         raise CheckpointError(
             f"Cannot save to {target.shown}: the state_dict() of the {owner} returned what no file "
             f"can hold: {error} Turn it into numbers, strings, lists, dicts or arrays."

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
 
-from raysgd.checkpoint.checked import checked_manifest
-from raysgd.checkpoint.checksum import add_checksums
+from raysgd.checkpoint import arrays
+from raysgd.checkpoint.checksum import add_checksums, checked_manifest
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
@@ -73,10 +71,9 @@ def prepare_write(
     Nobody may change what `state` holds until then.
     """
     target = locate(path)
-    target.check_writable()
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
-    archive = _archive_for(state)
+    archive = arrays if _holds_arrays(state) else _tensors()
     for source in ("operator", "callbacks"):
         archive.check_loadable(source, state.get(source), target)
     manifest = dataclasses.replace(
@@ -121,8 +118,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     with source.open() as file:
         manifest = checked_manifest(source, file, whole=True)
         # through the file that was checked: another may have the name by now
+        archive = arrays if arrays.wrote(file) else _tensors()
         file.seek(0)
-        state = _archive_in(file).read(source, file)
+        state = archive.read(source, file)
     missing = [
         key
         for key in ("models", "optimizers", "epoch")
@@ -136,35 +134,22 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     return state, manifest
 
 
-def _archive_for(state: Mapping[str, Any]) -> Any:
-    """Return the archive for a state: torch's, unless all of its tensors are arrays."""
+def _holds_arrays(state: Mapping[str, Any]) -> bool:
+    """Whether what the models and optimizers hold are arrays of NumPy's, and no tensors."""
+    leaves: list[Any] = []
+    map_leaves([state.get("models"), state.get("optimizers")], leaves.append)
     torch = sys.modules.get("torch")
-    found = [type(leaf) for name in ("models", "optimizers") for leaf in _leaves(state.get(name))]
-    of_torch = torch is not None and any(issubclass(kind, torch.Tensor) for kind in found)
-    arrays = any(issubclass(kind, np.ndarray) for kind in found) and not of_torch
-    return _archive("arrays" if arrays else "tensors")
+    if torch is not None and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return False
+    return any(isinstance(leaf, np.ndarray) for leaf in leaves)
 
 
-def _archive_in(file: IO[bytes]) -> Any:
-    """Return the archive that a file is."""
-    from raysgd.checkpoint import arrays
-
-    file.seek(0)
-    with_arrays = zipfile.is_zipfile(file) and arrays.is_one(file)
-    file.seek(0)
-    return _archive("arrays" if with_arrays else "tensors")
-
-
-def _archive(name: str) -> Any:
+def _tensors() -> Any:
+    """Return the module that reads and writes tensors, for which torch is needed."""
     try:
-        return importlib.import_module(f"raysgd.checkpoint.{name}")
+        from raysgd.checkpoint import tensors
     except ImportError as error:
         raise ImportError(
             f'This checkpoint needs PyTorch ({error}): pip install "raysgd[torch]"'
         ) from error
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(tree, found.append)
-    return found
+    return tensors

@@ -1,19 +1,37 @@
-"""Where a file lies: what the local disk and the file systems behind URLs have in common."""
+"""Where files lie: on local disk, and whatever is mounted there, or behind a URL."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import IO, TypeVar
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["Entry", "Location", "UnreachableError", "first_line", "locate", "system_error"]
+if TYPE_CHECKING:
+    from raysgd.checkpoint.remote import RemoteFile
+
+__all__ = [
+    "TEMPORARY_NAME",
+    "LocalFile",
+    "Location",
+    "UnreachableError",
+    "first_line",
+    "locate",
+    "system_error",
+    "temporary_name",
+]
 
 T = TypeVar("T")
+Location: TypeAlias = "LocalFile | RemoteFile"
+"""A file or a folder, which need not be there. Both have the same methods."""
+
+TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
+"""Of a file that is being written; in brackets the name that it gets when it is whole."""
 
 
 class UnreachableError(CheckpointError):
@@ -21,63 +39,6 @@ class UnreachableError(CheckpointError):
 
     It says nothing about the checkpoint, which may be in order.
     """
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file in a folder."""
-
-    name: str
-    modified: float | None
-    """In seconds since 1970; None if unknown."""
-
-
-class Location(ABC):
-    """A file or a folder, which need not be there. All methods raise CheckpointError.
-
-    Attributes:
-        name: the absolute path, or the URL.
-        shown: how messages name it.
-    """
-
-    name: str
-    shown: str
-
-    @abstractmethod
-    def check_writable(self) -> str:
-        """Return the name of what would be written, if it can be, as far as that shows."""
-
-    @abstractmethod
-    def write(self, fill: Callable[[IO[bytes]], None]) -> str:
-        """Write a file, whole or not at all, and return its name.
-
-        Args:
-            fill: is given a file that is open for reading and writing.
-        """
-
-    @abstractmethod
-    def open(self) -> AbstractContextManager[IO[bytes]]:
-        """Open all of the file for reading, on local disk."""
-
-    @abstractmethod
-    def inspect(self, read: Callable[[IO[bytes]], T]) -> T:
-        """Return what `read` makes of the file, which is fetched only where it is read."""
-
-    @abstractmethod
-    def remove(self) -> None:
-        """Remove the file, if it is there."""
-
-    @abstractmethod
-    def child(self, name: str) -> Location:
-        """Return a file in this folder."""
-
-    @abstractmethod
-    def make_folder(self) -> None:
-        """Make this folder, if it is not there."""
-
-    @abstractmethod
-    def entries(self) -> list[Entry]:
-        """Return the files in this folder; none if there is no such folder."""
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -92,9 +53,136 @@ def locate(path: str | os.PathLike[str]) -> Location:
         from raysgd.checkpoint.remote import RemoteFile
 
         return RemoteFile(text)
-    from raysgd.checkpoint.local import LocalFile
-
     return LocalFile(rest if separator else text)
+
+
+class LocalFile:
+    """A path. A link stays one when it is written to, and its target is replaced.
+
+    All methods raise CheckpointError.
+
+    Attributes:
+        name: the absolute path.
+        shown: how messages name it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).expanduser().absolute()
+        self.name = self.shown = str(self._path)
+
+    def check_writable(self) -> str:
+        """Return the name of what would be written, if it can be, as far as that shows."""
+        return str(self._target())
+
+    def write(self, fill: Callable[[IO[bytes]], None]) -> str:
+        """Write a file, whole or not at all, and return its name.
+
+        It goes to a temporary name in the same folder, to the disk, and then to its own name.
+
+        Args:
+            fill: is given a file that is open for reading and writing.
+        """
+        target = self._target()
+        temporary = target.with_name(temporary_name(target.name))
+        try:
+            with temporary.open("xb+") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not isinstance(error, Exception):
+                raise
+            gone = "" if target.parent.is_dir() else f"the folder {target.parent} was removed: "
+            cause = system_error(error)
+            raise CheckpointError(f"Cannot save to {target}: {gone}{cause}") from cause
+        return str(target)
+
+    def _target(self) -> Path:
+        """Return the file that a write replaces: where the path is a link, what it points to."""
+        try:
+            target = self._path.resolve()
+            folder = target.parent
+            if target.is_dir():
+                problem = "it is a folder; give the name of a file in it"
+            elif target.exists() and not target.is_file():
+                problem = "it is no regular file"
+            elif not folder.is_dir():
+                problem = f"the folder {folder} does not exist; create it first"
+            elif not os.access(folder, os.W_OK | os.X_OK):
+                problem = f"there is no permission to write into {folder}"
+            else:
+                return target
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a ring of links, a zero
+            raise CheckpointError(f"Cannot save to {self.shown}: {error}") from error
+        raise CheckpointError(f"Cannot save to {target}: {problem}.")
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open all of the file for reading, on local disk."""
+        try:
+            if not self._path.is_file():
+                problem = "it is a folder" if self._path.is_dir() else "there is no such file"
+                raise CheckpointError(f"Cannot load {self.shown}: {problem}.")
+            file = self._path.open("rb")
+        except PermissionError as error:
+            raise UnreachableError(f"Cannot load {self.shown}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"Cannot load {self.shown}: {error}") from error
+        with file:
+            yield file
+
+    def inspect(self, read: Callable[[IO[bytes]], T]) -> T:
+        """Return what `read` makes of the file, which is fetched only where it is read."""
+        with self.open() as file:
+            return read(file)
+
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"Cannot remove {self.shown}: {error}") from error
+
+    def child(self, name: str) -> LocalFile:
+        """Return a file in this folder."""
+        return LocalFile(str(self._path / name))
+
+    def make_folder(self) -> None:
+        """Make this folder and those above it, where they are not there."""
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self._path.parent)
+        except OSError as error:
+            raise CheckpointError(f"Cannot make the folder {self.shown}: {error}") from error
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files in this folder; none if there is no such folder."""
+        try:
+            with os.scandir(self._path) as entries:
+                return [entry.name for entry in entries if entry.is_file()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UnreachableError(f"Cannot list {self.shown}: {error}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the folder's entries to disk, so that the new name survives a power failure."""
+    with contextlib.suppress(OSError):  # some file systems cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name for a file that is to get `name` when it is whole."""
+    return f".saving-{uuid.uuid4().hex[:8]}-{name}"
 
 
 def first_line(error: BaseException) -> str:

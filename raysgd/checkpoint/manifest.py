@@ -10,7 +10,6 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 __all__ = ["FORMAT", "Manifest", "NewerFormatError", "Part"]
 
@@ -42,8 +41,8 @@ class Part:
     There is one, all that the state was written as; of earlier files each record is one.
     """
 
-    name: str
-    record: str
+    name: str = "state"
+    record: str = "state"
     offset: int
     size: int
     sha256: str
@@ -64,9 +63,8 @@ class Manifest:
     job: str = ""
     """Name of the job, where a store wrote it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    of_training: bool | None = False
-    """Whether the metrics are those of training alone, which a validation's may still replace;
-    None where that is unknown."""
+    of_training: bool = False
+    """Whether the metrics are those of training alone, which a validation's may still replace."""
     parts: tuple[Part, ...] = ()
 
     def to_json(self) -> bytes:
@@ -81,26 +79,21 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote; nonsense leads to errors of any kind.
 
         Raises:
             NewerFormatError: if a newer library wrote it.
-            ValueError: if it is nothing of the kind.
         """
         content = json.loads(text)
-        try:
-            if content["format"] > FORMAT:
-                writer = content.get("versions", {}).get("raysgd", "of a later version")
-                raise NewerFormatError(
-                    f"raysgd {writer} wrote it in format {content['format']}, and this raysgd "
-                    f"reads formats up to {FORMAT}. Update raysgd"
-                )
-            known = {entry.name for entry in dataclasses.fields(cls)}
-            # the first files of this format had no of_training
-            content = {"of_training": None, **content}
-            values: dict[str, Any] = {key: content[key] for key in known}
-            values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
-            values["parts"] = tuple(Part(**part) for part in values["parts"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no manifest: {error!r}") from error
-        return cls(**values)
+        if content["format"] > FORMAT:
+            writer = content.get("versions", {}).get("raysgd", "of a later version")
+            raise NewerFormatError(
+                f"raysgd {writer} wrote it in format {content['format']}, and this raysgd "
+                f"reads formats up to {FORMAT}. Update raysgd"
+            )
+        # the first files of this format had no of_training
+        content = {"of_training": False, **content}
+        values = {entry.name: content[entry.name] for entry in dataclasses.fields(cls)}
+        metrics = {name: float(value) for name, value in content["metrics"].items()}
+        parts = tuple(Part(**part) for part in content["parts"])
+        return cls(**{**values, "metrics": metrics, "parts": parts})

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.file import read_manifest
+from raysgd.checkpoint.location import LocalFile
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, read_pickle_manifest, write_pickle
+from raysgd.checkpoint.pickled import read_pickle, write_pickle
+from raysgd.checkpoint.store import rating, surplus
 from raysgd.errors import CheckpointError
 
 __all__ = ["NumberedCheckpoint", "NumberedCheckpoints"]
@@ -47,9 +48,13 @@ class NumberedCheckpoints:
     """
 
     def __init__(
-        self, folder: Path, keep: int | None = None, attribute: str = "", order: str = "max"
+        self,
+        folder: Path,
+        keep: int | None = None,
+        attribute: str = "",
+        order: Literal["max", "min"] = "max",
     ) -> None:
-        self.folder = folder
+        self._folder = LocalFile(str(folder))
         self._keep = keep
         self._attribute = attribute
         self._order = order
@@ -62,23 +67,21 @@ class NumberedCheckpoints:
         numbers: Mapping[str, float],
         world_size: int,
         iteration: int = 0,
-    ) -> NumberedCheckpoint | None:
-        """Write a checkpoint; returns it unless none are written.
+    ) -> None:
+        """Write a checkpoint, unless none are written.
 
         Raises:
             CheckpointError: if it cannot be written.
         """
         if self._keep == 0:
-            return None
-        location = locate(self.folder)
-        location.make_folder()
-        path = self.folder / f"checkpoint_{number:06d}"
+            return
+        self._folder.make_folder()
         manifest = Manifest(world_size=world_size, global_step=iteration, metrics=numbers)
+        path = self._folder.child(f"checkpoint_{number:06d}").name
         write_pickle(blob, path, manifest)
-        saved = NumberedCheckpoint(number, path, dict(numbers), iteration)
+        saved = NumberedCheckpoint(number, Path(path), dict(numbers), iteration)
         self._held = [held for held in self._held if held.number != number] + [saved]
         self._tidy(saved)
-        return saved
 
     def adopt(self, other: NumberedCheckpoints) -> None:
         """Take over what another has found in the same folder."""
@@ -86,8 +89,7 @@ class NumberedCheckpoints:
 
     def finish(self) -> None:
         """Note that nothing will be restarted from the newest any more."""
-        if self._held:
-            self._tidy(None)
+        self._tidy(None)
 
     @property
     def best(self) -> NumberedCheckpoint | None:
@@ -109,47 +111,43 @@ class NumberedCheckpoints:
         Raises:
             CheckpointError: if there are checkpoints and none can be read.
         """
-        found = []
-        for entry in locate(self.folder).entries():
-            if match := _NAME.fullmatch(entry.name):
-                found.append((int(match[1]), self.folder / entry.name))
+        found = {
+            int(match[1]): name
+            for name in self._folder.file_names()
+            if (match := _NAME.fullmatch(name))
+        }
         newest, problems = None, []
         self._held = []
-        for number, path in sorted(found, reverse=True):
+        for number in sorted(found, reverse=True):
+            path = self._folder.child(found[number]).name
             try:
                 if newest is None:
                     blob, manifest = read_pickle(path)
                 else:
-                    manifest = read_pickle_manifest(path)
+                    manifest = read_manifest(path)
             except CheckpointError as error:
                 logger.warning("Passed over %s: %s", path, error)
                 problems.append(str(error))
                 continue
             said = manifest or Manifest()
-            held = NumberedCheckpoint(number, path, said.metrics, said.global_step)
+            held = NumberedCheckpoint(number, Path(path), said.metrics, said.global_step)
             self._held.append(held)
             if newest is None:
                 newest = held, blob
         if newest is None and problems:
             raise CheckpointError(
-                "\n- ".join([f"No checkpoint in {self.folder} can be read:", *problems])
+                "\n- ".join([f"No checkpoint in {self._folder.name} can be read:", *problems])
             )
         return newest
 
     def _tidy(self, newest: NumberedCheckpoint | None) -> None:
-        if self._keep is None:
-            return
-        for held in self.by_goodness()[self._keep :]:
-            if held == newest:
-                continue
-            try:
-                os.unlink(held.path)
-            except OSError as error:
-                logger.warning("Could not remove %s: %s", held.path, error)
+        for held in surplus(self._held, self._keep, self._goodness, newest):
             self._held.remove(held)
+            try:
+                LocalFile(str(held.path)).remove()
+            except CheckpointError as error:
+                logger.warning("Kept it: %s", error)
 
-    def _goodness(self, held: NumberedCheckpoint) -> tuple[bool, float, int]:
+    def _goodness(self, held: NumberedCheckpoint) -> tuple[tuple[bool, float], int]:
         value = held.numbers.get(self._attribute, math.nan)
-        if math.isnan(value):
-            return False, 0.0, held.number
-        return True, value if self._order == "max" else -value, held.number
+        return rating(value, self._order), held.number

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from typing import IO
 
-from raysgd.checkpoint.checked import checked_manifest
-from raysgd.checkpoint.checksum import add_checksums
+from raysgd.checkpoint.checksum import add_checksums, checked_manifest
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["read_pickle", "read_pickle_manifest", "write_pickle"]
+__all__ = ["read_pickle", "write_pickle"]
 
 _STOP = b"."
 """How every pickle ends."""
@@ -58,13 +57,3 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
             "pickle, or was cut off."
         )
     return blob, manifest
-
-
-def read_pickle_manifest(path: str | os.PathLike[str]) -> Manifest | None:
-    """Read what a file says about itself, without reading or checking the rest.
-
-    Raises:
-        CheckpointError: if the file is missing, or visibly damaged.
-    """
-    source = locate(path)
-    return source.inspect(lambda file: checked_manifest(source, file, whole=False))

@@ -7,19 +7,19 @@ import logging
 import math
 import os
 import re
-import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
-from raysgd.checkpoint.leftovers import is_leftover
-from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.location import TEMPORARY_NAME, UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointStore", "Restored"]
+__all__ = ["CheckpointStore", "Restored", "rating", "surplus"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})\.ckpt")
 _LATEST = "latest"
@@ -46,7 +46,7 @@ class CheckpointStore:
     The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
     that names the newest. It is moved on when a checkpoint is on disk, and only then are older
     ones removed: whenever the process is killed, the newest checkpoint that loads is the last one
-    that was saved, or the one that was under way.
+    that was saved, or the one that was under way. One process at a time may save into it.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
@@ -85,8 +85,8 @@ class CheckpointStore:
         self._mode = mode
         self._job = job
         self._made = False
-        self._own: dict[str, Manifest] = {}
-        self._unreadable: set[str] = set()
+        self._manifests: dict[str, Manifest | None] = {}
+        """By the names of checkpoints; None for those that cannot be read."""
 
     def save(
         self,
@@ -130,8 +130,7 @@ class CheckpointStore:
         )
         path = write_file(state, target.name, manifest)
         self._point_to(name)
-        self._unreadable.discard(name)
-        self._own[name] = manifest
+        self._manifests[name] = manifest
         self._tidy(name)
         return path
 
@@ -165,7 +164,7 @@ class CheckpointStore:
                 raise  # it may well be in order
             except CheckpointError as error:
                 passed_over.append((file.shown, str(error)))
-                self._unreadable.add(name)
+                self._manifests[name] = None
                 continue
             if manifest is None:
                 passed_over.append((file.shown, "It has no manifest: no store wrote it."))
@@ -181,15 +180,15 @@ class CheckpointStore:
 
     def _names(self) -> list[str]:
         """Return the checkpoints' names, newest first."""
-        found = [entry.name for entry in self._folder.entries() if _NAME.fullmatch(entry.name)]
+        found = [name for name in self._folder.file_names() if _NAME.fullmatch(name)]
         return sorted(found, key=_position_of, reverse=True)
 
     def _learn(self, names: Sequence[str]) -> None:
         """Read the manifests that are not known yet: whose they are, and how good."""
-        self._own = {name: self._own[name] for name in names if name in self._own}
-        self._unreadable.intersection_update(names)
+        known = self._manifests
+        self._manifests = {name: known[name] for name in names if name in known}
         for name in names:
-            if name in self._own or name in self._unreadable:
+            if name in known:
                 continue
             try:
                 manifest = read_manifest(self._folder.child(name).name)
@@ -198,11 +197,9 @@ class CheckpointStore:
             except CheckpointError as error:
                 logger.warning("Leaving a checkpoint as it is: %s", error)
                 manifest = None
-            if manifest is None:
-                self._unreadable.add(name)
-                continue
-            self._check_job(name, manifest)
-            self._own[name] = manifest
+            if manifest is not None:
+                self._check_job(name, manifest)
+            self._manifests[name] = manifest
 
     def _check_job(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
@@ -220,10 +217,9 @@ class CheckpointStore:
                 f"CheckpointStore(monitor={self._monitor!r}): it must be a number, but it is "
                 f"{metrics[self._monitor]!r}."
             )
-        there_are = ", ".join(numbers) or "none"
         raise ValueError(
             f"CheckpointStore(monitor={self._monitor!r}): there is no such metric. "
-            f"There are: {there_are}."
+            f"There are: {', '.join(numbers) or 'none'}."
         )
 
     def _point_to(self, name: str) -> None:
@@ -236,7 +232,7 @@ class CheckpointStore:
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
         """Return the name in ``latest``, if there is one, or what is wrong with that file."""
-        if not any(entry.name == _LATEST for entry in self._folder.entries()):
+        if _LATEST not in self._folder.file_names():
             return None, None
         try:
             text = self._folder.child(_LATEST).inspect(lambda file: file.read(1000))
@@ -255,48 +251,51 @@ class CheckpointStore:
         try:
             for name in self._to_remove(newest):
                 self._folder.child(name).remove()
-                del self._own[name]
-            now = time.time()
-            for entry in self._folder.entries():
-                if is_leftover(entry.name, entry.modified, now):
-                    self._folder.child(entry.name).remove()
+                del self._manifests[name]
+            for name in self._folder.file_names():
+                unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
+                if unfinished and (unfinished[1] == _LATEST or _NAME.fullmatch(unfinished[1])):
+                    self._folder.child(name).remove()
         except CheckpointError as error:
             logger.warning("Saved %s, but could not remove older ones: %s", newest, error)
 
     def _to_remove(self, newest: str) -> list[str]:
         """Return the checkpoints that are neither the newest nor among those to keep."""
-        if self._keep is None:
-            return []
+        found = {name: manifest for name, manifest in self._manifests.items() if manifest}
 
-        unknown = self._unknown_is_of_training(newest)
-
-        def goodness(name: str) -> tuple[Any, ...]:
-            value, of_training = self._value(name), self._own[name].of_training
-            known = not math.isnan(value)
-            rank = 0.0 if not known else -value if self._mode == "min" else value
+        def goodness(name: str) -> Any:
+            manifest = found[name]
+            value = manifest.metrics.get(self._monitor or "", math.nan)
             # values of training and of validation do not compare
-            validated = known and not (unknown if of_training is None else of_training)
+            is_validated = not math.isnan(value) and not manifest.of_training
             # of equals the newer
-            return not _given_up(name, newest), known, validated, rank, _position_of(name)
+            back = _given_up(name, newest)
+            return not back, is_validated, rating(value, self._mode), _position_of(name)
 
-        best = sorted(self._own, key=goodness, reverse=True)
-        return [name for name in best[self._keep :] if name != newest]
+        return surplus(found, self._keep, goodness, newest)
 
-    def _value(self, name: str) -> float:
-        """Return the monitored metric of a checkpoint; NaN where there is none."""
-        if self._monitor is None:
-            return math.nan
-        return self._own[name].metrics.get(self._monitor, math.nan)
 
-    def _unknown_is_of_training(self, newest: str) -> bool:
-        """Whether values of which it is unknown count as those of training: if all others do."""
-        kinds = {
-            manifest.of_training
-            for name, manifest in self._own.items()
-            # the validation of the newest may still come
-            if not math.isnan(self._value(name)) and not (name == newest and manifest.of_training)
-        }
-        return kinds - {None} == {True}
+def rating(value: float, mode: Literal["min", "max"]) -> tuple[bool, float]:
+    """Return what is the larger the better a value is; NaN is worst."""
+    if math.isnan(value):
+        return False, 0.0
+    return True, value if mode == "max" else -value
+
+
+def surplus(
+    names: Iterable[T], keep: int | None, goodness: Callable[[T], Any], newest: T | None
+) -> list[T]:
+    """Return those that are neither the newest nor among the best that are to be kept.
+
+    Args:
+        names: of checkpoints, or whatever stands for them.
+        keep: how many of the best to keep; None for all.
+        goodness: by what to sort them; more is better.
+        newest: one that stays in any case; None if there is none.
+    """
+    if keep is None:
+        return []
+    return [name for name in sorted(names, key=goodness, reverse=True)[keep:] if name != newest]
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

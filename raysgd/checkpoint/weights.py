@@ -37,7 +37,6 @@ def save_model(
         ImportError: if safetensors is not installed.
     """
     target = locate(path)
-    target.check_writable()
     try:
         content = _of_arrays(models) if isinstance(models, Mapping) else _of_modules(models)
     except ImportError as error:

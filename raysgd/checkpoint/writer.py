@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -73,20 +74,18 @@ class BackgroundWriter:
             CheckpointError: if it failed, or takes longer.
         """
         thread, started = self._thread, time.monotonic()
-        if thread is not None:
-            deadline = None if timeout_s is None else started + timeout_s
-            while True:
-                left = _MENTION_S if deadline is None else deadline - time.monotonic()
-                thread.join(max(0.0, min(left, _MENTION_S)))
-                if not thread.is_alive():
-                    break
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise CheckpointError(
-                        f"The checkpoint {self._path} is still being written after {timeout_s:g} s."
-                    )
+        ends = math.inf if timeout_s is None else started + timeout_s
+        while thread is not None:
+            thread.join(max(0.0, min(ends - time.monotonic(), _MENTION_S)))
+            if not thread.is_alive():
+                self._thread = thread = None
+            elif time.monotonic() >= ends:
+                raise CheckpointError(
+                    f"The checkpoint {self._path} is still being written after {timeout_s:g} s."
+                )
+            else:
                 waited_s = time.monotonic() - started
                 logger.warning("Waiting for %s to be written, %.0f s now.", self._path, waited_s)
-            self._thread = None
         self.raise_failure()
 
     def raise_failure(self) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import re
 import warnings
 import zipfile
@@ -12,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.checkpoint import Manifest, read_file, read_manifest, write_file
-from raysgd.checkpoint.checksum import DamageError, add_checksums, find_manifest, verify
+from raysgd.checkpoint.checksum import (
+    DamageError,
+    add_checksums,
+    checked_manifest,
+    find_manifest,
+)
+from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
-from tests.unit.checkpoint.states import STATE, state_at
+from tests.unit.checkpoint.states import STATE, flip, state_at
 
 
 def sealed(state=STATE):
@@ -32,7 +39,7 @@ LARGER = sealed({**state_at(3), "text": "x" * 3000})
 def check(content):
     """Verify a content and return the part that is named as damaged."""
     with pytest.raises(DamageError) as caught:
-        verify(io.BytesIO(content))
+        find_manifest(io.BytesIO(content), whole=True)
     return str(caught.value)
 
 
@@ -42,8 +49,8 @@ def damaged(content, place, bits):
 
 def test_what_is_in_order_passes():
     for content in (SMALL, LARGER):
-        assert verify(io.BytesIO(content)).epoch == 2
-        assert find_manifest(io.BytesIO(content)).epoch == 2
+        assert find_manifest(io.BytesIO(content), whole=True).epoch == 2
+        assert find_manifest(io.BytesIO(content), whole=False).epoch == 2
 
 
 @pytest.mark.parametrize("bits", [0xFF, 0x01, 0x20, 0x80])
@@ -72,7 +79,7 @@ def test_no_overwritten_segment_passes(start, size, byte):
 def test_no_truncated_file_passes():
     for size in range(len(SMALL)):
         try:
-            assert verify(io.BytesIO(SMALL[:size])) is None
+            assert find_manifest(io.BytesIO(SMALL[:size]), whole=True) is None
         except DamageError:
             continue
         # what has no sign left of an archive is for torch to refuse
@@ -139,7 +146,7 @@ def test_what_is_damaged_is_told(pattern, part):
 
 def test_damage_elsewhere_does_not_hide_the_manifest():
     content = damaged(SMALL, places_of(rb"param_groups")[0], 1)
-    assert find_manifest(io.BytesIO(content)).epoch == 2
+    assert find_manifest(io.BytesIO(content), whole=False).epoch == 2
 
 
 # ---- files without a seal
@@ -154,8 +161,8 @@ def torch_saved(**arguments):
 def test_what_torch_alone_wrote_has_no_manifest():
     for legacy in (False, True):
         content = torch_saved(_use_new_zipfile_serialization=not legacy)
-        assert verify(io.BytesIO(content)) is None
-        assert find_manifest(io.BytesIO(content)) is None
+        assert find_manifest(io.BytesIO(content), whole=True) is None
+        assert find_manifest(io.BytesIO(content), whole=False) is None
 
 
 def test_a_file_that_lost_its_trailer_does_not_pass_for_an_older_one():
@@ -164,14 +171,12 @@ def test_a_file_that_lost_its_trailer_does_not_pass_for_an_older_one():
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = b""
     assert b"raysgd-checkpoint" not in file.getvalue()
-    assert "has a manifest" in check(file.getvalue())
+    assert "its trailer is missing" in check(file.getvalue())
 
 
 def test_a_trailer_that_is_not_at_the_end_is_told_from_a_missing_one():
     assert "its trailer is not as it was written" in check(SMALL + b"\n")
-    assert "its trailer is missing, as if it was cut off" in check(
-        SMALL[: SMALL.rfind(b"raysgd-checkpoint") + 5]
-    )
+    assert "its trailer is missing" in check(SMALL[: SMALL.rfind(b"raysgd-checkpoint") + 5])
 
 
 def test_a_comment_of_another_kind_is_none_of_an_older_library():
@@ -214,10 +219,10 @@ class Counting(io.BytesIO):
 def test_every_byte_is_read_once_to_be_checked():
     content = sealed({**STATE, "models": [{"w": torch.randn(300_000)}]})
     file = Counting(content)
-    verify(file)
+    find_manifest(file, whole=True)
     assert len(content) <= file.num_read < len(content) + 10_000
     file = Counting(content)
-    find_manifest(file)
+    find_manifest(file, whole=False)
     assert file.num_read < 10_000
 
 
@@ -226,3 +231,96 @@ def test_a_manifest_is_found_in_a_file_on_disk_without_reading_it(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a file left open would be one
         assert read_manifest(path).epoch == 2
+
+
+# ---- errors that name the file
+
+
+def manifest_of(path, whole=True):
+    with path.open("rb") as file:
+        return checked_manifest(locate(path), file, whole)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "state.pt"
+    write_file(STATE, path, Manifest(operator="Digits"))
+    return path
+
+
+def test_the_manifest_of_a_file_in_order(path):
+    for whole in (True, False):
+        assert manifest_of(path, whole).operator == "Digits"
+
+
+def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
+    flip(path, path.stat().st_size // 4)
+    with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file is damaged: "):
+        manifest_of(path)
+    assert manifest_of(path, whole=False).operator == "Digits"
+
+
+def test_damage_to_the_manifest_is_found_either_way(path):
+    flip(path, path.read_bytes().find(b'"operator"') + 1)
+    for whole in (True, False):
+        with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file .*damaged"):
+            manifest_of(path, whole)
+
+
+def test_a_newer_format_is_no_damage(tmp_path):
+    path = tmp_path / "state.pt"
+    write_file(STATE, path, Manifest(format=2, versions={"raysgd": "9.1"}))
+    with pytest.raises(CheckpointError) as caught:
+        manifest_of(path)
+    assert "raysgd 9.1 wrote it in format 2" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
+def test_a_file_of_something_else_never_had_one(tmp_path):
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"some words")
+    for whole in (True, False):
+        assert manifest_of(path, whole) is None
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path):
+    class Failing(io.BytesIO):
+        def read(self, *arguments):
+            raise OSError("input/output error")
+
+    with pytest.raises(CheckpointError, match=r"state\.pt: .*\(input/output error\)"):
+        checked_manifest(locate(tmp_path / "state.pt"), Failing(b"x" * 1000), whole=True)
+
+
+CONTENT = json.loads(Manifest().to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"3", b'{"format": "x"}', b"\xff"]
+    + [json.dumps({**CONTENT, "parts": parts}).encode() for parts in ("ab", [{"offset": "x"}])]
+    + [
+        json.dumps({key: CONTENT[key] for key in CONTENT if key != left_out}).encode()
+        for left_out in CONTENT
+        if left_out != "of_training"
+    ],
+)
+def test_a_crafted_manifest_is_an_error_that_names_the_file(tmp_path, monkeypatch, text):
+    path = tmp_path / "state.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "to_json", lambda manifest: text)
+        write_file(STATE, path)
+    with pytest.raises(CheckpointError, match=r"state\.pt: the file is damaged or is not a check"):
+        manifest_of(path)
+
+
+def test_a_crafted_place_in_a_manifest_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    for offset in ("x", -1, 10**30, None):
+        part = {"name": "a", "record": "b", "offset": offset, "size": 9, "sha256": "0" * 64}
+        text = json.dumps({**CONTENT, "parts": [part]}).encode()
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "to_json", lambda manifest, text=text: text)
+            write_file(STATE, path)
+        with pytest.raises(CheckpointError, match=r"state\.pt: the file is damaged"):
+            manifest_of(path)

@@ -15,12 +15,12 @@ import torch
 from raysgd.checkpoint import (
     Manifest,
     check_writable,
-    checked,
     read_file,
     read_manifest,
     tensors,
     write_file,
 )
+from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, Code, flip
@@ -238,15 +238,15 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
     """Another file gets the name between the check and the load."""
     path = tmp_path / "state.pt"
     write_file(STATE, path)
-    verify = checked.verify
+    check = checkpoint_file.checked_manifest
 
-    def verify_and_replace(file):
-        manifest = verify(file)
+    def check_and_replace(*arguments, **keywords):
+        manifest = check(*arguments, **keywords)
         path.unlink()
         path.write_bytes(b"nonsense")
         return manifest
 
-    monkeypatch.setattr(checked, "verify", verify_and_replace)
+    monkeypatch.setattr(checkpoint_file, "checked_manifest", check_and_replace)
     assert read_file(path)["epoch"] == 2
 
 

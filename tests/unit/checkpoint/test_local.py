@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from raysgd.checkpoint import check_writable, read_file, tensors, write_file
-from raysgd.checkpoint.local import LocalFile
-from raysgd.checkpoint.location import UnreachableError
+from raysgd.checkpoint.location import LocalFile, UnreachableError
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import in_child
 from tests.unit.checkpoint.states import STATE, state_at, step_of
@@ -250,16 +249,14 @@ def test_a_folder_that_is_removed_under_way_is_named(tmp_path, monkeypatch):
 def test_a_folder_lists_its_files_only(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a").write_bytes(b"")
-    (entry,) = LocalFile(str(tmp_path)).entries()
-    assert entry.name == "a"
-    assert entry.modified == (tmp_path / "a").stat().st_mtime
-    assert LocalFile(str(tmp_path / "missing")).entries() == []
+    assert LocalFile(str(tmp_path)).file_names() == ["a"]
+    assert LocalFile(str(tmp_path / "missing")).file_names() == []
 
 
 def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(CheckpointError, match="Cannot list"):
-        LocalFile(str(tmp_path / "a")).entries()
+        LocalFile(str(tmp_path / "a")).file_names()
     with pytest.raises(CheckpointError, match="Cannot make the folder"):
         LocalFile(str(tmp_path / "a")).make_folder()
     with pytest.raises(CheckpointError, match="Cannot remove"):

@@ -1,6 +1,5 @@
 """What a checkpoint says about itself, as text and back."""
 
-import dataclasses
 import importlib.metadata
 import json
 import math
@@ -65,21 +64,4 @@ def test_one_that_was_written_before_there_was_of_training_loads():
     content = json.loads(Manifest(epoch=3).to_json())
     del content["of_training"]
     found = Manifest.from_json(json.dumps(content).encode())
-    assert found == Manifest(epoch=3, of_training=None)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [field.name for field in dataclasses.fields(Manifest) if field.name != "of_training"],
-)
-def test_a_missing_entry_is_no_manifest(field):
-    content = json.loads(Manifest().to_json())
-    del content[field]
-    with pytest.raises(ValueError, match="no manifest"):
-        Manifest.from_json(json.dumps(content).encode())
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"3", b'{"format": "x"}', b"\xff"])
-def test_nonsense_is_no_manifest(text):
-    with pytest.raises(ValueError):  # noqa: PT011  its callers say which file it is
-        Manifest.from_json(text)
+    assert found == Manifest(epoch=3)

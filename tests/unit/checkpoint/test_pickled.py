@@ -4,8 +4,9 @@ import pickle
 
 import pytest
 
+from raysgd.checkpoint.file import read_manifest
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, read_pickle_manifest, write_pickle
+from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
 
 BLOB = pickle.dumps({"epoch": 3, "weights": list(range(100))})
@@ -21,7 +22,7 @@ def test_it_comes_back_with_what_was_said_about_it(path):
     blob, manifest = read_pickle(path)
     assert blob == BLOB
     assert (manifest.global_step, manifest.metrics) == (7, {"loss": 0.5})
-    assert read_pickle_manifest(path) == manifest
+    assert read_manifest(path) == manifest
 
 
 def test_any_reader_of_pickles_reads_it(path):

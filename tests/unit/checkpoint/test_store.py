@@ -1,6 +1,5 @@
 """A folder of checkpoints: what is kept, what is found again, and what a kill may leave."""
 
-import json
 import math
 import os
 import random
@@ -20,11 +19,9 @@ from hypothesis import strategies as st
 
 from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
 from raysgd.checkpoint import store as checkpoint_store
-from raysgd.checkpoint.leftovers import temporary_name
-from raysgd.checkpoint.local import LocalFile
-from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.location import LocalFile, UnreachableError, locate, temporary_name
 from raysgd.errors import CheckpointError
-from tests.unit.checkpoint.processes import fork, in_child
+from tests.unit.checkpoint.processes import fork
 from tests.unit.checkpoint.states import STATE, Code, flip, state_at, step_of
 
 
@@ -83,7 +80,7 @@ def test_names_sort_by_step(folder):
 def test_an_empty_or_missing_folder_has_nothing_to_restore(folder, tmp_path):
     assert CheckpointStore(folder, job="first").restore() is None
     assert CheckpointStore(tmp_path, job="first").restore() is None
-    (tmp_path / temporary_name()).write_bytes(b"half of it")
+    (tmp_path / temporary_name(name_at(1))).write_bytes(b"half of it")
     assert CheckpointStore(tmp_path, job="first").restore() is None
 
 
@@ -187,50 +184,6 @@ def test_what_training_has_rated_gives_way_to_what_validation_has(folder):
     assert steps_in(folder) == [4, 6, 7]
 
 
-def save_as_of_old(store, monkeypatch, step, score):
-    """Save one whose manifest has no `of_training`."""
-
-    def to_json(manifest):
-        content = json.loads(written(manifest))
-        del content["of_training"]
-        return json.dumps(content).encode()
-
-    written = Manifest.to_json
-    with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "to_json", to_json)
-        store.save(state_at(step), {"score": score})
-
-
-@pytest.mark.parametrize(
-    ("of_training", "kept"),
-    [
-        ([True, True, True], [4, 5]),
-        ([False, False, False], [4, 5]),
-        # where validation has rated one, that of an old one may be of validation as well
-        ([True, False, True], [2, 4, 5]),
-        ([True, True, False], [4, 5]),
-    ],
-)
-def test_what_is_unknown_of_old_ones_ranks_as_the_others_do(folder, monkeypatch, of_training, kept):
-    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
-    save_as_of_old(store, monkeypatch, 1, 0.1)
-    save_as_of_old(store, monkeypatch, 2, 0.2)
-    for step, kind in enumerate(of_training, start=3):
-        store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
-        store.save(state_at(step), {"score": step / 10}, of_training=kind)
-    assert steps_in(folder) == kept
-
-
-def test_an_old_one_stays_until_the_newest_is_validated(folder, monkeypatch):
-    """The value of training that goes before says nothing of it."""
-    store = CheckpointStore(folder, job="first", keep=1, monitor="score", mode="max")
-    save_as_of_old(store, monkeypatch, 1, 0.8)
-    store = CheckpointStore(folder, job="first", keep=1, monitor="score", mode="max")
-    for of_training, score in ((True, 0.9), (False, 0.7)):
-        store.save(state_at(2), {"score": score}, of_training=of_training)
-        assert steps_in(folder) == [1, 2]
-
-
 def test_what_is_kept_does_not_depend_on_a_restart(folder):
     for step, loss in enumerate([0.3, 0.1, 0.5, 0.2, 0.6], start=1):
         store = CheckpointStore(folder, job="first", keep=2, monitor="loss")
@@ -258,11 +211,11 @@ def test_no_better_one_is_removed(scores, keep, mode):
     kept = []
     for step, score in enumerate(scores):
         kept.append(step)
-        store._own[name_at(step)] = Manifest(metrics={"score": score})
+        store._manifests[name_at(step)] = Manifest(metrics={"score": score})
         gone = [checkpoint_store._position_of(name)[1] for name in store._to_remove(name_at(step))]
         for other in gone:
             kept.remove(other)
-            del store._own[name_at(other)]
+            del store._manifests[name_at(other)]
         assert kept[-1] == step
         best = sorted([*kept, *gone], key=lambda s: (rank(s), s), reverse=True)[:keep]
         assert set(kept) == {*best, step}
@@ -299,17 +252,17 @@ def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog
     assert steps_in(str(tmp_path)) == [3]
 
 
-def test_what_dead_writers_left_is_removed_and_nothing_else(tmp_path):
-    in_child(lambda: (tmp_path / temporary_name()).write_bytes(b"half of it"))
-    (dead,) = os.listdir(tmp_path)
-    alive = temporary_name()
-    for name in (alive, "notes.txt", ".saving-other"):
-        (tmp_path / name).write_bytes(b"")
-    store = CheckpointStore(tmp_path, job="first")
+def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
+    left = [temporary_name(name) for name in (name_at(1), name_at(7), "latest")]
+    others = ["notes.txt", ".saving-other", temporary_name("state.pt")]
+    for name in (*left, *others):
+        locate(folder).make_folder()
+        locate(folder).child(name).write(lambda file: file.write(b"half of it"))
+    store = CheckpointStore(folder, job="first")
     assert store.restore() is None
-    assert dead in os.listdir(tmp_path)
+    assert set(left) < set(names_in(folder))
     store.save(state_at(1))
-    assert set(os.listdir(tmp_path)) == {alive, "notes.txt", ".saving-other", "latest", name_at(1)}
+    assert set(names_in(folder)) == {*others, "latest", name_at(1)}
 
 
 @pytest.mark.parametrize(
