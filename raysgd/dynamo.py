@@ -15,13 +15,12 @@ it, and nothing else. Only workers call it, as they set up (``torch/runner.py``,
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from importlib.abc import Loader
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -41,90 +40,53 @@ def postpone_dynamo() -> None:
     """
     import torch
 
-    if _NAME in sys.modules:
+    spec = None if _NAME in sys.modules else importlib.util.find_spec(_NAME)
+    if spec is None:  # a torch without it needs none
         return
-    spec = importlib.util.find_spec(_NAME)
-    if spec is not None:  # a torch without it needs none
-        sys.meta_path.insert(0, _Finder())
-        torch._dynamo = sys.modules[_NAME] = _Postponed(spec)
+    utils = _StandIn(f"{_NAME}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    trace_rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
+    torch._dynamo = sys.modules[_NAME] = _StandIn(
+        _NAME,
+        disable=_disable,
+        graph_break=lambda msg="": None,
+        utils=utils,
+        trace_rules=trace_rules,
+        __spec__=spec,
+    )
+    sys.meta_path.insert(0, _PartFinder())
 
 
-class _Postponed(ModuleType):
-    """Stands for ``torch._dynamo`` until it is loaded, and is as good as that afterwards."""
+class _StandIn(ModuleType):
+    """Stands for a module until more is wanted of it, and is as good as that afterwards."""
 
-    def __init__(self, spec: ModuleSpec) -> None:
-        super().__init__(_NAME)
-        _own(self).update(
-            __spec__=spec,
-            answers={
-                "disable": _disable,
-                "graph_break": lambda msg="": None,
-                "utils": _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
-                "trace_rules": _Part("trace_rules", clear_lru_cache=lambda: None),
-            },
-        )
-
-    def __getattribute__(self, name: str) -> Any:
-        if sys.modules.get(_NAME) is not self:
-            return getattr(_real(), name)
-        answers = _own(self)["answers"]
-        if name in answers:
-            return answers[name]
-        if name.startswith("__") and name != "__path__":  # asked of every module that there is
-            return super().__getattribute__(name)
-        found = getattr(_real(), name)
-        _Finder.mark.expected = name == "__path__"
-        return found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_real(), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(_real(), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(_real())
-
-
-class _Part:
-    """Stands for a module in ``torch._dynamo`` in the same way."""
-
-    def __init__(self, part: str, **answers: Any) -> None:
-        _own(self).update(part=part, answers=answers)
+    def __init__(self, name: str, **answers: Any) -> None:
+        super().__init__(name)
+        super().__getattribute__("__dict__").update(answers)
 
     def __getattribute__(self, name: str) -> Any:
-        own = _own(self)
-        is_loaded = type(sys.modules.get(_NAME)) is not _Postponed
-        if not is_loaded and name in own["answers"]:
-            return own["answers"][name]
-        if not is_loaded and name.startswith("__"):
-            return super().__getattribute__(name)
-        return getattr(getattr(_real(), own["part"]), name)
+        own = super().__getattribute__
+        # asked of every module that there is, but for the path, by which its parts are imported
+        is_common = name.startswith("__") and name != "__path__"
+        if _is_postponed() and (is_common or name in own("__dict__")):
+            return own(name)
+        _load()
+        return getattr(sys.modules[own("__name__")], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(getattr(_real(), _own(self)["part"]), name, value)
+        _load()
+        setattr(sys.modules[super().__getattribute__("__name__")], name, value)
 
 
-def _own(stand_in: Any) -> dict[str, Any]:
-    """Return what a stand-in holds itself."""
-    held: dict[str, Any] = object.__getattribute__(stand_in, "__dict__")
-    return held
+def _is_postponed() -> bool:
+    return type(sys.modules.get(_NAME)) is _StandIn
 
 
-def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return a function of torch's as it is, since nothing is compiled that could call it."""
-    if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
-        return _real().disable(fn, *args, **kwargs)
-    _not_disabled.add(fn)
-    return fn
-
-
-def _real() -> ModuleType:
+def _load() -> ModuleType:
     """Return ``torch._dynamo`` itself, loading it where nobody has."""
     import torch
 
     with _swapping:  # not for as long as it loads: that is what the locks of modules are for
-        if type(sys.modules.get(_NAME)) is _Postponed:
+        if _is_postponed():
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)
             for function in list(_not_disabled):  # torch keeps what it was given, by this name
@@ -134,7 +96,15 @@ def _real() -> ModuleType:
     return importlib.import_module(_NAME)
 
 
-class _Finder:
+def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of torch's as it is, since nothing is compiled that could call it."""
+    if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
+        return _load().disable(fn, *args, **kwargs)
+    _not_disabled.add(fn)
+    return fn
+
+
+class _PartFinder(MetaPathFinder):
     """Finds a module in ``torch._dynamo`` that came with it, for the import that caused all that.
 
     ``import torch._dynamo.config`` looks first whether the module is there, then asks the package
@@ -142,33 +112,23 @@ class _Finder:
     module once more (before Python 3.13.3).
     """
 
-    mark = threading.local()
-
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to find a module that is there, if this thread's ``__path__`` loaded it."""
-        expected, self.mark.expected = getattr(self.mark, "expected", False), False
-        if not expected or target is not None or not name.startswith(f"{_NAME}."):
-            return None
+        """Return how to find a module that is there; a `target` is one to be loaded anew."""
         there = sys.modules.get(name)
-        if there is None:
+        if there is None or target is not None or not name.startswith(f"{_NAME}."):
             return None
-        spec = there.__spec__
-        return ModuleSpec(name, _Existing(there), origin=None if spec is None else spec.origin)
+        origin = None if there.__spec__ is None else there.__spec__.origin
+        return ModuleSpec(name, _Existing(there), origin=origin)
 
 
 class _Existing(Loader):
     """A loader of a module that is loaded."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return it."""
-        return self._module
+        self._module = module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is."""
-        with contextlib.suppress(AttributeError):  # those of settings have none that can be set
-            module.__spec__ = self._spec
+        """Let it take the place of the new one."""
+        sys.modules[module.__name__] = self._module

@@ -97,7 +97,6 @@ def kept_the_stand_in():
         all(getattr(stand_in, name) is getattr(torch._dynamo, name) for name in names)
         and utils.get_optimize_ddp_mode() == stand_in.utils.get_optimize_ddp_mode()
         == "python_reducer" and utils.counters is torch._dynamo.utils.counters
-        and "reset" in dir(stand_in)
     )
 
 def reloads_after_an_import_from_it():
@@ -115,12 +114,7 @@ def sets():
     stand_in.anything = 3
     stand_in.utils.other = 4
     found = sys.modules[NAME].anything, sys.modules[NAME + ".utils"].other
-    del stand_in.anything
-    return (
-        torch._dynamo.config.suppress_errors
-        and found == (3, 4)
-        and not hasattr(torch._dynamo, "anything")
-    )
+    return torch._dynamo.config.suppress_errors and found == (3, 4)
 
 def comes_from_several_threads():
     found = []
