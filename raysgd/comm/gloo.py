@@ -147,7 +147,7 @@ class GlooGroup(ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
         """Start gloo's allreduce, or one by the mesh."""
         if self._mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
-            return _Collective(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
+            return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
         timeout = options.timeout if options.timeout > datetime.timedelta() else self._timeout
         return _SmallReduction(
@@ -177,15 +177,18 @@ class GlooGroup(ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
         """Send tensors to one rank."""
-        return _Transfer(self._running, self._gloo.send(tensors, *to))
+        return self._transfer(lambda: self._gloo.send(tensors, *to), tensors)
 
     def recv(self, tensors: list[torch.Tensor], *source: Any) -> Work:
         """Receive tensors from one rank."""
-        return _Transfer(self._running, self._gloo.recv(tensors, *source))
+        return self._transfer(lambda: self._gloo.recv(tensors, *source), tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Receive tensors from any rank."""
-        return _Transfer(self._running, self._gloo.recv_anysource(tensors, tag))
+        return self._transfer(lambda: self._gloo.recv_anysource(tensors, tag), tensors)
+
+    def _transfer(self, start: Callable[[], Any], tensors: list[torch.Tensor]) -> Work:
+        return _Operation(self._running, start, tensors, is_collective=False)
 
 
 def _keep(gloo: Any, running: _Running) -> None:
@@ -196,9 +199,7 @@ def _keep(gloo: Any, running: _Running) -> None:
 def _collective(name: str) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
         output = args[0] if args else None  # it comes first in all of them
-        return _Collective(
-            self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output
-        )
+        return _Operation(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output)
 
     method.__name__ = name
     method.__doc__ = f"Start gloo's {name}."
@@ -268,16 +269,22 @@ class _Running:
             self._changed.wait_for(lambda: self._count == 0)
 
 
-class _Collective(Work):
-    """A collective under way. Its future holds what gloo returned, or an exception."""
+class _Operation(Work):
+    """A collective or a transfer under way; its future holds what gloo returned, or an error."""
 
-    def __init__(self, running: _Running, start: Callable[[], Any], output: Any = None) -> None:
+    def __init__(
+        self,
+        running: _Running,
+        start: Callable[[], Any],
+        output: Any = None,
+        is_collective: bool = True,
+    ) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
         self._outputs: list[Any] | None = None
         ended = self._ended
         key = id(ended)  # which lives until gloo is done; the work may be dropped before
-        running.begin(key, ended.set_result, collective=True)
+        running.begin(key, ended.set_result, is_collective)
         try:
             self._work = start()
         except BaseException:
@@ -295,7 +302,7 @@ class _Collective(Work):
 
         try:
             future = self._work.get_future()
-        except RuntimeError:  # there is none for a reduce_scatter: a thread waits for it
+        except RuntimeError:  # some operations have none: a thread waits for them
             work, self._outputs = self._work, output if isinstance(output, list) else [output]
             outputs = self._outputs
             waiting = threading.Thread(
@@ -347,6 +354,10 @@ class _Collective(Work):
         self._work.wait()  # gloo's work ends a moment after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
+
+    def _source_rank(self) -> int:
+        """Return who sent what came from any rank."""
+        return int(self._work._source_rank())
 
 
 def _waited_for(work: Any, outputs: list[Any]) -> list[Any]:
@@ -459,46 +470,6 @@ class _SmallReduction(Work):
         """Return the tensors that it is about."""
         self.wait()
         return self._tensors
-
-
-class _Transfer(Work):
-    """A message to or from one rank. gloo has no future for such a one: a thread waits for it."""
-
-    def __init__(self, running: _Running, work: Any) -> None:
-        super().__init__()
-        self._running, self._work = running, work
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the end.
-
-        Raises:
-            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
-        """
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        running, work, key = self._running, self._work, id(ended)
-        running.begin(key, ended.put)
-
-        def wait() -> None:
-            error = None
-            try:
-                work.wait(timeout) if timeout else work.wait()
-            except RuntimeError as raised:
-                error = raised
-            if running.finish(key):
-                ended.put(error)
-
-        threading.Thread(target=wait, name="raysgd-gloo-transfer", daemon=True).start()
-        if (error := ended.get()) is not None:
-            raise error
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._work.is_completed())
-
-    def _source_rank(self) -> int:
-        """Return who sent what came from any rank."""
-        return int(self._work._source_rank())
 
 
 def _value(ended: Future[Any]) -> Any:

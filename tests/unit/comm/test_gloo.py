@@ -331,6 +331,16 @@ assert part.tolist() == [[0, 2], [4, 6]][rank]
 work = dist.reduce_scatter(part, [torch.ones(2), torch.full((2,), 3.0)], async_op=True)
 assert work.get_future().wait()[0] is part and part.tolist() == [2.0 + 4 * rank] * 2
 
+mine, theirs = torch.full((3,), float(rank)), torch.zeros(3)
+works = [dist.isend(mine, 1 - rank), dist.irecv(theirs, 1 - rank)]
+for work in works:
+    work.wait()
+assert theirs.tolist() == [1.0 - rank] * 3 and all(work.is_completed() for work in works)
+if rank:
+    dist.send(mine, 0)
+else:
+    assert dist.recv(mine) == 1 and mine.tolist() == [1.0] * 3  # from any rank
+
 def trained(divide):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
