@@ -71,21 +71,7 @@ class HorovodBackend(Backend):
         self.close()
         self._server = RendezvousServer(verbose=0)
         port = self._server.start()
-        by_rank = [_variables_of(addresses, rank) for rank in range(len(addresses))]
-        self._server.init(
-            [
-                SlotInfo(
-                    hostname=variables["HOROVOD_HOSTNAME"],
-                    rank=int(variables["HOROVOD_RANK"]),
-                    local_rank=int(variables["HOROVOD_LOCAL_RANK"]),
-                    cross_rank=int(variables["HOROVOD_CROSS_RANK"]),
-                    size=int(variables["HOROVOD_SIZE"]),
-                    local_size=int(variables["HOROVOD_LOCAL_SIZE"]),
-                    cross_size=int(variables["HOROVOD_CROSS_SIZE"]),
-                )
-                for variables in by_rank
-            ]
-        )
+        self._server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
         single_node = is_single_node(addresses)
         return HorovodRendezvous(driver_address(addresses), port, tuple(addresses), single_node)
 
@@ -174,28 +160,27 @@ def horovod_environment(
     context: WorkerContext, rendezvous: HorovodRendezvous | None, timeout_s: float
 ) -> dict[str, str]:
     """Return the environment from which Horovod knows a worker's place in its group."""
-    common = {
+    variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(max(1, min(timeout_s, _CONNECT_S)))),
     }
     if rendezvous is None:
-        return {**common, **_variables_of([LOOPBACK], 0)}
-    address = LOOPBACK if rendezvous.single_node else context.node_ip
-    return {
-        **common,
-        **_variables_of(rendezvous.addresses, context.world_rank),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.host,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.port),
-        "HOROVOD_GLOO_IFACE": interface_of(address),
-    }
+        slot = _slot([LOOPBACK], 0)
+    else:
+        slot = _slot(rendezvous.addresses, context.world_rank)
+        address = LOOPBACK if rendezvous.single_node else context.node_ip
+        variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous.host
+        variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
+        variables["HOROVOD_GLOO_IFACE"] = interface_of(address)
+    return variables | {f"HOROVOD_{name.upper()}": str(slot[name]) for name in slot}
 
 
 def _connections() -> set[_Connection]:
     return {(each.local, each.remote) for each in endpoints() if each.remote is not None}
 
 
-def _variables_of(addresses: Sequence[str], rank: int) -> dict[str, str]:
+def _slot(addresses: Sequence[str], rank: int) -> dict[str, Any]:
     """Return the ranks of a worker as Horovod counts them: by address."""
     address = addresses[rank]
     hosts = list(dict.fromkeys(addresses))
@@ -204,11 +189,11 @@ def _variables_of(addresses: Sequence[str], rank: int) -> dict[str, str]:
     # workers with the same local rank, one a host
     cross = [host for host in hosts if sizes[host] > local_rank]
     return {
-        "HOROVOD_HOSTNAME": address,
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(addresses)),
-        "HOROVOD_LOCAL_RANK": str(local_rank),
-        "HOROVOD_LOCAL_SIZE": str(sizes[address]),
-        "HOROVOD_CROSS_RANK": str(cross.index(address)),
-        "HOROVOD_CROSS_SIZE": str(len(cross)),
+        "hostname": address,
+        "rank": rank,
+        "size": len(addresses),
+        "local_rank": local_rank,
+        "local_size": sizes[address],
+        "cross_rank": cross.index(address),
+        "cross_size": len(cross),
     }

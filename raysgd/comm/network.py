@@ -9,7 +9,6 @@ import psutil
 
 __all__ = [
     "LOOPBACK",
-    "address_of",
     "address_towards",
     "driver_address",
     "interface_of",
@@ -46,11 +45,6 @@ def is_single_node(addresses: Sequence[str]) -> bool:
 def driver_address(addresses: Sequence[str]) -> str:
     """Return the address at which workers reach this machine."""
     return LOOPBACK if is_single_node(addresses) else address_towards(addresses[0])
-
-
-def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of an interface; None if there is none."""
-    return next((address for address, name in interfaces().items() if name == interface), None)
 
 
 def interface_of(address: str) -> str:

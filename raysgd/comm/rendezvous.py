@@ -122,7 +122,8 @@ class StoreClient:
                 "up, or a firewall is in between."
             ) from error
         self._answers = self._socket.makefile("rb")
-        weakref.finalize(self, _close, self._socket, self._answers)
+        for opened in (self._answers, self._socket):
+            weakref.finalize(self, opened.close)
 
     def interrupt(self) -> None:
         """End the wait that another thread is in, and refuse all later ones."""
@@ -160,11 +161,6 @@ class StoreClient:
             raise ConnectionError(
                 f"{self._name} is closed: this generation of workers was given up."
             ) from error
-
-
-def _close(*opened: Any) -> None:
-    for file in opened:
-        file.close()
 
 
 def _packed(*values: Any) -> bytes:

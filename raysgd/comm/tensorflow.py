@@ -93,11 +93,14 @@ class TensorflowBackend(Backend):
 
     def interrupt(self) -> None:
         """Make collectives fail, those under way and all later ones."""
-        # waits for an executor where no collective ever was; it need not be told then
-        if _is_in_group(context := _context()):
-            from tensorflow.python.framework import errors_impl
+        if "tensorflow.python.eager.context" not in sys.modules:
+            return
+        from tensorflow.python.eager.context import context
+        from tensorflow.python.framework import errors_impl
 
-            context.abort_collective_ops(
+        # waits for an executor where no strategy of several workers was made, nor is being made
+        if context()._collective_ops_server_def is not None:
+            context().abort_collective_ops(
                 errors_impl.UNAVAILABLE, "Collective interrupted by the driver."
             )
 
@@ -138,20 +141,6 @@ def _held_port(host: str) -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
     return held
-
-
-def _context() -> Any:
-    """Return TensorFlow's context; None where TensorFlow is not imported."""
-    if "tensorflow.python.eager.context" not in sys.modules:
-        return None
-    from tensorflow.python.eager import context
-
-    return context.context()
-
-
-def _is_in_group(context: Any) -> bool:
-    """Whether a strategy of several workers was made here, or is being made."""
-    return context is not None and context._collective_ops_server_def is not None
 
 
 def check_tensorflow(asked_by: str) -> None:

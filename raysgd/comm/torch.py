@@ -18,9 +18,9 @@ from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
-    address_of,
     driver_address,
     interface_of,
+    interfaces,
     is_single_node,
 )
 from raysgd.comm.rendezvous import StoreServer
@@ -94,7 +94,6 @@ class TorchBackend(Backend):
                 "process group of its own. Call torch.distributed.destroy_process_group() (or "
                 "shut the other trainer with use_local=True down) first."
             )
-        alone = rendezvous is None
         entry = self._entry = Entry()
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
@@ -102,19 +101,14 @@ class TorchBackend(Backend):
             )
             self._set_interface = True
         store: Any = HashStore()
-        mesh_addresses: list[tuple[str, int]] = []
         if rendezvous is not None:
             store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
-            # All are here before any connects: who waits here is woken when the driver closes the
-            # store, at once, and knows who is missing.
-            everyone = [f"here/{rank}" for rank in range(context.world_size)]
-            address = None if self._mesh is None else self._mesh.address
-            store.set(everyone[context.world_rank], json.dumps(address))
-            addresses = [json.loads(address) for address in store.multi_get(everyone)]
-            if all(addresses):
-                mesh_addresses = [(host, port) for host, port in addresses]
+        # All are here before any connects: who waits here is woken when the driver closes the
+        # store, at once, and knows who is missing.
+        address = None if self._mesh is None else self._mesh.address
+        mesh_addresses = _exchanged(store, "here", context, address)
         before = listeners()
         self._made = True
         # torch counts the groups of a process, also one that failed to connect, and ranks meet
@@ -123,7 +117,7 @@ class TorchBackend(Backend):
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
             self._group = GlooGroup.init(store, *ranks, entry)
-            if self._mesh is not None and mesh_addresses:
+            if self._mesh is not None and all(mesh_addresses):
                 self._mesh.connect(mesh_addresses)
                 self._group.use(self._mesh, self._timeout)
         else:
@@ -131,12 +125,8 @@ class TorchBackend(Backend):
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
-        own = sorted(listeners() - before)
-        texts = [json.dumps(own)]
-        if not alone:
-            store.set(f"listening/{context.world_rank}", texts[0])
-            texts = store.multi_get([f"listening/{r}" for r in range(context.world_size)])
-        self._listening = {tuple(address) for text in texts for address in json.loads(text)}
+        told = _exchanged(store, "listening", context, sorted(listeners() - before))
+        self._listening = {(host, port) for each in told for host, port in each}
 
     def interrupt(self) -> None:
         """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
@@ -147,14 +137,9 @@ class TorchBackend(Backend):
         for endpoint in endpoints():
             if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
                 endpoint.shut_down()
-        if (client := self._client) is not None:
-            client.interrupt()
-        if (entry := self._entry) is not None:
-            entry.interrupt()
-        if (mesh := self._mesh) is not None:
-            mesh.interrupt()
-        if (group := self._group) is not None:
-            group.interrupt()
+        for waiting in (self._client, self._entry, self._mesh, self._group):
+            if waiting is not None:
+                waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
@@ -195,12 +180,20 @@ class TorchBackend(Backend):
         self._tcp_store = None
 
 
+def _exchanged(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
+    """Tell all workers a value, and return theirs by rank, once all are there."""
+    keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
+    store.set(keys[context.world_rank], json.dumps(value))
+    return [json.loads(text) for text in store.multi_get(keys)]
+
+
 def _mesh(rank: int, key: str) -> Mesh | None:
     """Return a mesh at the address of the interface that gloo uses; None if it has none."""
-    address = address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
-    if address is None:
-        return None
-    return Mesh(rank, address, derived_key(key, "mesh"), 3 * _CONNECT.total_seconds())
+    chosen = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
+    for address, name in interfaces().items():
+        if name == chosen:
+            return Mesh(rank, address, derived_key(key, "mesh"), 3 * _CONNECT.total_seconds())
+    return None
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
