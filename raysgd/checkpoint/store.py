@@ -212,15 +212,10 @@ class CheckpointStore:
     def _check_monitored(self, numbers: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
         if self._monitor is None or self._monitor in numbers:
             return
+        problem = f"there is no such metric. There are: {', '.join(numbers) or 'none'}."
         if self._monitor in metrics:
-            raise ValueError(
-                f"CheckpointStore(monitor={self._monitor!r}): it must be a number, but it is "
-                f"{metrics[self._monitor]!r}."
-            )
-        raise ValueError(
-            f"CheckpointStore(monitor={self._monitor!r}): there is no such metric. "
-            f"There are: {', '.join(numbers) or 'none'}."
-        )
+            problem = f"it must be a number, but it is {metrics[self._monitor]!r}."
+        raise ValueError(f"CheckpointStore(monitor={self._monitor!r}): {problem}")
 
     def _point_to(self, name: str) -> None:
         check = hashlib.sha256(name.encode()).hexdigest()

@@ -285,7 +285,7 @@ class Mesh:
         """
         ends = time.monotonic() + timeout_s
         with self._changed:
-            while self._is_wanting(wanted):
+            while not wanted.done or self.has_unsent:
                 self._check()
                 rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
                 if rest_s <= 0:
@@ -316,9 +316,6 @@ class Mesh:
             self._changed.notify_all()
         if self._wakes[0].fileno() in ready:
             self._wakes[0].recv(4096)
-
-    def _is_wanting(self, wanted: Reduction) -> bool:
-        return not wanted.done or self.has_unsent
 
     @property
     def broken(self) -> bool:
