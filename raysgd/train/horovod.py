@@ -20,6 +20,12 @@ __all__ = ["HorovodConfig", "HorovodTrainer"]
 _LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
+class HorovodBackend(Backend):
+    """Has nothing to do beside the transport: the function calls ``hvd.init()``."""
+
+    share_cuda_visible_devices = True
+
+
 @dataclass
 class HorovodConfig(BackendConfig):
     """Settings of the Horovod backend; call ``hvd.init()`` in the function.
@@ -42,6 +48,8 @@ class HorovodConfig(BackendConfig):
     timeout_s: float = 300
     """Bound of the workers' setup, in seconds."""
 
+    backend_cls = HorovodBackend
+
     def __post_init__(self) -> None:
         check_horovod()
         if self.nics is not None and (isinstance(self.nics, str) or len(self.nics) != 1):
@@ -50,11 +58,6 @@ class HorovodConfig(BackendConfig):
             )
         check_timeout(type(self).__name__, self.timeout_s)
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """What is called on the driver."""
-        return HorovodBackend
-
     def transport(self, use_gpu: bool = False) -> Transport:
         """Return what gives the workers Horovod's environment."""
         level = _LOG_LEVELS[max(0, min(int(self.verbose), len(_LOG_LEVELS) - 1))]
@@ -62,12 +65,6 @@ class HorovodConfig(BackendConfig):
         if self.nics:
             variables["HOROVOD_GLOO_IFACE"] = next(iter(self.nics))
         return FunctionHorovod(self.timeout_s, variables)
-
-
-class HorovodBackend(Backend):
-    """Has nothing to do beside the transport: the function calls ``hvd.init()``."""
-
-    share_cuda_visible_devices = True
 
 
 class FunctionHorovod(HorovodGroup):

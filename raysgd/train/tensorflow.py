@@ -10,7 +10,7 @@ from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.comm.tensorflow import TensorflowBackend as CollectiveGroup
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.backend import BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 
 __all__ = ["TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
@@ -36,18 +36,9 @@ class TensorflowConfig(BackendConfig):
         check_tensorflow('backend="tensorflow"')
         check_timeout(type(self).__name__, self.timeout_s)
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """What is called on the driver."""
-        return TensorflowBackend
-
     def transport(self, use_gpu: bool = False) -> Transport:
         """Return what sets the group up."""
         return CollectiveGroup("tensorflow", self.timeout_s)
-
-
-class TensorflowBackend(Backend):
-    """Has nothing to do beside the transport: the function makes the strategy."""
 
 
 class TensorflowTrainer(DataParallelTrainer):

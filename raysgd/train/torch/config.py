@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd.arguments import check_timeout
 from raysgd.backends import Backend as Transport
@@ -16,11 +14,16 @@ from raysgd.comm.torch import TorchRendezvous
 from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import WorkerGroup
 
 __all__ = ["TorchBackend", "TorchConfig", "TrainProcessGroup"]
 
 _INIT_METHODS = ("env", "tcp")
+
+
+class TorchBackend(Backend):
+    """Has nothing to do beside the process group, of which each generation has one."""
+
+    share_cuda_visible_devices = True
 
 
 @dataclass
@@ -39,6 +42,8 @@ class TorchConfig(BackendConfig):
     timeout_s: float = 1800
     """Bound of each collective and of the workers' setup, in seconds."""
 
+    backend_cls = TorchBackend
+
     def __post_init__(self) -> None:
         if self.backend not in (None, "gloo", "nccl"):
             raise ValueError(
@@ -50,25 +55,10 @@ class TorchConfig(BackendConfig):
             )
         check_timeout(type(self).__name__, self.timeout_s)
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """What is called on the driver."""
-        return TorchBackend
-
     def transport(self, use_gpu: bool = False) -> Transport:
         """Return the process group."""
         name = self.backend or ("nccl" if use_gpu else "gloo")
         return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
-
-
-class TorchBackend(Backend):
-    """Ends the process group; the controller makes one with each generation."""
-
-    share_cuda_visible_devices = True
-
-    def on_shutdown(self, worker_group: WorkerGroup, backend_config: Any) -> None:
-        """Destroy the process group on every worker."""
-        worker_group.execute(_leave_process_group)
 
 
 class TrainProcessGroup(ProcessGroup):
@@ -104,8 +94,3 @@ class TrainProcessGroup(ProcessGroup):
                 os.environ.update(
                     MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port)
                 )
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

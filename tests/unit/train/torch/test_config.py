@@ -20,13 +20,6 @@ VARIABLES = (
 )
 
 
-class Here:
-    """A group of workers that is this process."""
-
-    def execute(self, function):
-        return [function()]
-
-
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
 def test_a_process_group_is_entered_and_left_and_env_alone_sets_variables(monkeypatch, init_method):
     for name in VARIABLES:
@@ -41,7 +34,7 @@ def test_a_process_group_is_entered_and_left_and_env_alone_sets_variables(monkey
         found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
         port = str(rendezvous.store.port)
         assert found == (["0", "1", port] if init_method == "env" else [None] * 3)
-        config.backend_cls().on_shutdown(Here(), config)
+        transport.teardown()
         assert not dist.is_initialized()
     finally:
         transport.teardown()
