@@ -72,34 +72,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "backend": ["BackendConfig"],
-    "callbacks.callback": ["TrainingCallback"],
-    "checkpoint": ["Checkpoint", "CheckpointStrategy"],
-    "configs": ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"],
-    "data_parallel_trainer": ["DataParallelTrainer"],
-    "result": ["Result"],
-    "api": [
-        "TrainContext",
-        "get_checkpoint",
-        "get_context",
-        "get_dataset_shard",
-        "load_checkpoint",
-        "local_rank",
-        "report",
-        "save_checkpoint",
-        "world_rank",
-        "world_size",
-    ],
-    "iterator": ["TrainingIterator"],
-    "trainer": ["Trainer"],
+    "BackendConfig": "backend",
+    "Checkpoint": "checkpoint",
+    "CheckpointConfig": "configs",
+    "CheckpointStrategy": "checkpoint",
+    "DataParallelTrainer": "data_parallel_trainer",
+    "FailureConfig": "configs",
+    "Result": "result",
+    "RunConfig": "configs",
+    "ScalingConfig": "configs",
+    "Trainer": "trainer",
+    "TrainingCallback": "callbacks.callback",
+    "TrainingIterator": "iterator",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""In which module a name is; all others are in `api`."""
 _PARTS = ("backend", "callbacks", "horovod", "tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(f"raysgd.train.{_HOME_OF[name]}"), name)
+    if name in __all__:
+        home = importlib.import_module(f"raysgd.train.{_HOMES.get(name, 'api')}")
+        return getattr(home, name)
     if name in _PARTS:  # train.torch.prepare_model without a second import
         return importlib.import_module(f"raysgd.train.{name}")
     raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
