@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd.cluster import placement
+from raysgd.arguments import decide_gpu
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.trainer import OperatorTrainer
 
@@ -238,18 +238,17 @@ def trainable_class(
     if override_tune_step is not None:
         _check_step(override_tune_step)
 
-    class TrainerTrainable(base):  # type: ignore[valid-type, misc]
-        pass
-
-    step = None if override_tune_step is None else staticmethod(override_tune_step)
-    TrainerTrainable.trainer_cls = trainer_cls
-    TrainerTrainable.trainer_kwargs = dict(trainer_kwargs)
-    TrainerTrainable.override_tune_step = step
     # Tune names folders and trials after it, and finds it again by its name on Tuner.restore
     name = getattr(trainer_cls, "__name__", "Trainer").removesuffix("Trainer") + "Trainable"
-    TrainerTrainable.__name__ = TrainerTrainable.__qualname__ = name
-    TrainerTrainable.trainer_arguments({})
-    return TrainerTrainable
+    step = None if override_tune_step is None else staticmethod(override_tune_step)
+    filled_in = {
+        "trainer_cls": trainer_cls,
+        "trainer_kwargs": dict(trainer_kwargs),
+        "override_tune_step": step,
+    }
+    made: type[BaseTrainable] = type(name, (base,), filled_in)
+    made.trainer_arguments({})
+    return made
 
 
 def _check_step(step: Any) -> None:
@@ -276,10 +275,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
     resources = dict(arguments.get("resources_per_worker") or {})
-    use_gpu = arguments["use_gpu"]
-    if use_gpu == "auto":
-        placement.connect()
-        use_gpu = "GPU" in resources or placement.gpus_in_cluster() > 0
+    use_gpu = decide_gpu("as_trainable", arguments["use_gpu"], resources, None)
     num_gpus = resources.pop("GPU", 1) if use_gpu else 0
     return GroupOptions(
         num_workers=arguments["num_workers"],
