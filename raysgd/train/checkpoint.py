@@ -104,11 +104,7 @@ class Checkpoint:
     @classmethod
     def from_packed(cls, data: Mapping[str, Any]) -> Checkpoint:
         """Make one of what `packed` returned."""
-        rest = dict(data)
-        metadata = rest.pop(_METADATA, {})
-        made = cls(data=rest)
-        made.set_metadata(metadata)
-        return made
+        return cls(data=data)
 
     @classmethod
     def taken_from(cls, checkpoint: Any) -> Checkpoint:

@@ -39,12 +39,11 @@ class TrainingIterator:
             )
         if self.is_finished():
             raise StopIteration
-        results = self._tried(self._executor.fetch_next_result)
+        results: list[dict[str, Any]] | None = self._tried(self._executor.fetch_next_result)
         if results is None:
-            self._results = self._tried(self._executor.finish_training)
+            self.get_final_results(force=True)
             raise StopIteration
-        found: list[dict[str, Any]] = results
-        return found
+        return results
 
     def is_finished(self) -> bool:
         """Whether the run is over, well or not."""
