@@ -14,21 +14,12 @@ from raysgd.cluster import worker_group as core
 from raysgd.cluster.members import Member
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.config import env_seconds
+from raysgd.elastic.policies import WorkerInfo
 
-__all__ = ["HostedGroup", "WorkerGroup", "WorkerMetadata", "group_options"]
+__all__ = ["HostedGroup", "WorkerGroup", "group_options"]
 
 _TIMEOUT = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 _SPREAD = "TRAIN_ENABLE_WORKER_SPREAD"
-
-
-@dataclass(frozen=True)
-class WorkerMetadata:
-    """Where a worker runs."""
-
-    node_id: str
-    node_ip: str
-    gpu_ids: tuple[str, ...]
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,7 @@ class Worker:
     """One worker of a group: Ray's handle of its actor, and where it runs."""
 
     actor: Any
-    metadata: WorkerMetadata
+    metadata: WorkerInfo
 
 
 class WorkerGroup:
@@ -126,18 +117,8 @@ class WorkerGroup:
     @property
     def workers(self) -> list[Worker]:
         """The workers, by rank."""
-        return [
-            Worker(
-                getattr(member, "actor", None),
-                WorkerMetadata(
-                    member.info.node_id,
-                    member.info.node_ip,
-                    member.info.gpu_ids,
-                    member.info.pid,
-                ),
-            )
-            for member in self._group.members
-        ]
+        members: list[Any] = self._group.members
+        return [Worker(member.actor, member.info) for member in members]
 
     # ---- functions
 
@@ -221,15 +202,7 @@ def group_options(
 _HOSTED: dict[str, Any] = {}
 """In a worker: the objects that each `HostedGroup` made there, by the group's id."""
 
-
-class _Hosting:
-    """Lives as long as a `HostedGroup`, or a worker or method of one, is referred to."""
-
-    def __init__(self) -> None:
-        self.id = uuid.uuid4().hex
-
-
-_LIVING: weakref.WeakSet[_Hosting] = weakref.WeakSet()
+_LIVING: weakref.WeakSet[HostedGroup] = weakref.WeakSet()
 """On the driver: what is referred to. Workers let go of the others with the next group."""
 
 
@@ -249,24 +222,24 @@ class HostedGroup:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
+        self.id = uuid.uuid4().hex
         self._executor = executor
+        _LIVING.add(self)
         group: WorkerGroup = executor.worker_group
-        hosting = _Hosting()
-        _LIVING.add(hosting)
         living = {each.id for each in _LIVING}
-        group.execute(_host, hosting.id, living, train_cls, args, dict(kwargs))
-        self._proxies = [HostedWorker(worker.actor, hosting) for worker in group.workers]
+        group.execute(_host, self.id, living, train_cls, args, dict(kwargs))
+        self._actors = [worker.actor for worker in group.workers]
 
     def __len__(self) -> int:
         """Number of workers."""
-        return len(self._proxies)
+        return len(self._actors)
 
     def __getitem__(self, index: int) -> HostedWorker:
         """Return one worker."""
-        return self._proxies[index]
+        return HostedWorker(self, self._actors[index])
 
     def __iter__(self) -> Iterator[HostedWorker]:
-        return iter(self._proxies)
+        return (self[index] for index in range(len(self)))
 
     def shutdown(self, patience_s: float = 5) -> None:
         """End the workers; their resources are free when this returns.
@@ -274,36 +247,36 @@ class HostedGroup:
         Args:
             patience_s: how long they may take to end their work, in seconds; 0 kills at once.
         """
-        self._proxies = []
+        self._actors = []
         self._executor.shutdown(patience_s > 0, patience_s)
 
 
 class HostedWorker:
     """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
 
-    def __init__(self, actor: Any, hosting: _Hosting) -> None:
+    def __init__(self, group: HostedGroup, actor: Any) -> None:
+        self._group = group  # which lives as long as this
         self._actor = actor
-        self._hosting = hosting
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return HostedMethod(self._actor, self._hosting, name)
+        return HostedMethod(self._group, self._actor, name)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, actor: Any, hosting: _Hosting, name: str) -> None:
+    def __init__(self, group: HostedGroup, actor: Any, name: str) -> None:
+        self._group = group
         self._actor = actor
-        self._hosting = hosting
         self._name = name
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``."""
         bound = self._actor.execute.options(concurrency_group="work")
-        return bound.remote(_call_hosted, self._hosting.id, self._name, *args, **kwargs)
+        return bound.remote(_call_hosted, self._group.id, self._name, *args, **kwargs)
 
 
 def _host(
