@@ -31,8 +31,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import checked_run, checked_scaling, strategy_of
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.report_log import ReportLog
-from raysgd.train.result import REPORTS, Result
+from raysgd.train.result import REPORTS, ReportLog, Result
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 __all__ = ["DataParallelTrainer"]

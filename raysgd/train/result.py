@@ -1,18 +1,20 @@
-"""What ``fit()`` returns."""
+"""What ``fit()`` returns, and the file of reports behind it."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks.values import jsonable
 from raysgd.train.checkpoint import Checkpoint
 
-__all__ = ["REPORTS", "Result", "read_reports"]
+__all__ = ["REPORTS", "ReportLog", "Result", "read_reports"]
 
 REPORTS = "result.json"
 """Name of the file of what worker 0 reports."""
@@ -69,3 +71,35 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):  # its writer was killed in the midst of it
             found.append(json.loads(line))
     return found
+
+
+class ReportLog:
+    """What worker 0 reports, as one JSON object a line; a restored run goes on with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.last: dict[str, Any] | None = None
+
+    def __enter__(self) -> ReportLog:
+        earlier = read_reports(self._path)
+        self.last = earlier[-1] if earlier else None
+        # written anew, since the last line may have been cut off; beside it, since this may be, too
+        temporary = self._path.with_name(f"{self._path.name}.new")
+        text = "".join(json.dumps(entry) + "\n" for entry in earlier)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Add a report; what JSON has no form for is left out of the file."""
+        self.last = dict(result)
+        shown: dict[str, Any] = {}
+        for key, value in result.items():
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                shown |= jsonable({key: value})
+        self._file.write(json.dumps(shown) + "\n")
+        self._file.flush()

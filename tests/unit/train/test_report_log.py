@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from raysgd.train.report_log import ReportLog
-from raysgd.train.result import read_reports
+from raysgd.train.result import ReportLog, read_reports
 
 
 @pytest.fixture
