@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current, is_left_behind, worker_context
+from raysgd.train.session import Session, current, worker_context
 
 __all__ = [
     "TrainContext",
@@ -34,22 +34,23 @@ def _within_run(name: str) -> Session | None:
     """Return the session; without one warn, once for each function.
 
     Raises:
-        RuntimeError: in a thread that an earlier run has left behind.
+        RuntimeError: in a thread that is older than the run, such as one of a run before.
     """
-    if is_left_behind():
-        raise RuntimeError(
-            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
-            "that a training function has started and left behind when it ended. Join its threads "
-            "before the function returns."
-        )
-    if current() is None and name not in _WARNED:
+    session = current()
+    if session is None and name not in _WARNED:
         _WARNED.add(name)
         logger.warning(
             "raysgd.train.%s() does nothing here: it is meant for a training function, which a "
             "Trainer runs on its workers.",
             name,
         )
-    return current()
+    if session is not None and session.is_foreign_thread:
+        raise RuntimeError(
+            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
+            "that was started before this training function, as by a run before it. Start the "
+            "threads that report in the function, and join them before it returns."
+        )
+    return session
 
 
 def report(
@@ -117,15 +118,14 @@ def load_checkpoint() -> dict[str, Any] | None:
     None where there is none. Outside of a run it warns once and returns None.
     """
     session = _within_run("load_checkpoint")
-    state = None if session is None else session.load()
-    return None if state is None else Checkpoint.from_packed(state).to_dict()
+    checkpoint = None if session is None else session.load()
+    return None if checkpoint is None else checkpoint.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
     """Return the newest checkpoint as a :class:`Checkpoint`, or None, as `load_checkpoint` does."""
     session = _within_run("get_checkpoint")
-    state = None if session is None else session.load()
-    return None if state is None else Checkpoint.from_packed(state)
+    return None if session is None else session.load()
 
 
 def _worker_context() -> WorkerContext:
@@ -230,4 +230,5 @@ def get_context() -> TrainContext:
     session, worker = current(), _worker_context()
     if session is None:
         return TrainContext(worker, worker.local_world_size)
-    return TrainContext(worker, worker.local_world_size, session.metadata, session.experiment)
+    plan = session.plan
+    return TrainContext(worker, worker.local_world_size, plan.metadata, plan.experiment)

@@ -31,11 +31,7 @@ RESULTS = "~/ray_results"
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
-    """Return the fewest and the most workers that ``num_workers`` asks for.
-
-    Raises:
-        ValueError: if it is neither a positive int nor two of them in order.
-    """
+    """Return the fewest and the most workers that ``num_workers`` asks for."""
     pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
     if (
         len(pair) != 2
@@ -49,11 +45,7 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
 
 
 def checked_dict(name: str, given: Any) -> dict[str, Any]:
-    """Return a copy of a dict that a trainer was given; an empty one for None.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return a copy of a dict that a trainer was given; an empty one for None."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"{name}={given!r}: must be a dict.")
     return dict(given or {})
@@ -62,11 +54,7 @@ def checked_dict(name: str, given: Any) -> dict[str, Any]:
 def bound_function(
     train_func: Callable[..., Any], config: dict[str, Any] | None
 ) -> Callable[[], Any]:
-    """Return a training function with its config, as one of no arguments.
-
-    Raises:
-        ValueError: if it takes more than one argument, or that one by its name alone.
-    """
+    """Return a training function with its config, as one of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
     try:
@@ -95,12 +83,7 @@ def bound_function(
 def worker_resources(
     use_gpu: bool, resources: Mapping[str, float] | None
 ) -> tuple[float, float, dict[str, float]]:
-    """Return CPUs, GPUs and other resources of a worker.
-
-    Raises:
-        TypeError: if `resources` is no dict, or `use_gpu` no bool.
-        ValueError: if GPUs are asked for without `use_gpu`, or none with it.
-    """
+    """Return CPUs, GPUs and other resources of a worker."""
     if not isinstance(resources, Mapping | None):
         raise TypeError(
             f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
@@ -146,11 +129,7 @@ def made_folder(wanted: Path) -> Path:
 
 
 def pickled_function(function: Callable[[], Any]) -> bytes:
-    """Return a training function as it travels, with the config that it is bound to.
-
-    Raises:
-        TypeError: if it cannot be pickled.
-    """
+    """Return a training function as it travels, with the config that it is bound to."""
     try:
         return dumps(function)
     except Exception as error:

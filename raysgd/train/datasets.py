@@ -20,7 +20,7 @@ class Datasets:
     """
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
-        self._given = dict(given) if isinstance(given, Mapping) else given
+        self._given = (dict(given) or None) if isinstance(given, Mapping) else given
         self._is_split = is_split
         self._kept: dict[str, Any] = {}
         named = self._given if isinstance(self._given, dict) else {"": self._given}
@@ -30,12 +30,11 @@ class Datasets:
                 shown = f"dataset={dataset!r}" if not name else f"dataset {name!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
 
-    def __bool__(self) -> bool:
-        """Whether there is one."""
-        return self._given is not None and self._given != {}
-
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
-        """Return each worker's share, equally large, of rows that are near it where possible."""
+        """Return each worker's share, equally large, of rows that are near it where possible.
+
+        Of several data sets it is a dict of shares, by name; without any it is None.
+        """
         if not isinstance(self._given, dict):
             return self._shares("", self._given, actors)
         shares = {name: self._shares(name, data, actors) for name, data in self._given.items()}

@@ -6,12 +6,15 @@ adds to it: turns that all workers have to take together, and checkpoints to res
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,18 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
 from raysgd.train import session
-from raysgd.train.arguments import checked_size, pickled_function
+from raysgd.train.arguments import pickled_function, worker_resources
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
-from raysgd.train.runner import FunctionRunner, Plan
+from raysgd.train.runner import FunctionRunner
+from raysgd.train.session import Plan
 from raysgd.train.worker_group import WorkerGroup, group_options
 
-__all__ = ["BackendExecutor"]
+__all__ = ["BackendExecutor", "executor_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,21 @@ _SAID = {
     "checkpoint": "saved a checkpoint",
     "end": "returned from the function",
 }
+
+
+@dataclass
+class _Run:
+    """A function that is being trained."""
+
+    plan: Plan
+    num_losses: int = 0
+    """How often workers were lost in it."""
+    causes: list[str] = field(default_factory=list)
+    """What each of them was lost by."""
+    paused: bool = False
+    """Whether reports are left out."""
+    values: list[Any] | None = None
+    """What the function returned, by rank; None until it has."""
 
 
 class BackendExecutor:
@@ -75,28 +94,30 @@ class BackendExecutor:
         elastic: ElasticConfig | None = None,
         placement_strategy: str | None = None,
     ) -> None:
-        fewest, most = checked_size(num_workers)
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < -1:
             raise ValueError(
                 f"max_retries={max_retries!r}: must be an int of at least 0, or -1 for no end."
             )
-        self._options = group_options(
-            most, fewest, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
+        self.options = group_options(
+            num_workers,
+            num_cpus_per_worker,
+            num_gpus_per_worker,
+            additional_resources_per_worker,
+            placement_strategy,
         )
-        if placement_strategy is not None and self._options.strategy == "PACK":
-            self._options = dataclasses.replace(self._options, strategy=placement_strategy)
+        """What the workers reserve."""
         self._backend_config = backend_config
         self._backend_cls = backend_class(backend_config)
         self._backend: Backend = self._backend_cls()
         self._max_losses = math.inf if max_retries < 0 else max_retries
-        self._max_retries = max_retries
         if not isinstance(elastic, ElasticConfig | None):
             raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
         elastic = elastic or ElasticConfig()
         if elastic.min_workers is not None:
             raise ValueError(
                 f"ElasticConfig(min_workers={elastic.min_workers}) is for operators. Pass "
-                f"num_workers=({elastic.min_workers}, {most}), the fewest and the most."
+                f"num_workers=({elastic.min_workers}, {self.options.num_workers}), the fewest and "
+                "the most."
             )
         # the run's newest checkpoint is its snapshot
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
@@ -104,11 +125,7 @@ class BackendExecutor:
         self._group: core.WorkerGroup | None = None
         self._datasets = Datasets(None)
         self._checkpoints = RunCheckpoints()
-        self._plan: Plan | None = None
-        self._values: list[Any] | None = None
-        self._paused = False
-        self._num_losses = 0
-        self._first_event = 0
+        self._run: _Run | None = None
         self._finalizer: Any = None
 
     # ---- life
@@ -126,22 +143,22 @@ class BackendExecutor:
         """
         if self.is_started:
             raise RuntimeError("The workers are started already; call shutdown() first.")
-        self._group = core.WorkerGroup(self._options)
-        own = self._backend_cls
-        encodes = own.encode_data is not Backend.encode_data
+        self._group = core.WorkerGroup(self.options)
         runner = FunctionRunner(
-            own.share_cuda_visible_devices, own.encode_data if encodes else None
+            self._backend_cls.share_cuda_visible_devices, self._overridden("encode_data")
         )
         controller = Controller(
             self._group,
             runner,
-            self._backend_config.transport(use_gpu=self._options.num_gpus > 0),
+            self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
             initialization_hook,
             self._backend_config.timeout,
             self._elastic,
             can_join=False,
         )
-        controller.on_start = _telling(weakref.ref(self))
+        # a proxy, since what refers to the executor here would keep it from being collected
+        prepare = BackendExecutor._prepare_workers
+        controller.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
         # also when the executor is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
@@ -180,7 +197,7 @@ class BackendExecutor:
             self._forget()
 
     def _is_idle(self, controller: Controller, patience_s: float) -> bool:
-        if self._plan is not None or not isinstance(controller.state, Ready):
+        if self._run is not None or not isinstance(controller.state, Ready):
             return False
         if tasks.are_idle(controller.members, patience_s):
             return True
@@ -188,7 +205,7 @@ class BackendExecutor:
         return False
 
     def _forget(self) -> None:
-        self._controller = self._group = self._plan = None
+        self._run = self._controller = self._group = None
         self._finalizer.detach()
 
     @property
@@ -199,7 +216,7 @@ class BackendExecutor:
     @property
     def is_training(self) -> bool:
         """Whether a function is being trained."""
-        return self._plan is not None
+        return self._run is not None
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -231,6 +248,7 @@ class BackendExecutor:
         metadata: Mapping[str, Any] | None = None,
         experiment: Mapping[str, str] | None = None,
         iteration: int = 0,
+        resume: bool = False,
     ) -> RunCheckpoints:
         """Start a training function on every worker.
 
@@ -244,6 +262,7 @@ class BackendExecutor:
             metadata: for ``get_context().get_metadata()``.
             experiment: names for ``get_context()``.
             iteration: reports that were made before.
+            resume: whether to go on from the newest checkpoint in `run_dir`, where there is one.
 
         Raises:
             InactiveWorkerGroupError: if the workers are not started.
@@ -251,19 +270,21 @@ class BackendExecutor:
             TrainingWorkerError: if workers are lost more often than ``max_retries``.
         """
         controller = self._supervised("start_training")
-        if self._plan is not None:
+        if self._run is not None:
             raise TrainBackendError(
                 "start_training() was called while a function is being trained: call "
                 "finish_training() first."
             )
-        decodes = self._backend_cls.decode_data is not Backend.decode_data
         checkpoints = RunCheckpoints(
             None if run_dir is None else Path(run_dir) / "checkpoints",
             checkpoint_strategy,
             latest_checkpoint_id or 0,
-            self._backend_cls.decode_data if decodes else None,
+            self._overridden("decode_data"),
         )
-        checkpoints.blob = packed_checkpoint(checkpoint)
+        if resume and (found := checkpoints.restore()) is not None:
+            iteration = found.iteration
+        else:
+            checkpoints.blob = packed_checkpoint(checkpoint)
         plan = Plan(
             uuid.uuid4().hex,
             pickled_function(train_func),
@@ -274,15 +295,13 @@ class BackendExecutor:
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # from here on there is a run: whatever fails must end it
-        self._checkpoints, self._datasets, self._plan = checkpoints, datasets, plan
-        self._values, self._paused, self._num_losses = None, False, 0
-        self._first_event = len(controller.events)
-        controller.snapshots.set({"plan": self._plan})
-        self._guarded(self._mend)
-        self._first_event = len(controller.events)
-        self._guarded(self._share_data_once)
-        self._call("begin", {"plan": self._plan})
-        return self._checkpoints
+        self._checkpoints, self._datasets, self._run = checkpoints, datasets, _Run(plan)
+        with self._ending_on_failure(self._run):
+            controller.snapshots.set({"plan": plan})
+            self._mend()
+            self._share_data_once()
+            self._call("begin", plan=plan)
+        return checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Wait until every worker has reported, and return what they did, by rank.
@@ -299,22 +318,17 @@ class BackendExecutor:
             RuntimeError: if the workers do not report and save in step.
             BaseException: what the function raised.
         """
-        self._check_training("fetch_next_result")
-        while self._values is None:
-            turns = self._call("next")
-            if len({turn.kind for turn in turns}) > 1:
-                self._fail()
-                raise RuntimeError(_uneven(turns))
-            if turns[0].kind == "end":
-                self._values = [turn.value for turn in turns]
-                return None
-            if any(turn.has_checkpoint for turn in turns):
-                kept: bool = self._guarded(lambda: self._keep(turns))  # noqa: B023  called at once
-                if not kept:
-                    continue
-            if turns[0].kind == "report" and not self._paused:
-                decoded: list[dict[str, Any]] = self._guarded(lambda: self._decoded(turns))  # noqa: B023
-                return decoded
+        run = self._training("fetch_next_result")
+        with self._ending_on_failure(run):
+            while run.values is None:
+                turns: list[Turn] = self._call("next")
+                if len({turn.kind for turn in turns}) > 1:
+                    raise RuntimeError(_uneven(turns))
+                if turns[0].kind == "end":
+                    run.values = [turn.value for turn in turns]
+                elif self._is_kept(run, turns) and turns[0].kind == "report" and not run.paused:
+                    decode = self._backend_cls.decode_data
+                    return [decode(dict(turn.metrics or {})) for turn in turns]
         return None
 
     def pause_reporting(self) -> None:
@@ -323,8 +337,7 @@ class BackendExecutor:
         Raises:
             TrainBackendError: if no function is being trained.
         """
-        self._check_training("pause_reporting")
-        self._paused = True
+        self._training("pause_reporting").paused = True
 
     def finish_training(self) -> list[Any]:
         """Wait for the end of the function and return what it returned, by rank.
@@ -335,19 +348,19 @@ class BackendExecutor:
             TrainBackendError: if no function is being trained.
             BaseException: as `fetch_next_result`.
         """
-        self._check_training("finish_training")
-        self.pause_reporting()
-        while self.fetch_next_result() is not None:
-            pass
-        values, self._values, self._plan = self._values, None, None
+        run = self._training("finish_training")
+        run.paused = True
+        while run.values is None:
+            self.fetch_next_result()
+        self._run = None
         self._checkpoints.disk.finish()
-        assert values is not None
-        return values
+        return run.values
 
     def abort(self) -> None:
         """End the run, if there is one; the workers can train another function."""
-        if self._plan is not None:
-            self._fail()
+        if self._run is not None:
+            self._run = None
+            self._supervised("abort").stop("end_run")
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return what it returned.
@@ -359,7 +372,7 @@ class BackendExecutor:
         """
         self._supervised("run")
         try:
-            if self._plan is None:
+            if self._run is None:
                 self._mend()
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
@@ -370,7 +383,7 @@ class BackendExecutor:
                 error.cause,
             ) from error
         except BaseException:
-            if self._plan is None and self._controller is not None:
+            if self._run is None and self._controller is not None:
                 self._controller.stop("end_run")  # others may wait for the one that failed
             raise
 
@@ -403,7 +416,7 @@ class BackendExecutor:
 
     # ---- helpers
 
-    def _keep(self, turns: list[Turn]) -> bool:
+    def _is_kept(self, run: _Run, turns: list[Turn]) -> bool:
         """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
 
         The function is held at its checkpoint meanwhile, so that a restart costs no step of it.
@@ -412,33 +425,22 @@ class BackendExecutor:
             False where the checkpoint was lost with its worker: the turn will be taken again, by
             the function that starts anew from the checkpoint before.
         """
-        controller = self._supervised("fetch_next_result")
-        rank = next(rank for rank, turn in enumerate(turns) if turn.has_checkpoint)
-        blob = turns[rank].checkpoint
-        if blob is None and (blob := self._fetched_checkpoint(rank)) is None:
+        rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
+        if rank is None:
+            return True
+        controller, turn = self._supervised("fetch_next_result"), turns[rank]
+        blob = turn.checkpoint
+        if blob is None:  # only worker 0 sends its own with the turn
+            blob = next(filter(None, self._call("checkpoint", rank=rank)), None)
+        if blob is None:
             return False
-        self._checkpoints.keep(turns[rank], blob, len(turns))
-        assert self._plan is not None
-        self._plan = dataclasses.replace(
-            self._plan, checkpoint=self._checkpoints.blob, iteration=turns[rank].iteration
+        self._checkpoints.keep(turn, blob, len(turns))
+        run.plan = dataclasses.replace(
+            run.plan, checkpoint=self._checkpoints.blob, iteration=turn.iteration
         )
-        controller.snapshots.set({"plan": self._plan})
+        controller.snapshots.set({"plan": run.plan})
         controller.grow()
         return True
-
-    def _fetched_checkpoint(self, rank: int) -> bytes | None:
-        """Return the checkpoint that a worker has handed over; None if it was lost with that."""
-        controller = self._supervised("fetch_next_result")
-        # no loss is allowed here: the call would be made again, on a worker that has none
-        call = Call(method="checkpoint", rank=rank)
-        try:
-            blob: bytes | None = controller.run(call)[0].value()
-        except WorkerLostError:
-            self._num_losses += call.num_losses
-            if not call.num_losses or self._num_losses > self._max_losses:
-                raise
-            return None
-        return blob
 
     def _mend(self) -> None:
         """Replace workers that died, and wait for those that are busy with what failed before.
@@ -457,72 +459,52 @@ class BackendExecutor:
             self._group.members[error.rank].kill_process()  # Ray may have lost sight of it alone
 
     def _share_data(self) -> None:
-        group = self._group
-        assert group is not None
-        members: list[Any] = group.members
-        if not self._datasets:
-            shares: list[Any] = [None] * len(members)
-        else:
-            shares = self._datasets.shared_out([member.actor for member in members])
+        assert self._group is not None
+        members: list[Any] = self._group.members
+        shares = self._datasets.shared_out([member.actor for member in members])
         references = [
             member.execute(session.receive_shards, share)
             for member, share in zip(members, shares, strict=True)
         ]
         tasks.results(members, references)
 
-    def _call(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
-        controller = self._supervised(method)
-        call = Call(method=method, arguments=arguments or {}, max_losses=self._max_losses)
-        call.num_losses = self._num_losses  # of the whole function; their causes are in the events
-
-        def run() -> list[Any]:
-            try:
-                return controller.run(call)
-            finally:
-                self._num_losses = call.num_losses
-
-        return [outcome.value() for outcome in self._guarded(run)]
-
-    def _guarded(self, function: Callable[[], Any]) -> Any:
-        """Call a function; where it fails the run is over."""
-        try:
-            return function()
-        except WorkerLostError as error:
-            self._fail()
-            raise self._lost(error) from error
-        except BaseException:
-            self._fail()
-            raise
-
-    def _fail(self) -> None:
-        """End the run; the workers can train another function, with or without a restart."""
-        self._plan = self._values = None
-        if self._controller is not None:
-            self._controller.stop("end_run")
-
-    def _lost(self, error: WorkerLostError) -> TrainingWorkerError:
-        causes = [
-            f"worker {', '.join(map(str, event.ranks))} on node "
-            f"{', '.join(node[:8] for node in event.nodes)}: {event.cause}"
-            for event in self.events[self._first_event :]
-            if event.kind == "lost"
-        ]
-        what = str(error).splitlines()[0]
-        return TrainingWorkerError(
-            "\n".join(
-                [
-                    f"The training function lost workers {self._num_losses} times, and "
-                    f"max_retries={self._max_retries} (max_failures in fit()). {what}",
-                    *causes,
-                ]
-            ),
-            error.rank,
-            error.node_id,
-            error.cause,
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all runners; losses are counted over the calls of a run."""
+        run = self._training(method)
+        call = Call(
+            method=method,
+            arguments=arguments,
+            max_losses=self._max_losses,
+            num_losses=run.num_losses,
+            causes=run.causes,
         )
+        try:
+            outcomes = self._supervised(method).run(call)
+        finally:
+            run.num_losses = call.num_losses
+        return [outcome.value() for outcome in outcomes]
 
-    def _decoded(self, turns: list[Turn]) -> list[dict[str, Any]]:
-        return [self._backend_cls.decode_data(dict(turn.metrics or {})) for turn in turns]
+    @contextlib.contextmanager
+    def _ending_on_failure(self, run: _Run) -> Iterator[None]:
+        """End the run where what is within fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if not isinstance(error, WorkerLostError):
+                raise
+            raise TrainingWorkerError(
+                f"The training function lost workers {run.num_losses} times, and max_retries="
+                f"{self._max_losses} (max_failures in fit()). {error}",
+                error.rank,
+                error.node_id,
+                error.cause,
+            ) from error
+
+    def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return a method of the user's backend; None where it is the one that does nothing."""
+        own = getattr(self._backend_cls, name)
+        return None if own is getattr(Backend, name) else own
 
     def _supervised(self, method: str) -> Controller:
         if self._controller is None:
@@ -531,24 +513,34 @@ class BackendExecutor:
             )
         return self._controller
 
-    def _check_training(self, method: str) -> None:
+    def _training(self, method: str) -> _Run:
         self._supervised(method)
-        if self._plan is None:
+        if self._run is None:
             raise TrainBackendError(
                 f"{method}() was called while no function is being trained: call "
                 "start_training() first."
             )
+        return self._run
 
 
-def _telling(executor: weakref.ref[BackendExecutor]) -> Callable[[], None]:
-    """Return a function that prepares workers and does not keep the executor alive."""
+def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendExecutor:
+    """Return an executor that is not started, by a ScalingConfig and a FailureConfig.
 
-    def tell() -> None:
-        alive = executor()
-        if alive is not None:
-            alive._prepare_workers()
-
-    return tell
+    Ray's own of these names are taken as well; None for `failure` allows no loss.
+    """
+    num_cpus, num_gpus, others = worker_resources(
+        getattr(scaling, "use_gpu", False), getattr(scaling, "resources_per_worker", None)
+    )
+    return BackendExecutor(
+        config,
+        scaling.num_workers,
+        num_cpus,
+        num_gpus,
+        others,
+        getattr(failure, "max_failures", 0),
+        elastic=getattr(failure, "elastic", None),
+        placement_strategy=getattr(scaling, "placement_strategy", None),
+    )
 
 
 def _uneven(turns: list[Turn]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from raysgd.cluster.serialization import unpicklable_key
 
-__all__ = ["ReportQueue", "RunStoppedError", "Turn"]
+__all__ = ["ReportQueue", "RunStoppedError", "Turn", "TurnKind"]
 
 TurnKind = Literal["report", "checkpoint", "end"]
 

@@ -44,20 +44,31 @@ class RunCheckpoints:
                 f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy, such as "
                 "CheckpointStrategy(num_to_keep=2)."
             )
-        self._attribute = strategy.checkpoint_score_attribute
         keep = 0 if folder is None else strategy.num_to_keep
+        self._score = None if keep == 0 else strategy.checkpoint_score_attribute
+        self._decode = decode
         self.disk = NumberedCheckpoints(
-            folder or Path(), keep, self._attribute, strategy.checkpoint_score_order
+            folder or Path(),
+            keep,
+            strategy.checkpoint_score_attribute,
+            strategy.checkpoint_score_order,
         )
         """Those on disk."""
-        self._scores = keep != 0
         self.folder = folder
         self.number = number
         """Number of the newest."""
-        self._decode = decode
         self.blob: bytes | None = None
         """The newest, pickled."""
         self._latest: dict[str, Any] | None = None
+
+    def restore(self) -> NumberedCheckpoint | None:
+        """Go on with what an earlier run has left in the folder; return the newest of that."""
+        found = None if self.folder is None else self.disk.restore()
+        if found is None:
+            return None
+        newest, self.blob = found
+        self.number = newest.number
+        return newest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
         """Take a checkpoint over; when this returns it is on disk, where it shall be.
@@ -66,27 +77,17 @@ class RunCheckpoints:
             ValueError: if it lacks the number by which it is to be scored.
             CheckpointError: if it cannot be written.
         """
-        if self._scores:
-            self._check_score(turn)
+        name = self._score
+        if name is not None and name not in turn.numbers:
+            what = f"this checkpoint has none. It has {', '.join(turn.names) or 'nothing'}."
+            if name in turn.names:
+                what = "it must be a number, and in this checkpoint it is none."
+            raise ValueError(f"CheckpointStrategy(checkpoint_score_attribute={name!r}): {what}")
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
         self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
         self.number += 1
         self.blob, self._latest = blob, None
-
-    def _check_score(self, turn: Turn) -> None:
-        name = self._attribute
-        if name in turn.numbers:
-            return
-        if name in turn.names:
-            raise ValueError(
-                f"CheckpointStrategy(checkpoint_score_attribute={name!r}): it must be a number, "
-                "and in this checkpoint it is none."
-            )
-        raise ValueError(
-            f"CheckpointStrategy(checkpoint_score_attribute={name!r}): this checkpoint has none. "
-            f"It has {', '.join(turn.names) or 'nothing'}."
-        )
 
     @property
     def latest(self) -> dict[str, Any] | None:
@@ -105,21 +106,28 @@ class RunCheckpoints:
         """The best checkpoint on disk."""
         return _path(self.disk.best)
 
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest: the file where it is on disk, else what is in memory."""
+        held = self.disk.newest
+        if held is not None and held.number == self.number:
+            return Checkpoint(path=held.path)
+        return None if self.blob is None else Checkpoint(blob=self.blob)
+
+    def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
+        """Return those on disk, the best first, each with the numbers that came with it."""
+        return [
+            (Checkpoint(path=held.path), dict(held.numbers)) for held in self.disk.by_goodness()
+        ]
+
 
 def packed_checkpoint(checkpoint: Any) -> bytes | None:
-    """Return what a run shall start from, pickled: a dict, a Checkpoint, or one's path.
-
-    Raises:
-        TypeError: if it is none of these.
-        CheckpointError: if the file is missing or damaged.
-    """
+    """Return what a run shall start from, pickled: a dict, a Checkpoint, or one's path."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):
-        if os.path.isdir(os.path.expanduser(checkpoint)):
-            checkpoint = Checkpoint.from_directory(checkpoint)
-        else:
+        if not os.path.isdir(os.path.expanduser(checkpoint)):
             return read_pickle(checkpoint)[0]
+        checkpoint = Checkpoint.from_directory(checkpoint)
     if hasattr(checkpoint, "to_directory"):
         checkpoint = Checkpoint.taken_from(checkpoint).packed()
     if not isinstance(checkpoint, Mapping):

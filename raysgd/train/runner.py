@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.context import Progress, WorkerContext
 from raysgd.train import session
 from raysgd.train.report_queue import ReportQueue, Turn
-from raysgd.train.session import Session
+from raysgd.train.session import Plan, Session
 
-__all__ = ["FunctionRunner", "Plan"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run is made of; after a restart with another checkpoint."""
-
-    run: str
-    """A name that no other run has."""
-    function: bytes
-    """The training function, of no arguments, pickled."""
-    checkpoint: bytes | None = None
-    """The newest checkpoint, pickled."""
-    iteration: int = 0
-    """Reports that were made before it."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    experiment: Mapping[str, str] = field(default_factory=dict)
+__all__ = ["FunctionRunner"]
 
 
 class FunctionRunner:
@@ -53,9 +34,7 @@ class FunctionRunner:
         self._encode = encode
         self._context = WorkerContext()
         self._plan: Plan | None = None
-        self._session: Session | None = None
-        self._report_queue: ReportQueue | None = None
-        self._thread: threading.Thread | None = None
+        self._session: Session | None = None  # of the plan; None until the function has started
 
     # ---- life
 
@@ -66,12 +45,13 @@ class FunctionRunner:
 
     def setup(self, context: WorkerContext) -> None:
         """Take the place in the group."""
-        self._take(context)
+        self._context = context
+        session.take_place(context)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Take the place in a new generation; what ran in the one before has been stopped."""
-        self._take(context)
-        self._plan = self._report_queue = self._thread = None
+        self.setup(context)
+        self._plan = self._session = None
 
     def teardown(self) -> None:
         """Stop the function, and leave the place."""
@@ -82,17 +62,17 @@ class FunctionRunner:
 
     def progress(self) -> Progress:
         """Say how far the function is, and whether it waits for the driver."""
-        report_queue, plan, running = self._report_queue, self._plan, self._session
-        if report_queue is None or plan is None or running is None:
+        running = self._session
+        if running is None:
             return Progress()
-        return Progress(
-            global_step=running.iteration, blocked_on_driver=report_queue.blocked_on_driver
-        )
+        waits = running.report_queue.blocked_on_driver
+        return Progress(global_step=running.iteration, blocked_on_driver=waits)
 
     def request_stop(self, requested: bool) -> None:
         """Let the function raise at its next report."""
-        if requested and self._report_queue is not None:
-            self._report_queue.stop()
+        running = self._session
+        if requested and running is not None:
+            running.report_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
         """Do nothing: a function cannot pause."""
@@ -110,72 +90,38 @@ class FunctionRunner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make ready to run what `state` says."""
-        self._plan = state["plan"]
-        self._thread = None
+        self._plan, self._session = state["plan"], None
 
     def begin(self, plan: Plan) -> None:
         """Start the function, unless that is done."""
         if self._plan is None or self._plan.run != plan.run:
-            self._plan, self._thread = plan, None
-        self._start()
+            self._plan, self._session = plan, None
+        self._started()
 
     def next(self) -> Turn:
         """Wait for what the function hands over next. The turn before is dealt with."""
-        self._start()
-        assert self._report_queue is not None
-        return self._report_queue.take()
+        return self._started().report_queue.take()
 
-    def checkpoint(self) -> bytes | None:
-        """Return the checkpoint that the function has handed over, of a worker that is not 0.
+    def checkpoint(self, rank: int) -> bytes | None:
+        """Return the checkpoint that the function has handed over, if this worker has that rank.
 
-        None where it has not: this worker has started anew since then.
+        None where there is none: the worker has started anew since then.
         """
-        return None if self._session is None else self._session.sent()
+        if self._session is None or self._context.world_rank != rank:
+            return None
+        return self._session.sent
 
     def end_run(self) -> None:
-        """Wait until the function, which was stopped, has ended."""
+        """Stop the function, and wait until it has ended."""
         self.request_stop(True)
-        if self._thread is not None:
-            self._thread.join()
+        if self._session is not None:
+            self._session.join()
 
-    def _take(self, context: WorkerContext) -> None:
-        self._context = context
-        session.take_place(context)
-
-    def _start(self) -> None:
-        if self._thread is not None:
-            return
-        if self._plan is None:
-            raise RuntimeError("This worker was given no function to run.")
-        plan, report_queue = self._plan, ReportQueue()
-        running = Session(
-            self._context,
-            report_queue,
-            checkpoint=plan.checkpoint,
-            iteration=plan.iteration,
-            shards=session.held_shards(),
-            encode=self._encode,
-            metadata=plan.metadata,
-            experiment=plan.experiment,
-            run=f"{plan.run}/{plan.iteration}",
-        )
-        self._session, self._report_queue = running, report_queue
-        self._thread = threading.Thread(
-            target=_run,
-            args=(plan.function, running, report_queue),
-            name="raysgd-train-function",
-            daemon=True,
-        )
-        self._thread.start()
-
-
-def _run(packed: bytes, running: Session, report_queue: ReportQueue) -> None:
-    """Run the function, in its thread."""
-    session.enter(running)
-    end, failure = None, None
-    try:
-        end = running.end(pickle.loads(packed)())
-    except BaseException as error:
-        failure = error
-    session.leave(running)  # before the driver hears of the end, and begins another run
-    report_queue.end(end, failure)
+    def _started(self) -> Session:
+        if self._session is None:
+            if self._plan is None:
+                raise RuntimeError("This worker was given no function to run.")
+            shards = session.held_shards()
+            self._session = Session(self._plan, self._context, ReportQueue(), shards, self._encode)
+            self._session.start()
+        return self._session

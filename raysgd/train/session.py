@@ -1,4 +1,4 @@
-"""One run of a training function in a worker: its place, its reports and its checkpoints.
+"""One run of a training function in a worker: its thread, its place, its reports and checkpoints.
 
 A worker process has one session at a time, for all of its threads.
 """
@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -17,14 +18,14 @@ import cloudpickle
 from raysgd.callbacks.values import numbers_in
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.report_queue import ReportQueue, Turn
+from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 
 __all__ = [
+    "Plan",
     "Session",
     "current",
     "enter",
     "held_shards",
-    "is_left_behind",
     "leave",
     "receive_shards",
     "take_place",
@@ -36,130 +37,145 @@ TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a run is made of; after a restart with another checkpoint."""
+
+    run: str
+    """A name that no other run has."""
+    function: bytes
+    """The training function, of no arguments, pickled."""
+    checkpoint: bytes | None = None
+    """The newest checkpoint, pickled; None at the beginning."""
+    iteration: int = 0
+    """Reports that were made before it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the trainer was given, for `get_context`."""
+    experiment: Mapping[str, str] = field(default_factory=dict)
+    """Names of the experiment and the trial."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other run has, nor this one before a restart; the same on all workers."""
+        return f"{self.run}/{self.iteration}"
+
+
 class Session:
     """One run of a training function in this process.
 
     Args:
+        plan: what is run.
         context: this worker's place.
         report_queue: the way to the driver.
-        checkpoint: what to go on from, pickled; None at the beginning.
-        iteration: reports that were made before it.
         shards: this worker's data sets by name; None where there are none.
         encode: of the backend, applied to what is reported and saved.
-        metadata: what the trainer was given, for `get_context`.
-        experiment: names of the experiment and the trial.
-        run: a name that no other run, and none before a restart, has; the same on all workers.
     """
 
     def __init__(
         self,
+        plan: Plan,
         context: WorkerContext,
         report_queue: ReportQueue,
-        checkpoint: bytes | None = None,
-        iteration: int = 0,
         shards: Any = None,
         encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        experiment: Mapping[str, str] | None = None,
-        run: str = "",
     ) -> None:
+        self.plan = plan
         self.context = context
-        self.run = run
+        self.report_queue = report_queue
         self.shards = shards
-        self.metadata = dict(metadata or {})
-        self.experiment = dict(experiment or {})
         self.extras: dict[str, Any] = {}
         """What the parts of this library that are about a framework keep for the run."""
-        self._report_queue = report_queue
-        self._checkpoint = checkpoint
-        self._sent: bytes | None = None
-        self.iteration = iteration
+        self.iteration = plan.iteration
         """Reports that were made so far, those before a restart included."""
+        self.sent: bytes | None = None
+        """The newest checkpoint as it is sent to the driver; None if none has been made here."""
+        self._checkpoint = plan.checkpoint
         self._encode = encode
         self._reported_at = time.monotonic()
-        self._threads_before = weakref.WeakSet(threading.enumerate())
+        self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
+        self._older_threads = weakref.WeakSet(
+            thread for thread in threading.enumerate() if thread is not threading.current_thread()
+        )
 
-    def threads(self) -> list[threading.Thread]:
-        """Return the threads that were started since, the caller's aside, and still run."""
-        return [
-            thread
-            for thread in threading.enumerate()
-            if thread not in self._threads_before
-            and thread is not threading.current_thread()
-            # those that Python did not start belong to no run: Ray's, by which the driver calls
-            and not isinstance(thread, threading._DummyThread)
-        ]
+    # ---- the function
+
+    def start(self) -> None:
+        """Run the function, in a thread of its own."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the function has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        enter(self)
+        end, failure = None, None
+        try:
+            value = pickle.loads(self.plan.function)()
+            end = Turn("end", value=value, iteration=self.iteration)
+        except BaseException as error:
+            failure = error
+        leave(self)  # before the driver hears of the end, and begins another run
+        self.report_queue.end(end, failure)
+
+    @property
+    def is_foreign_thread(self) -> bool:
+        """Whether the calling thread is older than the session: one of a run before, say."""
+        return threading.current_thread() in self._older_threads
+
+    # ---- what it calls
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
         """Hand metrics, and a checkpoint where there is one, to the driver."""
         now = time.monotonic()
         self.iteration += 1
-        encoded = self._encoded(dict(metrics)) | {
+        encode = self._encode or dict
+        encoded = encode(dict(metrics)) | {
             TIMESTAMP: time.time(),
             TIME_THIS_ITER_S: now - self._reported_at,
             TRAINING_ITERATION: self.iteration,
         }
         self._reported_at = now
         if checkpoint is None:
-            # a checkpoint of another worker may come with the same report
-            self._report_queue.put(self._turn("report", encoded))
-            return
-        blob = self._held(checkpoint.packed(self.metadata))
-        turn = self._turn("report", encoded, blob, numbers_in(metrics), tuple(metrics))
-        self._report_queue.put_safely(turn)
+            self._hand_over("report", encoded)
+        else:
+            self._hand_over("report", encoded, metrics, checkpoint.packed(self.plan.metadata))
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
-        turn = self._turn(
-            "checkpoint", None, self._held(dict(state)), numbers_in(state), tuple(state)
-        )
-        self._report_queue.put_safely(turn)
+        self._hand_over("checkpoint", None, state, dict(state))
 
-    def load(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, as `save` was given it."""
-        if self._checkpoint is None:
-            return None
-        state: dict[str, Any] = pickle.loads(self._checkpoint)
-        return state
+    def load(self) -> Checkpoint | None:
+        """Return the newest checkpoint, with what `save` or `report` was given."""
+        return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
 
-    def end(self, value: Any) -> Turn:
-        """Return the last turn, with what the function returned."""
-        return Turn("end", value=value, iteration=self.iteration)
-
-    def sent(self) -> bytes | None:
-        """Return the newest checkpoint as the driver is sent it; None if none has been made here.
-
-        It is asked for where it is not worker 0's.
-        """
-        return self._sent
-
-    def _turn(
+    def _hand_over(
         self,
-        kind: Any,
+        kind: TurnKind,
         metrics: Mapping[str, Any] | None,
-        blob: bytes | None = None,
-        numbers: Mapping[str, float] | None = None,
-        names: tuple[str, ...] = (),
-    ) -> Turn:
-        return Turn(
+        scores: Mapping[str, Any] | None = None,
+        checkpoint: dict[str, Any] | None = None,
+    ) -> None:
+        """Hand the driver a turn; where it has a checkpoint, `scores` are what it is known by."""
+        blob = None if checkpoint is None else self._held(checkpoint)
+        turn = Turn(
             kind,
             metrics=metrics,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
-            numbers={TIMESTAMP: time.time(), **(numbers or {})},
-            names=names,
+            numbers={TIMESTAMP: time.time(), **numbers_in(scores or {})},
+            names=tuple(scores or ()),
             iteration=self.iteration,
         )
+        put = self.report_queue.put if blob is None else self.report_queue.put_safely
+        put(turn)
 
     def _held(self, state: dict[str, Any]) -> bytes:
         """Keep a checkpoint for `load`, and return it as it is sent to the driver."""
-        self._checkpoint = self._sent = _pickled(state)
+        self._checkpoint = self.sent = _pickled(state)
         if self._encode is not None:
-            self._sent = _pickled(self._encode(state))
-        return self._sent
-
-    def _encoded(self, data: dict[str, Any]) -> dict[str, Any]:
-        return data if self._encode is None else self._encode(data)
+            self.sent = _pickled(self._encode(state))
+        return self.sent
 
 
 def _pickled(state: Mapping[str, Any]) -> bytes:
@@ -176,7 +192,6 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
 # ---- the session of this process
 
 _SESSION: Session | None = None
-_LEFT_BEHIND: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _SHARDS: Any = None
 _PLACE: WorkerContext | None = None
 """For what runs in a worker and is no run, such as the classes of `to_worker_group`."""
@@ -191,14 +206,8 @@ def enter(session: Session) -> None:
 def leave(session: Session) -> None:
     """Let go of `session`, unless another has taken its place."""
     global _SESSION
-    _LEFT_BEHIND.update(session.threads())
     if _SESSION is session:
         _SESSION = None
-
-
-def is_left_behind() -> bool:
-    """Whether the calling thread was started in a session that is over."""
-    return threading.current_thread() in _LEFT_BEHIND
 
 
 def current() -> Session | None:

@@ -15,6 +15,7 @@ from raysgd.cluster.members import Member
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.config import env_seconds
 from raysgd.elastic.policies import WorkerInfo
+from raysgd.train.arguments import checked_size
 
 __all__ = ["HostedGroup", "WorkerGroup", "group_options"]
 
@@ -53,11 +54,7 @@ class WorkerGroup:
         additional_resources_per_worker: Mapping[str, float] | None = None,
     ) -> None:
         options = group_options(
-            num_workers,
-            num_workers,
-            num_cpus_per_worker,
-            num_gpus_per_worker,
-            additional_resources_per_worker,
+            num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         self._group = core.WorkerGroup(options)
         self.start()
@@ -167,30 +164,26 @@ class WorkerGroup:
 
 
 def group_options(
-    num_workers: int,
-    min_workers: int,
-    num_cpus: float,
-    num_gpus: float,
-    resources: Mapping[str, float] | None,
+    num_workers: int | tuple[int, int],
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    resources: Mapping[str, float] | None = None,
+    strategy: str | None = None,
 ) -> GroupOptions:
-    """Return what a group reserves, and how, by the arguments and the environment.
-
-    Raises:
-        ValueError: if a number is out of its range.
-    """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r}: must be an int of at least 1.")
+    """Return what a group reserves, and how, by the arguments and the environment."""
+    fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
             raise ValueError(f"{amount!r} of {name} per worker: must be a number of at least 0.")
+    spread = os.environ.get(_SPREAD, "0") in ("1", "true", "True")
     options = GroupOptions(
-        num_workers=num_workers,
-        min_workers=min_workers,
+        num_workers=most,
+        min_workers=fewest,
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=dict(resources or {}),
         start_timeout_s=env_seconds(_TIMEOUT, 100.0),
-        strategy="SPREAD" if os.environ.get(_SPREAD, "0") in ("1", "true", "True") else "PACK",
+        strategy="SPREAD" if spread else strategy or "PACK",
     )
     if not options.bundle:
         raise ValueError("A worker must reserve something: CPUs, GPUs or another resource.")

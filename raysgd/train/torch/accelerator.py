@@ -161,7 +161,7 @@ def prepare_data_loader(
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=_kept().get(_SEED, 0),
-        run="" if (running := session.current()) is None else running.run,
+        run="" if (running := session.current()) is None else running.plan.name,
     )
 
 

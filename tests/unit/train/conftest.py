@@ -4,7 +4,7 @@ import pytest
 
 from raysgd.context import WorkerContext
 from raysgd.train import session
-from raysgd.train.session import Session
+from raysgd.train.session import Plan, Session
 
 
 class Taken:
@@ -27,10 +27,10 @@ def run():
     """Enter a session; it is left when the test ends."""
     entered = []
 
-    def enter(rank=0, size=2, **arguments):
+    def enter(rank=0, size=2, shards=None, encode=None, **planned):
         context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         taken = Taken()
-        running = Session(context, taken, **arguments)
+        running = Session(Plan("one", b"", **planned), context, taken, shards, encode)
         session.enter(running)
         entered.append(running)
         return taken

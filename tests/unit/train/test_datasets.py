@@ -68,11 +68,9 @@ def test_what_cannot_be_shared_out_is_named():
         Datasets({"val": Rows(1), "train": [1, 2]})
 
 
-def test_there_may_be_none():
-    assert not Datasets(None)
-    assert not Datasets({})
-    assert Datasets(Rows(0))
-    assert Datasets(None).shared_out(["a", "b"]) == [None, None]
+@pytest.mark.parametrize("given", [None, {}])
+def test_there_may_be_none(given):
+    assert Datasets(given).shared_out(["a", "b"]) == [None, None]
 
 
 def test_a_text_is_no_data_set_though_it_can_be_split():

@@ -8,7 +8,8 @@ import pytest
 from raysgd import train
 from raysgd.context import WorkerContext
 from raysgd.train import session
-from raysgd.train.runner import FunctionRunner, Plan
+from raysgd.train.runner import FunctionRunner
+from raysgd.train.session import Plan
 
 
 @pytest.fixture
@@ -175,3 +176,16 @@ def test_gpus_of_a_node_are_visible_to_all_its_workers_where_that_is_asked_for(m
         context = WorkerContext(visible_gpus=("0", "1"), gpu_index=1)
         FunctionRunner(shares).prepare(context)
         assert __import__("os").environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_worker_hands_its_checkpoint_over_where_its_rank_is_asked_for(make):
+    def function():
+        train.report({"a": 1}, checkpoint=train.Checkpoint.from_dict({"b": 2}))
+
+    runner, plan = make(function, rank=1)
+    assert runner.checkpoint(rank=1) is None  # as after a restart
+    runner.begin(plan)
+    turn = runner.next()
+    assert (turn.has_checkpoint, turn.checkpoint) == (True, None)
+    assert runner.checkpoint(rank=0) is None
+    assert cloudpickle.loads(runner.checkpoint(rank=1)) == {"b": 2}

@@ -53,7 +53,7 @@ def test_a_report_with_a_checkpoint_is_held_until_it_is_safe(run):
     (turn,) = taken.safe
     assert turn.kind == "report"
     assert turn.numbers["loss"] == 0.5
-    assert pickle.loads(session.current().sent()) == {"w": 1}
+    assert pickle.loads(session.current().sent) == {"w": 1}
 
 
 def test_what_a_backend_encodes_is_sent_and_what_was_saved_is_loaded(run):

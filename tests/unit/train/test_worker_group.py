@@ -77,9 +77,9 @@ def test_amounts_are_at_least_0_and_a_worker_reserves_something(workers, cpus, g
     amounts = [cpus, gpus, *others.values()]
     if workers < 1 or min(amounts) < 0 or not any(amounts):
         with pytest.raises(ValueError, match=r"must (be|reserve)"):
-            group_options(workers, 1, cpus, gpus, others)
+            group_options(workers, cpus, gpus, others)
     else:
-        options = group_options(workers, 1, cpus, gpus, others)
+        options = group_options(workers, cpus, gpus, others)
         everything = {"CPU": cpus, "GPU": gpus, **others}
         assert options.bundle == {name: n for name, n in everything.items() if n}
 
@@ -87,18 +87,18 @@ def test_amounts_are_at_least_0_and_a_worker_reserves_something(workers, cpus, g
 @pytest.mark.parametrize("amount", [float("nan"), -1, True, "1", None])
 def test_what_is_no_amount_is_shown_with_its_name(amount):
     with pytest.raises(ValueError, match=rf"{amount!r} of license per worker: must be a number"):
-        group_options(1, 1, 1, 0, {"license": amount})
+        group_options(1, 1, 0, {"license": amount})
     with pytest.raises(ValueError, match=r"num_workers='2': must be an int of at least 1"):
-        group_options("2", 1, 1, 0, None)
+        group_options("2")
 
 
 def test_workers_are_packed_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
-    options = group_options(2, 1, 1, 0, None)
+    options = group_options(2)
     assert (options.strategy, options.start_timeout_s) == ("PACK", 7)
     monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
-    assert group_options(2, 1, 1, 0, None).strategy == "SPREAD"
+    assert group_options(2, strategy="PACK").strategy == "SPREAD"
 
 
 # ---- functions

@@ -31,7 +31,7 @@ from tests.conftest import run_ranks
 @pytest.fixture(autouse=True)
 def run():
     """One worker's run, so that what is prepared is forgotten afterwards."""
-    running = session.Session(WorkerContext(), ReportQueue())
+    running = session.Session(session.Plan("one", b""), WorkerContext(), ReportQueue())
     session.enter(running)
     yield running
     session.leave(running)
