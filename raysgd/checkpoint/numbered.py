@@ -83,10 +83,6 @@ class NumberedCheckpoints:
         self._held = [held for held in self._held if held.number != number] + [saved]
         self._tidy(saved)
 
-    def adopt(self, other: NumberedCheckpoints) -> None:
-        """Take over what another has found in the same folder."""
-        self._held = list(other._held)
-
     def finish(self) -> None:
         """Note that nothing will be restarted from the newest any more."""
         self._tidy(None)

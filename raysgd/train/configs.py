@@ -5,6 +5,7 @@ Ray's own classes of these names are taken as well: a trainer reads the attribut
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,26 +89,20 @@ class RunConfig:
 
 
 def checked_scaling(given: Any) -> Any:
-    """Return a scaling config, ours or Ray's, for what a trainer was given.
-
-    Raises:
-        TypeError: if it is none, and no dict of the same.
-    """
+    """Return a scaling config, ours or Ray's, for what a trainer was given."""
     if given is None:
         return ScalingConfig()
     if isinstance(given, Mapping):
-        return ScalingConfig(**given)
+        given = ScalingConfig(**given)
     _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
+    if given.num_workers is None:  # as in Ray's own, where nothing is said
+        given = copy.copy(given)
+        given.num_workers = 1
     return given
 
 
 def checked_run(given: Any) -> Any:
-    """Return a run config, ours or Ray's, for what a trainer was given.
-
-    Raises:
-        TypeError: if it, or a config in it, is none.
-        ValueError: if a value is not allowed.
-    """
+    """Return a run config, ours or Ray's, for what a trainer was given."""
     if given is None:
         return RunConfig()
     _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")

@@ -18,21 +18,14 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.errors import CheckpointError
-from raysgd.train.arguments import (
-    bound_function,
-    checked_dict,
-    made_folder,
-    run_folder,
-    worker_resources,
-)
+from raysgd.train.arguments import bound_function, checked_dict, made_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback_handler import CallbackHandler
-from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import checked_run, checked_scaling, strategy_of
 from raysgd.train.datasets import Datasets
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.result import REPORTS, ReportLog, Result
-from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.run_checkpoints import RunCheckpoints
 
 __all__ = ["DataParallelTrainer"]
 
@@ -107,7 +100,7 @@ class DataParallelTrainer:
         self.run_config = checked_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
         self._callback_handler()
-        self._executor()
+        self.executor()
 
     def setup(self) -> None:
         """Do nothing; `fit` and trials call it first, for subclasses that prepare something."""
@@ -133,7 +126,7 @@ class DataParallelTrainer:
             return self._run(folder, log)
 
     def _run(self, folder: Path, log: ReportLog) -> Result:
-        executor = self._executor()
+        executor = self.executor()
         callback_handler = self._callback_handler()
         executor.start()
         try:
@@ -145,19 +138,10 @@ class DataParallelTrainer:
                 executor.finish_training()
         finally:
             executor.shutdown()
-        best = [
-            (Checkpoint(path=held.path), dict(held.numbers))
-            for held in checkpoints.disk.by_goodness()
-        ]
-        newest, held = None, checkpoints.disk.newest
-        if held is not None and held.number == checkpoints.number:
-            newest = Checkpoint(path=held.path)
-        elif checkpoints.blob is not None:  # it was none of the best
-            newest = Checkpoint(blob=checkpoints.blob)
         return Result(
             metrics=log.last,
-            checkpoint=newest,
-            best_checkpoints=best,
+            checkpoint=checkpoints.newest_checkpoint(),
+            best_checkpoints=checkpoints.best_checkpoints(),
             path=str(folder),
         )
 
@@ -169,7 +153,7 @@ class DataParallelTrainer:
         iteration: int = 0,
         experiment: Mapping[str, str] | None = None,
         checkpoint: Any = None,
-    ) -> Any:
+    ) -> RunCheckpoints:
         """Start the function on an executor that is started; for `fit` and for trials of Tune.
 
         Args:
@@ -179,54 +163,26 @@ class DataParallelTrainer:
             experiment: names for `raysgd.train.get_context`.
             checkpoint: what to start from instead.
         """
-        start: Any = checkpoint if checkpoint is not None else self.resume_from_checkpoint
-        number, strategy = 0, strategy_of(getattr(self.run_config, "checkpoint_config", None))
-        earlier = None
-        if folder is not None:
-            earlier = RunCheckpoints(folder / "checkpoints", strategy)
-            if (found := earlier.disk.restore()) is not None:
-                number, iteration = found[0].number, found[0].iteration
-                start = Checkpoint(blob=found[1])
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
-        checkpoints = executor.start_training(
+        return executor.start_training(
             bound_function(self.train_loop_per_worker, dict(self.train_loop_config)),
             folder,
-            Datasets(self.datasets or None, self._is_split),
-            None if start is None else Checkpoint(blob=packed_checkpoint(start)),
-            strategy,
-            number,
+            Datasets(self.datasets, self._is_split),
+            self.resume_from_checkpoint if checkpoint is None else checkpoint,
+            strategy_of(getattr(self.run_config, "checkpoint_config", None)),
             metadata=self.metadata,
             experiment={**names, **(experiment or {})},
             iteration=iteration,
+            resume=True,
         )
-        if earlier is not None:
-            checkpoints.disk.adopt(earlier.disk)
-        return checkpoints
 
     def _callback_handler(self) -> CallbackHandler:
         return CallbackHandler(getattr(self.run_config, "callbacks", None))
 
-    def _executor(self) -> BackendExecutor:
-        scaling = self.scaling_config
-        num_cpus, num_gpus, others = worker_resources(
-            getattr(scaling, "use_gpu", False),
-            getattr(scaling, "resources_per_worker", None),
-        )
-        failure = getattr(self.run_config, "failure_config", None)
-        return BackendExecutor(
-            self.backend_config,
-            1 if scaling.num_workers is None else scaling.num_workers,
-            num_cpus,
-            num_gpus,
-            others,
-            getattr(failure, "max_failures", 0),
-            elastic=getattr(failure, "elastic", None),
-            placement_strategy=getattr(scaling, "placement_strategy", None),
-        )
-
     def executor(self) -> BackendExecutor:
         """Return a new executor with the workers that the configs ask for; it is not started."""
-        return self._executor()
+        failure = getattr(self.run_config, "failure_config", None)
+        return executor_for(self.backend_config, self.scaling_config, failure)
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
         """Return a copy with other values in ``train_loop_config``."""
@@ -268,29 +224,27 @@ class DataParallelTrainer:
             TypeError: if the rest cannot be pickled.
         """
         state = dict(self.__dict__)
+        if _why_not_pickled(self.datasets):
+            state["datasets"] = {}
+        if why := _why_not_pickled(getattr(self.run_config, "callbacks", None)):
+            logger.warning(
+                "restore() will have no callbacks, since these cannot be pickled: %s. Give "
+                "them again: restore(path, run_config=RunConfig(callbacks=...)).",
+                why,
+            )
+            state["run_config"] = copy.copy(self.run_config)
+            state["run_config"].callbacks = None
         try:
             blob: bytes = cloudpickle.dumps((type(self), state))
-        except Exception:
-            if _cannot_be_pickled(self.datasets):
-                state["datasets"] = {}
-            if said := _cannot_be_pickled(getattr(self.run_config, "callbacks", None)):
-                logger.warning(
-                    "restore() will have no callbacks, since these cannot be pickled: %s. Give "
-                    "them again: restore(path, run_config=RunConfig(callbacks=...)).",
-                    said,
-                )
-                state["run_config"] = copy.copy(self.run_config)
-                state["run_config"].callbacks = None
-            if said := _cannot_be_pickled((type(self), state)):
-                part = unpicklable_key(state) or "it"
-                if part == "train_loop_config":
-                    part += f"[{unpicklable_key(self.train_loop_config)!r}]"
-                raise TypeError(
-                    f"{type(self).__name__}.fit() keeps the trainer in the folder of the run, for "
-                    f"restore(), and {part} cannot be pickled: {said}. Create such objects inside "
-                    "of the training function instead."
-                ) from None
-            blob = cloudpickle.dumps((type(self), state))
+        except Exception as error:
+            part = unpicklable_key(state) or "it"
+            if part == "train_loop_config":
+                part += f"[{unpicklable_key(self.train_loop_config)!r}]"
+            raise TypeError(
+                f"{type(self).__name__}.fit() keeps the trainer in the folder of the run, for "
+                f"restore(), and {part} cannot be pickled: {error}. Create such "
+                "objects inside of the training function instead."
+            ) from None
         return blob
 
     @classmethod
@@ -373,8 +327,8 @@ class DataParallelTrainer:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
 
 
-def _cannot_be_pickled(value: Any) -> str:
-    """Return why not; nothing where it can."""
+def _why_not_pickled(value: Any) -> str:
+    """Return why a value cannot be pickled; nothing where it can."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:

@@ -15,19 +15,14 @@ from raysgd.arguments import suggests
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
-from raysgd.train.arguments import (
-    bound_function,
-    checked_size,
-    made_folder,
-    run_folder,
-    worker_resources,
-)
+from raysgd.train.arguments import bound_function, made_folder, run_folder
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.errors import TrainBackendError
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import executor_for
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.worker_group import HostedGroup
 
@@ -77,26 +72,12 @@ class Trainer:
         *,
         elastic: ElasticConfig | None = None,
     ) -> None:
-        checked_size(num_workers)
-        num_cpus, num_gpus, others = worker_resources(use_gpu, resources_per_worker)
-        self._arguments: dict[str, Any] = {
-            "backend": backend,
-            "num_workers": num_workers,
-            "use_gpu": use_gpu,
-            "resources_per_worker": dict(resources_per_worker or {}),
-            "max_retries": max_retries,
-            "elastic": elastic,
-        }
-        self._executor = BackendExecutor(
-            checked_config(backend),
-            num_workers,
-            num_cpus,
-            num_gpus,
-            others,
-            max_retries,
-            elastic=elastic,
-        )
+        self._backend, self._config = backend, checked_config(backend)
+        self._scaling = ScalingConfig(num_workers, use_gpu, resources_per_worker)
+        self._failure = FailureConfig(max_retries, elastic)
+        self._executor = executor_for(self._config, self._scaling, self._failure)
         self._num_runs = 0
+        self._run_dir: Path | None = None
         self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
         """Folder of the runs."""
@@ -160,11 +141,8 @@ class Trainer:
                 `max_retries`, or if the workers do not report and save in step.
             BaseException: what the function raised, with the worker's traceback as its cause.
         """
-        function = bound_function(train_func, config)
         callback_handler = CallbackHandler(callbacks)
-        self._check_started("run")
-        self._make_way("run")
-        run_dir = self._new_run_dir()
+        function, run_dir = self._prepared("run", train_func, config)
         with callback_handler.run(run_dir, config or {}):
             self._executor.start_training(
                 function, run_dir, dataset, checkpoint, checkpoint_strategy
@@ -190,10 +168,7 @@ class Trainer:
         Arguments and errors are those of `run`; the errors come as one goes through it. The next
         run ends this one where nobody goes through the iterator any more.
         """
-        function = bound_function(train_func, config)
-        self._check_started("run_iterator")
-        self._make_way("run_iterator")
-        run_dir = self._new_run_dir()
+        function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
         iterator = TrainingIterator(self._executor)
         self._iterator = weakref.ref(iterator)
@@ -235,9 +210,10 @@ class Trainer:
                 "to_tune_trainable() needs a trainer that is not started, since each trial starts "
                 "workers of its own: call shutdown() first."
             )
-        bound_function(train_func, {})
         functions = importlib.import_module("raysgd.tune.functions")
-        made: type[Any] = functions.function_trainable(self._arguments, train_func, dataset)
+        made: type[Any] = functions.function_trainable(
+            self._config, self._scaling, self._failure, train_func, dataset
+        )
         return made
 
     # ---- what there is
@@ -245,7 +221,7 @@ class Trainer:
     @property
     def latest_run_dir(self) -> Path | None:
         """Folder of the newest run; None before the first."""
-        return self.logdir / f"run_{self._num_runs:03d}" if self._num_runs else None
+        return self._run_dir
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
@@ -289,16 +265,27 @@ class Trainer:
         return self._executor.events
 
     def __repr__(self) -> str:
-        backend, workers = self._arguments["backend"], self._arguments["num_workers"]
+        workers = self._scaling.num_workers
         state = "started" if self._executor.is_started else "not started"
-        return f"<Trainer({backend!r}, num_workers={workers!r}): {state}, runs in {self.logdir}>"
+        return (
+            f"<Trainer({self._backend!r}, num_workers={workers!r}): {state}, runs in {self.logdir}>"
+        )
 
-    def _check_started(self, method: str) -> None:
+    def _prepared(
+        self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
+    ) -> tuple[Callable[[], Any], Path]:
+        """Return the function with its config, and a folder for a run that can begin now."""
+        function = bound_function(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError(
                 f"Trainer.{method}() was called on a trainer that is not started, or shut down: "
                 "call start() first."
             )
+        self._make_way(method)
+        self._num_runs += 1
+        self._run_dir = self.logdir / f"run_{self._num_runs:03d}"
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        return function, self._run_dir
 
     def _make_way(self, method: str) -> None:
         """End the run of an iterator that was left half-way; nobody else would.
@@ -318,10 +305,3 @@ class Trainer:
                 "get_final_results(force=True) of the iterator, or use a trainer for each thread."
             )
         self._iterator = None
-
-    def _new_run_dir(self) -> Path:
-        self._num_runs += 1
-        folder = self.latest_run_dir
-        assert folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder

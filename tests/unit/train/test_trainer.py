@@ -248,6 +248,7 @@ def test_a_trial_calls_setup_before_it_starts_workers():
             calls.append("start")
 
     trial = object.__new__(trainer_trainable(Prepared(lambda config: 1)))
+    calls.clear()  # its arguments were checked
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]
 
