@@ -107,8 +107,7 @@ class BackendExecutor:
         )
         """What the workers reserve."""
         self._backend_config = backend_config
-        self._backend_cls = backend_class(backend_config)
-        self._backend: Backend = self._backend_cls()
+        self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
         if not isinstance(elastic, ElasticConfig | None):
             raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
@@ -144,12 +143,11 @@ class BackendExecutor:
         if self.is_started:
             raise RuntimeError("The workers are started already; call shutdown() first.")
         self._group = core.WorkerGroup(self.options)
-        runner = FunctionRunner(
-            self._backend_cls.share_cuda_visible_devices, self._overridden("encode_data")
-        )
         controller = Controller(
             self._group,
-            runner,
+            FunctionRunner(
+                self._backend.share_cuda_visible_devices, self._overridden("encode_data")
+            ),
             self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
             initialization_hook,
             self._backend_config.timeout,
@@ -327,7 +325,7 @@ class BackendExecutor:
                 if turns[0].kind == "end":
                     run.values = [turn.value for turn in turns]
                 elif self._is_kept(run, turns) and turns[0].kind == "report" and not run.paused:
-                    decode = self._backend_cls.decode_data
+                    decode = self._backend.decode_data
                     return [decode(dict(turn.metrics or {})) for turn in turns]
         return None
 
@@ -503,7 +501,7 @@ class BackendExecutor:
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a method of the user's backend; None where it is the one that does nothing."""
-        own = getattr(self._backend_cls, name)
+        own = getattr(self._backend, name)
         return None if own is getattr(Backend, name) else own
 
     def _supervised(self, method: str) -> Controller:
