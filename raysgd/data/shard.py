@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Shard"]
+__all__ = ["Shard", "even_part"]
 
 
 @dataclass(frozen=True)
@@ -64,40 +64,41 @@ class Shard:
 
         With `num_steps`, those of so many steps of the group.
         """
-        stop = self.end(offset)
+        end, stride = self.end(offset), self.stride
         if num_steps is not None:
-            stop = min(stop, offset + num_steps * self.stride)
-        for start in range(offset, stop, self.stride):
-            left = min(stop, start + self.stride) - start
-            batch = self._full(start) if left == self.stride else self._last(start, left)
-            if batch is not None:
-                yield batch
+            end = min(end, offset + num_steps * stride)
+        for start in range(offset, end, stride):
+            size = min(stride, end - start)  # of this step, for all workers
+            if self.even:
+                first, stop = even_part(size, self.world_size, self.rank)
+            else:
+                first = self.rank * self.batch_size
+                stop = min(first + self.batch_size, size)
+            if first < stop:
+                yield start + first, start + stop
 
     def num_taken(self, offset: int, num_steps: int) -> int:
         """Return how many samples this worker takes at the first `num_steps` steps."""
-        num_steps = min(num_steps, self.num_steps(offset))
-        if num_steps == 0:
+        num_full = min(num_steps, self.num_steps(offset)) - 1
+        if num_full < 0:
             return 0
-        before = (num_steps - 1) * self.stride
-        last = next(self.batches(offset + before, 1), (0, 0))
-        return before // self.world_size + last[1] - last[0]
+        last = self.batches(offset + num_full * self.stride, 1)
+        return num_full * self.batch_size + sum(stop - start for start, stop in last)
 
-    def _full(self, start: int) -> tuple[int, int]:
-        first = start + self.rank * self.batch_size
-        return first, first + self.batch_size
 
-    def _last(self, start: int, left: int) -> tuple[int, int] | None:
-        """Return this worker's part of the last step, which has `left` samples in all."""
-        if not self.even:
-            first = start + self.rank * self.batch_size
-            return (
-                (first, min(first + self.batch_size, start + left))
-                if (first < start + left)
-                else None
-            )
-        if left < self.world_size:
-            first = start + self.rank % left
-            return first, first + 1
-        share, extra = divmod(left, self.world_size)
-        first = start + self.rank * share + min(self.rank, extra)
-        return first, first + share + (self.rank < extra)
+def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return one worker's part of `total` samples, as (start, stop): sizes differ by one at most.
+
+    Where there are fewer samples than workers, some are given twice.
+
+    >>> [even_part(5, 3, rank) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    >>> [even_part(2, 3, rank) for rank in range(3)]
+    [(0, 1), (1, 2), (0, 1)]
+    """
+    if total < world_size:
+        first = rank % total
+        return first, first + 1
+    share, extra = divmod(total, world_size)
+    first = rank * share + min(rank, extra)
+    return first, first + share + (rank < extra)

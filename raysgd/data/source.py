@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-__all__ = ["Source", "UnsharedSource"]
+from raysgd.data.shard import Shard
+
+__all__ = ["ShardedSource", "Source"]
 
 
 class Source:
-    """Where the batches of an epoch come from, and where in it a step stands.
+    """A loader as a worker reads it. This one is left as it is; what is shared out derives from it.
 
     An offset is a position in an epoch. For a loader that is shared out it counts the samples of
-    all workers (their batches, for a ``tf.data.Dataset``); for any other, this worker's batches.
+    all workers (their batches, for a ``tf.data.Dataset``); here it counts this worker's batches.
+
+    Args:
+        loader: what the user registered.
+        has_length: False where its ``len`` is a guess.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
     sharded = False
+
+    def __init__(self, loader: Any, has_length: bool = True) -> None:
+        self.loader = loader
+        self._has_length = has_length
 
     def __len__(self) -> int:
         """Batches of this worker in an epoch."""
@@ -34,44 +43,51 @@ class Source:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    # ---- reading
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
-        """Iterate over this worker's batches of `epoch` from `offset` on."""
-        raise NotImplementedError
+        """Iterate over this worker's batches of `epoch` from `offset` on.
+
+        What lies before `offset` in a loader that is left as it is, is read and passed over.
+        """
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        iterator: Iterator[Any] = iter(self.loader)
+        for _ in itertools.islice(iterator, offset):
+            pass
+        return iterator if num_steps is None else itertools.islice(iterator, num_steps)
 
     def steps_left(self, offset: int) -> int | None:
         """Return how many steps follow `offset` in an epoch; None where that is unknown."""
-        raise NotImplementedError
+        try:
+            return max(0, len(self.loader) - offset) if self._has_length else None
+        except TypeError:
+            return None
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         """Return the offset `num_steps` steps after `offset`."""
-        raise NotImplementedError
+        return offset + num_steps
 
-    def num_samples(self, start: int, stop: int) -> int | None:
-        """Return how many samples lie between two places; None where that is unknown."""
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return how many samples lie between two offsets of a loader that is shared out."""
         return stop - start
 
     def num_taken(self, offset: int, num_steps: int) -> int | None:
         """Return how many samples this worker takes at so many steps; None where unknown."""
         return None
 
-    def has_order(self, epoch: int) -> bool:
-        """Whether the order of an epoch has been drawn, and is kept."""
-        return False
+    def close_workers(self) -> None:
+        """Let go of the loader's worker processes; the next iteration starts others."""
 
-    def order(self, epoch: int) -> Any:
-        """Return the order of an epoch."""
-        raise NotImplementedError
+    # ---- what the workers have in common
 
-    def take_order(self, epoch: int, order: Any) -> None:
-        """Go by another worker's order of an epoch."""
-        raise NotImplementedError
+    def agree_on_order(self, epoch: int, registration: Any) -> None:
+        """See that all workers share out one order of an epoch. Every rank must call it.
 
-    def order_digest(self, epoch: int) -> int | None:
-        """Return a number from 0 to 2**62 - 1 that tells orders of an epoch apart.
-
-        None where the order follows from the seed and the epoch in any case, on all workers alike.
+        Raises:
+            RuntimeError: if their orders differ.
         """
-        return None
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew; `batch_share` is the new share of ``config[BATCH_SIZE]``."""
@@ -86,19 +102,17 @@ class Source:
     def set_batch_size(self, size: int, follows_share: bool) -> None:
         """Make batches as another worker does, whose `batching` this is."""
 
-    def reseed(self, seed: int) -> None:
-        """Let the order of the epochs follow from `seed`."""
+    def reseed(self, seed: int, own_seed: int | None = None) -> None:
+        """Let the order of the epochs follow from `seed`.
+
+        Where the user gave the loader a generator it follows from that, or from the `own_seed` of
+        another worker or of a saved state.
+        """
 
     @property
     def own_seed(self) -> int | None:
         """The seed in use where the user gave the loader a generator; None where none was given."""
         return None
-
-    def take_own_seed(self, seed: int) -> None:
-        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
-
-    def close_workers(self) -> None:
-        """Let go of the loader's worker processes; the next iteration starts others."""
 
     def fingerprint(self) -> str:
         """Return what has to be the same on all workers, as text."""
@@ -109,29 +123,75 @@ class Source:
         return repr(self.loader)
 
 
-class UnsharedSource(Source):
-    """A loader that is left as it is: an iterable, or one with a batch sampler of its own."""
+class ShardedSource(Source):
+    """Samples that are shared out over the workers by a :class:`Shard`.
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
-        """Iterate over the loader; what lies before `offset` is read and passed over."""
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        iterator: Iterator[Any] = iter(self.loader)
-        for _ in range(offset):
-            if next(iterator, self) is self:
-                break
-        if num_steps is None:
-            return iterator
-        return (batch for _, batch in zip(range(num_steps), iterator, strict=False))
+    Args:
+        loader: what the user registered.
+        shard: this worker's part.
+        follows_share: whether the batch size is this worker's share of a global one.
+    """
 
-    def steps_left(self, offset: int) -> int | None:
-        """Return the number of batches after `offset`, where the loader has a length."""
-        try:
-            return max(0, len(self.loader) - offset)
-        except TypeError:
-            return None
+    sharded = True
+
+    def __init__(self, loader: Any, shard: Shard, follows_share: bool) -> None:
+        super().__init__(loader)
+        self._shard = shard
+        self._follows_share = follows_share
+
+    @property
+    def shard(self) -> Shard:
+        """This worker's part."""
+        return self._shard
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that this worker takes at a step."""
+        return self._shard.batch_size
+
+    def __len__(self) -> int:
+        """Batches of this worker in an epoch."""
+        return sum(1 for _ in self.shard.batches())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this worker's batches of the first epoch."""
+        return self.batches(0, 0)
+
+    def steps_left(self, offset: int) -> int:
+        """Return how many steps follow `offset`."""
+        return self.shard.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Count batches."""
-        return offset + num_steps
+        """Return the offset `num_steps` steps after `offset`."""
+        return self.shard.offset_after(offset, num_steps)
+
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return how many samples lie between two offsets, but for those that are dropped."""
+        # the offset at the end of an epoch lies behind them
+        return min(stop, self.shard.end(start)) - start
+
+    def num_taken(self, offset: int, num_steps: int) -> int:
+        """Return how many samples this worker takes at so many steps."""
+        return self.shard.num_taken(offset, num_steps)
+
+    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        """Share the epoch out anew."""
+        self._shard = replace(self._shard, world_size=world_size, rank=rank)
+        if self._follows_share and batch_share is not None:
+            self.set_batch_size(batch_share, follows_share=True)
+
+    def batching(self) -> tuple[int, bool]:
+        """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``."""
+        return self.batch_size, self._follows_share
+
+    def set_batch_size(self, size: int, follows_share: bool) -> None:
+        """Make batches as another worker does, whose `batching` this is."""
+        self._shard, self._follows_share = replace(self._shard, batch_size=size), follows_share
+
+    def describe(self) -> str:
+        """Say how many samples are shared out among how many workers."""
+        shard = self.shard
+        return (
+            f"{shard.total} samples, batch size {shard.batch_size} on each of {shard.world_size} "
+            "workers"
+        )

@@ -15,6 +15,7 @@ __all__ = [
     "OperatorBase",
     "check_operator",
     "checked_metrics",
+    "checked_result",
     "class_from_creators",
     "create_operator",
     "created_loaders",
@@ -144,17 +145,22 @@ class OperatorBase:
 
 def checked_metrics(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
     """Return what a batch returned, and its weight."""
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{method.__qualname__} returned {type(metrics).__name__}; it must return a dict of "
-            "metrics (which may be empty)."
-        )
-    num_samples = metrics.get(NUM_SAMPLES, 1)
+    num_samples = checked_result(method, metrics).get(NUM_SAMPLES, 1)
     if not is_number(num_samples):
         raise TypeError(
             f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
         )
     return metrics, num_samples
+
+
+def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+    """Return what an operator's method returned, if it is a dict of metrics."""
+    if not isinstance(result, Mapping):
+        raise TypeError(
+            f"{method.__qualname__} returned {type(result).__name__}; it must return a dict of "
+            "metrics (which may be empty)."
+        )
+    return result
 
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.context import WorkerContext
@@ -90,11 +91,7 @@ class Registration(ABC):
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> Source:
-        """Return the source of batches for a loader."""
-
-    @abstractmethod
-    def dataset_loader(self, dataset: Dataset) -> Any:
-        """Return a loader over a data set that was given with a call."""
+        """Return the source of batches for a loader, or for a `Dataset` given with a call."""
 
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         """See ``register_data`` of the operator."""
@@ -133,7 +130,7 @@ class Registration(ABC):
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
-            source = self.wrap(self.dataset_loader(dataset), training=True)
+            source = self.wrap(dataset, training=True)
             # also where it equals a share, which it may do on some of the workers only
             source.set_batch_size(dataset.batch_size, follows_share=False)
             self._sources[name] = source
@@ -172,13 +169,12 @@ class Registration(ABC):
             "seed": self.seed,
         }
         seeds = {name: source.own_seed for name, source in self._sources.items()}
-        own = {name: seed for name, seed in seeds.items() if seed is not None}
-        if own:
+        if own := {name: seed for name, seed in seeds.items() if seed is not None}:
             position["loader_seeds"] = own
-        # the offset is one in the data set that was given with the newest call
-        return (
-            position if self._trains_on == "train" else {**position, "trains_on": self._trains_on}
-        )
+        if self._trains_on != "train":
+            # the offset is one in the data set that was given with the newest call
+            position["trains_on"] = self._trains_on
+        return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
         """Go to a position in the data."""
@@ -186,16 +182,13 @@ class Registration(ABC):
         self.validation_offset = position.get("validation_offset", 0)
         self._trains_on = position.get("trains_on", "train")
         self.global_step = global_step
-        self.reseed(position.get("seed", self.seed))
-        for name, seed in position.get("loader_seeds", {}).items():
-            if name in self._sources:
-                self._sources[name].take_own_seed(seed)
+        self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
-    def reseed(self, seed: int) -> None:
-        """Let the order of the epochs follow from `seed`."""
+    def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Let the order of the epochs follow from `seed`, or from what loaders had of their own."""
         self.seed = seed
-        for source in self._sources.values():
-            source.reseed(seed)
+        for name, source in self._sources.items():
+            source.reseed(seed, loader_seeds.get(name))
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Enter a new generation: share data out anew."""
@@ -209,16 +202,13 @@ class Registration(ABC):
         self.meters = AverageMeterCollection()
         return self.meters
 
-    def epoch_is_over(self, iterator: Any) -> bool:
-        """Whether an epoch is, for a loop that has come to the end of `iterator`.
+    def epoch_is_over(self) -> bool:
+        """Whether an epoch is, for a loop that has come to the end of its batches.
 
-        That may be a wrapper round the iterator that the loop was given, such as a progress bar,
-        or a part of it.
+        They may come by way of a progress bar, say; batches of its own are an epoch of their own.
         """
-        over = getattr(iterator, "epoch_is_over", None)
-        if over is None and self.steps is not None and self.steps.drawn_from:
-            over = self.steps.loop_ends_epoch
-        return over is None or bool(over)
+        steps = self.steps
+        return steps is None or not steps.drawn_from or steps.loop_ends_epoch
 
     # ---- committed steps
 
@@ -256,10 +246,6 @@ class Registration(ABC):
     @abstractmethod
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
-
-    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
-        raise NotImplementedError
 
     def check_averaged(self) -> None:  # noqa: B027
         """Refuse to train what the workers would not average."""

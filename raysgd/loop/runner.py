@@ -20,8 +20,7 @@ from raysgd.data.source import Source
 from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
-from raysgd.loop.snapshots import Snapshots, full_state
-from raysgd.loop.state_checks import check_position
+from raysgd.loop.state import check_position
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 
@@ -69,7 +68,6 @@ class OperatorRunner(ABC):
     def host(self, operator: Any) -> None:
         """Take over an operator that is set up."""
         self._loop = Loop(operator, self.signal)
-        self._loop.snapshots = Snapshots(self._options.elastic.snapshot_every)
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
@@ -250,9 +248,7 @@ class OperatorRunner(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""
-        state: dict[str, Any] = self._registration.to_cpu(
-            full_state(self._registration, self.operator)
-        )
+        state: dict[str, Any] = self._registration.to_cpu(self._running.state())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

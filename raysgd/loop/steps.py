@@ -49,10 +49,10 @@ class Steps:
         self._batches = batches
         self._steps_left = steps_left
         self._is_limited = limit is not None
-        self._limit = min((n for n in (limit, steps_left) if n is not None), default=None)
+        self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
+        """Batches that this segment will have; None where that is unknown."""
         self._go_on = go_on
         self._on_commit = on_commit
-        self._start = registration.offset
         self._start_step = registration.global_step
         self._started = time.perf_counter()
         self._signal = signal
@@ -62,6 +62,8 @@ class Steps:
         self._exhausted = False
         self._ended = False
         self._timers = registration.timers if registration.timers.enabled else None
+        self.start = registration.offset
+        """Offset at which it begins."""
         self.paused = False
         """Whether it has ended for a pause."""
         self.num_batches = 0
@@ -85,9 +87,9 @@ class Steps:
         return self.num_batches + max(0, len(self._in_flight) - 1)
 
     @property
-    def total_batches(self) -> int | None:
-        """Batches that this segment will have; None where that is unknown."""
-        return self._limit
+    def num_taken(self) -> int | None:
+        """Samples of this worker in the batches that are committed; None where unknown."""
+        return self._source.num_taken(self.start, self.num_batches)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -126,7 +128,7 @@ class Steps:
         return batch
 
     def _is_at_end(self) -> bool:
-        if self._exhausted or self.num_batches == self._limit:
+        if self._exhausted or self.num_batches == self.total_batches:
             return True
         pause = self._signal.pause  # which may be taken back at any moment
         self.paused = pause is not None and self._start_step + self.num_batches >= pause
@@ -141,7 +143,7 @@ class Steps:
         lost = self._give_up() if self._in_flight and not self._is_last else []
         if self._in_flight:
             self._commit()
-        self._note_place()
+        self._note_offset()
         self._registration.end_segment()
         return lost
 
@@ -164,7 +166,7 @@ class Steps:
 
     def _begin_batch(self) -> None:
         size, position = self._registration.accumulation_steps, len(self._in_flight) - 1
-        left = None if self._limit is None else self._limit - self.num_batches
+        left = None if self.total_batches is None else self.total_batches - self.num_batches
         planned = size if left is None else min(size, left)
         self._is_last = position + 1 == planned
         if not self._is_last and not self._source.sharded:
@@ -175,27 +177,23 @@ class Steps:
 
     def _take(self) -> Any:
         """Return the next batch, or nothing where this rank or another has none left."""
-        batch = self._fetch() if self._timers is None else self._timed_fetch()
+        try:
+            if self._timers is None:
+                batch = next(self._batches, _NOTHING)
+            else:
+                with self._timers.record("data"):
+                    batch = next(self._batches, _NOTHING)
+        except BaseException:
+            self.loader_failed = True
+            raise
         if self._go_on is not None and not self._go_on(batch is not _NOTHING):
             batch = _NOTHING
         if batch is _NOTHING:
             self._exhausted = True
         return batch
 
-    def _note_place(self) -> None:
-        self._registration.offset = self._source.offset_after(self._start, self.num_batches)
-
-    def _fetch(self) -> Any:
-        try:
-            return next(self._batches, _NOTHING)
-        except BaseException:
-            self.loader_failed = True
-            raise
-
-    def _timed_fetch(self) -> Any:
-        assert self._timers is not None
-        with self._timers.record("data"):
-            return self._fetch()
+    def _note_offset(self) -> None:
+        self._registration.offset = self._source.offset_after(self.start, self.num_batches)
 
     def _commit(self) -> None:
         size = len(self._in_flight)
@@ -203,5 +201,5 @@ class Steps:
         self._in_flight = []
         self.num_batches += size
         if self._on_commit is not None:
-            self._note_place()
+            self._note_offset()
             self._on_commit()

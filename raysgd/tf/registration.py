@@ -10,10 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.source import Source, UnsharedSource
+from raysgd.data.source import Source
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
-from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays
 from raysgd.tf.communication import Communication, HorovodGroup
 from raysgd.tf.engine import Engine
 from raysgd.tf.keras import (
@@ -26,9 +25,9 @@ from raysgd.tf.keras import (
     set_arrays,
     set_policy,
 )
+from raysgd.tf.loading import ArraySource, DatasetSource, ItemSource, is_arrays, spec_of
 from raysgd.tf.losses import batch_metric, loss_function, own_metrics
 from raysgd.tf.options import TFOptions
-from raysgd.tf.sources import DatasetSource, plain_spec
 from raysgd.trees import deep_copied, map_leaves
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class KerasRegistration(Registration):
         """
         if any(not model.built for model in self.models) and len(self.models) == 1:
             source = self._sources.get("train") or self._sources.get("validation")
-            spec = None if source is None else _spec_of(source)
+            spec = None if source is None else spec_of(source)
             if spec is not None:
                 *features, _ = spec if isinstance(spec, tuple | list) else (spec, None)
                 sample = tf.nest.map_structure(_sample_of, features)
@@ -163,8 +162,8 @@ class KerasRegistration(Registration):
         """Return the source of batches for a data set, arrays, or another iterable."""
         context, share = self.context, self.settings.batch_share
         size_and_rank = {"world_size": context.world_size, "rank": context.world_rank}
-        if isinstance(loader, ItemSource):
-            return loader
+        if isinstance(loader, Dataset):
+            return ItemSource(loader, **size_and_rank)
         if is_arrays(loader):
             return ArraySource(
                 loader,
@@ -178,12 +177,7 @@ class KerasRegistration(Registration):
         if isinstance(loader, tf.data.Dataset) and self.settings.options.add_dist_sampler:
             splits = self.settings.options.splits_batches
             return DatasetSource(loader, training=training, splits=splits, **size_and_rank)
-        return UnsharedSource(loader)
-
-    def dataset_loader(self, dataset: Dataset) -> ItemSource:
-        """Return a source over a data set that was given with a call."""
-        context = self.context
-        return ItemSource(dataset, world_size=context.world_size, rank=context.world_rank)
+        return Source(loader)
 
     # ---- steps
 
@@ -279,10 +273,6 @@ def _variables_of(thing: Any) -> list[Any]:
     if isinstance(rate, tf.Variable) and not any(rate is v for v in variables):
         variables.append(rate)  # tf_keras does not list it
     return variables
-
-
-def _spec_of(source: Source) -> Any:
-    return plain_spec(source) if isinstance(source, UnsharedSource) else source.reads()
 
 
 def _sample_of(spec: Any) -> Any:

@@ -11,7 +11,6 @@ from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
-from raysgd.loop.snapshots import full_state
 from raysgd.tf.options import TFOptions
 
 __all__ = ["TFRunner"]
@@ -87,9 +86,8 @@ class TFRunner(OperatorRunner):
         """Return the state for workers that start anew; None where there is none to go on from."""
         if self._loop is None:
             return None
-        state = {**full_state(self._registration, self.operator), "call": self._loop.call_state()}
-        copied: dict[str, Any] = self._registration.to_cpu(state)
-        return copied
+        state: dict[str, Any] = self._registration.to_cpu(self._loop.state_with_call())
+        return state
 
     # ---- other calls
 

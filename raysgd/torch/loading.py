@@ -8,7 +8,9 @@ import hashlib
 import itertools
 import numbers
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,35 +28,36 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.shard import Shard
-from raysgd.data.source import Source, UnsharedSource
+from raysgd.data.source import ShardedSource, Source
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
-__all__ = ["ShardedLoader", "UnsharedLoader", "bytes_of", "dataset_loader", "wrap_loader"]
+if TYPE_CHECKING:
+    from raysgd.torch.registration import TorchRegistration
+
+__all__ = [
+    "Order",
+    "ShardedLoader",
+    "bytes_of",
+    "changed",
+    "drawn_order",
+    "is_plain_shuffle",
+    "makes_own_batches",
+    "orders_differ",
+    "wrap_loader",
+]
 
 Order = torch.Tensor | list[Any] | None
 """What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
 """
 
 
-class UnsharedLoader(UnsharedSource):
-    """A loader that is left as it is: an iterable, or one with a batch sampler of its own."""
-
-    def steps_left(self, offset: int) -> int | None:
-        """Return the number of batches after `offset`, where the loader has a length."""
-        if isinstance(self.loader, DataLoader) and isinstance(self.loader.dataset, IterableDataset):
-            return None  # its length is a guess, torch says
-        return super().steps_left(offset)
-
-
-class ShardedLoader(Source):
-    """A map-style DataLoader, shared out over the workers by :class:`Shard`.
+class ShardedLoader(ShardedSource):
+    """A map-style DataLoader, shared out over the workers.
 
     The order of an epoch follows from the loader's own sampler, the seed and the epoch, so that
     every worker knows it without asking.
     """
-
-    sharded = True
 
     def __init__(
         self,
@@ -66,40 +69,25 @@ class ShardedLoader(Source):
         seed: int,
         batch_share: int | None = None,
     ) -> None:
-        super().__init__(loader)
-        self.reseed(seed)
-        self._training = training
         # a loader that does not collate gives one item, a ready batch, at a time
-        self._batch_size = 1 if loader.batch_size is None else loader.batch_size
+        size = 1 if loader.batch_size is None else loader.batch_size
+        sampler: Any = loader.sampler
+        drops = bool(loader.drop_last)
+        shard = Shard(len(sampler), size, world_size, rank, drop_last=drops, even=training)
         # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
-        self._follows_share = batch_share is not None and loader.batch_size == batch_share
+        follows_share = batch_share is not None and loader.batch_size == batch_share
+        super().__init__(loader, shard, follows_share)
+        self.reseed(seed)
         self._iterates_itself = _iterates_itself(loader)
         self._rows = None if self._iterates_itself else rows_of(loader)
-        self._size_and_rank = (world_size, rank)
         self._worker_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
-
-    @property
-    def batch_size(self) -> int:
-        """Samples that this worker takes at a step."""
-        return self._batch_size
+        self._orders_agreed = False
 
     @property
     def shard(self) -> Shard:
-        """This worker's part."""
-        world_size, rank = self._size_and_rank
-        return Shard(
-            total=len(self.loader.sampler),
-            batch_size=self._batch_size,
-            world_size=world_size,
-            rank=rank,
-            drop_last=bool(self.loader.drop_last),
-            even=self._training,
-        )
-
-    def __len__(self) -> int:
-        """Batches of this worker in an epoch."""
-        return sum(1 for _ in self.shard.batches())
+        """This worker's part; a sampler may become longer or shorter."""
+        return replace(self._shard, total=len(self.loader.sampler))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the first epoch."""
@@ -108,71 +96,42 @@ class ShardedLoader(Source):
         apart._worker_loader = None
         return apart.batches(epoch=0, offset=0)
 
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        """Share the epoch out anew among `world_size` workers."""
-        self._size_and_rank = (world_size, rank)
-        if self._follows_share and batch_share is not None:
-            self._batch_size = batch_share
-
-    def batching(self) -> tuple[int, bool]:
-        """Return a worker's samples at a step, and whether they follow ``config[BATCH_SIZE]``."""
-        return self._batch_size, self._follows_share
-
-    def set_batch_size(self, size: int, follows_share: bool) -> None:
-        """Make batches as another worker does, whose `batching` this is."""
-        self._batch_size, self._follows_share = size, follows_share
-
-    def reseed(self, seed: int) -> None:
-        """Let the order follow from `seed`, or from a generator that the user gave the loader."""
-        generator = self.loader.generator
-        self._seed = seed if generator is None else generator.initial_seed() % 2**62
-
-    @property
-    def own_seed(self) -> int | None:
-        """The seed in use where the user gave the loader a generator; None where none was given."""
-        return None if self.loader.generator is None else self._seed
-
-    def take_own_seed(self, seed: int) -> None:
-        """Go by another worker's, or a saved, `own_seed`, until `reseed` is called."""
-        if self.loader.generator is not None:
-            self._seed = seed
-
-    def steps_left(self, offset: int) -> int:
-        """Return how many steps follow `offset`."""
-        return self.shard.num_steps(offset)
-
-    def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the offset `num_steps` steps after `offset`."""
-        return self.shard.offset_after(offset, num_steps)
-
-    def num_taken(self, offset: int, num_steps: int) -> int:
-        """Return how many samples this worker takes at so many steps."""
-        return self.shard.num_taken(offset, num_steps)
-
-    def num_samples(self, start: int, stop: int) -> int:
-        """Return how many samples lie between two places, but for those that are dropped."""
-        # the place at the end of an epoch lies behind them
-        return min(stop, self.shard.end(start)) - start
-
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
-        order = self._order_of(epoch)
+        order, shard = self._order_of(epoch), self.shard
         if self._rows is not None and not isinstance(order, list):
-            return self._rows.batches(order, self.shard.batches(offset, num_steps))
-        indices = _Batches(order, self.shard, offset, num_steps)
-        loader = self._loader_for(indices, begins=offset == 0)
+            return self._rows.batches(order, shard.batches(offset, num_steps))
+        loader = self._reader(begins=offset == 0)
+        indices = loader._index_sampler
+        indices.begin(order, shard, offset, num_steps)
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
-        world_size, rank = self._size_and_rank
-        seed = self._seed + (epoch + 1) * world_size + rank
+        seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         if self._iterates_itself and self.loader.generator is None:
             # where its __iter__ is a generator, it draws when the first batch is asked for
             loader.generator = torch.Generator().manual_seed(seed)
-        with seeded(seed, None):
+        with seeded(seed):
             batches = iter(loader)
         return self._checked(batches, indices) if self._iterates_itself else batches
 
-    def _checked(self, batches: Iterator[Any], indices: _Batches) -> Iterator[Any]:
+    def _reader(self, begins: bool) -> DataLoader[Any]:
+        """Return a copy of the user's loader that draws from a sampler of ours.
+
+        Its worker processes are kept within an epoch, also where a new iteration begins in the
+        middle of one, and from epoch to epoch only where the user asked for that. A loader that
+        iterates in its own way does with its processes what it does without us; it stays the same
+        object, which may count its epochs.
+        """
+        loader, flat = self.loader, self.loader.batch_size is None
+        stays = self._iterates_itself or loader.persistent_workers or not begins
+        if self._worker_loader is None or not stays:
+            settings: dict[str, Any] = {"sampler" if flat else "batch_sampler": _Indices(flat)}
+            if not self._iterates_itself:
+                settings["persistent_workers"] = loader.num_workers > 0
+            self._worker_loader = changed(loader, **settings)
+        return self._worker_loader
+
+    def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
         """Yield what a loader that iterates in its own way gives for `indices`."""
         kind = type(self.loader).__name__
         num_batches, num_given = len(indices), 0
@@ -188,7 +147,7 @@ class ShardedLoader(Source):
                 )
             num_given += 1
             yield batch
-        if num_given < num_batches and self._training and self._size_and_rank[0] > 1:
+        if num_given < num_batches and self._shard.even and self._shard.world_size > 1:
             raise RuntimeError(
                 f"{kind} gave {num_given} batches where its sampler has {num_batches}, so that "
                 "the other workers would wait for this one. Let its __iter__ give one batch for "
@@ -196,51 +155,76 @@ class ShardedLoader(Source):
                 "worker read a part of its own, by self.world_rank."
             )
 
+    def close_workers(self) -> None:
+        """Let go of the loader's worker processes; the next iteration starts others."""
+        self._worker_loader = None
+
+    # ---- the order
+
+    def reseed(self, seed: int, own_seed: int | None = None) -> None:
+        """Let the order follow from `seed`, or from a generator that the user gave the loader."""
+        generator = self.loader.generator
+        if generator is not None:
+            seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
+        self._seed = seed
+
+    @property
+    def own_seed(self) -> int | None:
+        """The seed in use where the user gave the loader a generator; None where none was given."""
+        return None if self.loader.generator is None else self._seed
+
     def _order_of(self, epoch: int) -> Order:
-        """Return the order of an epoch."""
         sampler = self.loader.sampler
-        if type(sampler) is SequentialSampler:
-            return None
-        key = (self._seed, epoch)
-        if self._order is None or self._order[0] != key:
+        if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            generator = getattr(sampler, "generator", None)
-            if not isinstance(generator, torch.Generator):
-                generator = None  # numpy's, say, which cannot be put back
-            with seeded(self._seed + epoch, generator):
-                if _is_plain_shuffle(sampler):
-                    order: Order = torch.randperm(len(sampler.data_source))
-                else:
-                    order = _compact(list(sampler))
-            self._order = (key, order)
+            order = drawn_order(sampler, self._seed + epoch, is_plain_shuffle(sampler))
+            self._order = (self._seed, epoch), order
+        assert self._order is not None
         return self._order[1]
 
-    def has_order(self, epoch: int) -> bool:
+    def _has_order(self, epoch: int) -> bool:
         """Whether the order of an epoch has been drawn, and is kept."""
         return self._order is not None and self._order[0] == (self._seed, epoch)
 
-    def order(self, epoch: int) -> Order:
-        """Return the order of an epoch."""
-        return self._order_of(epoch)
-
-    def take_order(self, epoch: int, order: Order) -> None:
-        """Go by another worker's order of an epoch."""
-        self._order = ((self._seed, epoch), order)
-
     def order_digest(self, epoch: int) -> int | None:
-        """Return what tells orders apart, where a sampler or a generator is the user's."""
+        """Return a number from 0 to 2**62 - 1 that tells orders of an epoch apart.
+
+        None where the order follows from the seed and the epoch in any case, on all workers alike.
+        """
         sampler = self.loader.sampler
         if type(sampler) is SequentialSampler:
             return None
-        if _is_plain_shuffle(sampler):
+        if is_plain_shuffle(sampler):
             return self.own_seed  # all that its order depends on, beside the epoch
         data = bytes_of(self._order_of(epoch))
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
-    def close_workers(self) -> None:
-        """Let go of the loader's worker processes; the next iteration starts others."""
-        self._worker_loader = None
+    def agree_on_order(self, epoch: int, registration: TorchRegistration) -> None:
+        """See that all workers share out one order: a user's sampler or generator may differ.
+
+        Raises:
+            RuntimeError: if their orders differ, and have done so from the beginning.
+        """
+        rank, size = registration.context.world_rank, registration.context.world_size
+        if size == 1:
+            self._orders_agreed = True  # with who joins later, whose sampler begins anew
+            return
+        was_drawn = self._has_order(epoch)
+        digest = self.order_digest(epoch)
+        if digest is None:
+            return
+        if registration.minimum(digest) != -registration.minimum(-digest):
+            if registration.minimum(-int(self._orders_agreed)) == 0:
+                raise orders_differ(epoch, self.loader.sampler, "the trainer")
+            # the orders were the same before: the sampler of a worker that has joined since has
+            # drawn less often
+            leader = registration.minimum(rank if was_drawn else size) % size
+            order = registration.from_rank(lambda: self._order_of(epoch), leader)
+            self._order = (self._seed, epoch), order
+        self._orders_agreed = True
+
+    # ---- for messages, and to compare
 
     def fingerprint(self) -> str:
         """Return what has to be the same on all workers: the size, and which samples these are."""
@@ -254,103 +238,35 @@ class ShardedLoader(Source):
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""
-        shard = self.shard
-        return (
-            f"{shard.total} samples, batch size {shard.batch_size} on each of {shard.world_size} "
-            f"workers, drop_last={shard.drop_last}"
-        )
-
-    def _loader_for(self, indices: _Batches, begins: bool) -> DataLoader[Any]:
-        """Return a DataLoader with the user's settings that fetches `indices`.
-
-        Its worker processes are kept within an epoch, also where a new iteration begins in the
-        middle of one, and from epoch to epoch only where the user asked for that. A loader that
-        iterates in its own way does with its processes what it does without us; it stays the same
-        object, which may count its epochs.
-        """
-        kept = self._worker_loader
-        stays = self._iterates_itself or self.loader.persistent_workers or not begins
-        if kept is not None and stays:
-            _indices_of(kept).source = indices
-            return kept
-        sampler = _Indices(indices, flat=self.loader.batch_size is None)
-        make = self._own_kind if self._iterates_itself else self._plain_kind
-        made = self._worker_loader = make(sampler)
-        return made
-
-    def _own_kind(self, sampler: _Indices) -> DataLoader[Any]:
-        """Return a copy of the user's loader, so of its own type, that draws from `sampler`."""
-        made: DataLoader[Any] = copy.copy(self.loader)
-        collating = self.loader.batch_size is not None
-        # DataLoader.__setattr__ refuses these
-        object.__setattr__(made, "batch_sampler" if collating else "sampler", sampler)
-        made._iterator = None
-        return made
-
-    def _plain_kind(self, sampler: _Indices) -> DataLoader[Any]:
-        loader, in_workers = self.loader, self.loader.num_workers > 0
-        settings: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "persistent_workers": in_workers,
-            "in_order": loader.in_order,
-        }
-        if in_workers:
-            settings["prefetch_factor"] = loader.prefetch_factor
-        if loader.batch_size is not None:
-            settings["batch_sampler"] = sampler
-        else:
-            settings.update(batch_size=None, sampler=sampler)
-        return DataLoader(loader.dataset, **settings)
+        return f"{super().describe()}, drop_last={self._shard.drop_last}"
 
 
-class _Batches:
-    """The indices of batches, made as they are asked for."""
+class _Indices:
+    """A sampler of this worker's part of an epoch, and of another part when it begins again."""
 
-    def __init__(self, order: Order, shard: Shard, offset: int, num_steps: int | None) -> None:
-        self._order, self._shard, self._part = order, shard, (offset, num_steps)
+    def __init__(self, flat: bool) -> None:
+        self._flat = flat
+
+    def begin(self, order: Order, shard: Shard, offset: int, num_steps: int | None) -> None:
+        """Give the indices of this part from now on; they are made as they are asked for."""
+        self._order, self._spans = order, partial(shard.batches, offset, num_steps)
         self.drawn = False
         """Whether any has been asked for."""
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._shard.batches(*self._part))
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.drawn = True
-        order = self._order
-        for start, stop in self._shard.batches(*self._part):
-            if order is None:
-                yield list(range(start, stop))
-            else:
-                part = order[start:stop]
-                yield part if isinstance(part, list) else part.tolist()
-
-
-class _Indices:
-    """A sampler whose indices can be replaced between two iterations."""
-
-    def __init__(self, source: _Batches, flat: bool) -> None:
-        self.source = source
-        self._flat = flat
-
-    def __len__(self) -> int:
-        return len(self.source)
+        return sum(1 for _ in self._spans())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._flat:
-            return (index for batch in self.source for index in batch)
-        return iter(self.source)
+        self.drawn, order = True, self._order
+        batches = (_picked(order, start, stop) for start, stop in self._spans())
+        return itertools.chain.from_iterable(batches) if self._flat else batches
 
 
-def _indices_of(loader: DataLoader[Any]) -> _Indices:
-    batched: Any = loader.batch_sampler
-    single: Any = loader.sampler
-    return batched if isinstance(batched, _Indices) else single
+def _picked(order: Order, start: int, stop: int) -> list[Any]:
+    if order is None:
+        return list(range(start, stop))
+    keys = order[start:stop]
+    return keys if isinstance(keys, list) else keys.tolist()
 
 
 def wrap_loader(
@@ -363,12 +279,14 @@ def wrap_loader(
     seed: int,
     batch_share: int | None = None,
 ) -> Source:
-    """Return the source of batches for a loader that was registered.
+    """Return the source of batches for a loader that was registered, or for a set of items.
 
     Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or
     with a DistributedSampler, decides for itself what a worker gets; an iterable cannot be
     shared out.
     """
+    if isinstance(loader, ItemDataset):
+        loader = DataLoader(loader, loader.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
     if isinstance(loader, DataLoader):
         _check_data_set(loader)
     if shard and isinstance(loader, DataLoader) and _can_shard(loader):
@@ -380,7 +298,9 @@ def wrap_loader(
             seed=seed,
             batch_share=batch_share,
         )
-    return UnsharedLoader(loader)
+    # torch says of the length of an IterableDataset that it is a guess
+    guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return Source(loader, has_length=not guessed)
 
 
 def _content_of(dataset: Any) -> str:
@@ -404,11 +324,28 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _can_shard(loader: DataLoader[Any]) -> bool:
     return (
-        not isinstance(loader.dataset, IterableDataset)
-        and (loader.batch_sampler is None or _made_by_torch(loader))
+        not makes_own_batches(loader)
         and not isinstance(loader.sampler, DistributedSampler)
         and hasattr(loader.sampler, "__len__")
     )
+
+
+def makes_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads an IterableDataset, or has a batch sampler of the user's."""
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    # for a batch sampler that it is given torch sets batch_size to None, and sampler to a dummy
+    by_torch = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    return loader.batch_sampler is not None and not by_torch
+
+
+def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
+    """Return a copy of a loader, so of its own type, with other settings and processes."""
+    made = copy.copy(loader)
+    for name, value in settings.items():
+        object.__setattr__(made, name, value)  # DataLoader's own refuses to
+    made._iterator = None
+    return made
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:
@@ -420,12 +357,6 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
     )
 
 
-def _made_by_torch(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's batch sampler was made from its batch size, and not given by the user."""
-    # where one is given, torch sets batch_size to None, and sampler to one that is not used
-    return type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
-
-
 def _check_data_set(loader: DataLoader[Any]) -> None:
     """Check that a loader is not over a generator, which torch finds out when it is read."""
     data: Any = loader.dataset
@@ -435,6 +366,31 @@ def _check_data_set(loader: DataLoader[Any]) -> None:
             "indexed nor read a second time. Give the DataLoader a list or a Dataset, or an "
             "IterableDataset whose __iter__ is the generator."
         )
+
+
+# ---- orders
+
+
+def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
+    """Return the order that a sampler gives, where all random numbers follow from `seed`.
+
+    With `is_plain` it is torch's own shuffle, whose order can be drawn at once.
+    """
+    if type(sampler) is SequentialSampler:
+        return None
+    with seeded(seed, getattr(sampler, "generator", None)):
+        if is_plain:
+            return torch.randperm(len(sampler.data_source))
+        return _compact(list(sampler))
+
+
+def is_plain_shuffle(sampler: Any) -> bool:
+    """Whether a sampler is torch's own shuffle of everything."""
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
 
 
 def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
@@ -451,10 +407,12 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     return keys
 
 
+def _is_index(key: Any) -> bool:
+    return not isinstance(key, torch.Tensor) or (key.dim() == 0 and not key.is_floating_point())
+
+
 def bytes_of(order: Order) -> bytes:
     """Return bytes for an order that are the same in every process."""
-    if isinstance(order, list):
-        order = _compact(order)
     return order.numpy().tobytes() if isinstance(order, torch.Tensor) else _text_of(order).encode()
 
 
@@ -469,21 +427,26 @@ def _text_of(key: Any) -> str:
     return repr(key) if shown else type(key).__qualname__
 
 
-def _is_index(key: Any) -> bool:
-    return not isinstance(key, torch.Tensor) or (key.dim() == 0 and not key.is_floating_point())
+def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
+    """Return the error for orders that differ from worker to worker.
 
-
-def _is_plain_shuffle(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
+    Args:
+        epoch: whose order it is.
+        sampler: gave them.
+        sharing: what takes ``add_dist_sampler=False``.
+    """
+    return RuntimeError(
+        f"The workers' orders of epoch {epoch} differ, as {type(sampler).__name__} gives them, so "
+        "that samples would be repeated and left out. If the DataLoader has a generator, seed it "
+        "alike on all workers, or leave it out. Let a sampler of your own draw from a "
+        "torch.Generator that is its `generator`, from the global generators of torch, numpy or "
+        "random, which are seeded alike on all workers meanwhile, or from what set_epoch(epoch) "
+        "tells it. If it gives each worker a part of its own, pass add_dist_sampler=False to "
+        f"{sharing}."
     )
 
 
-def dataset_loader(dataset: ItemDataset) -> DataLoader[Any]:
-    """Return a DataLoader over a :class:`raysgd.data.Dataset`."""
-    return DataLoader(dataset, batch_size=dataset.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
+# ---- data sets of items
 
 
 def _joined(samples: list[Any]) -> Any:

@@ -100,7 +100,7 @@ class TrainingOperator(OperatorBase):
                 meters.update(*checked_metrics(self.train_batch, metrics))
                 if per_batch and self._registration.optimization.group.is_last:
                     self.step_schedulers()
-        if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over(iterator):
+        if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over():
             self.step_schedulers()
         return meters.summary()
 

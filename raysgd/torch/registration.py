@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from raysgd.context import WorkerContext
-from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
@@ -26,7 +24,7 @@ from raysgd.torch.checks import (
     warn_of_strangers,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
-from raysgd.torch.loading import dataset_loader, wrap_loader
+from raysgd.torch.loading import wrap_loader
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
@@ -203,7 +201,7 @@ class TorchRegistration(Registration):
             self._buffers.remember()
 
     def wrap(self, loader: Any, training: bool) -> Source:
-        """Return the source of batches for a loader."""
+        """Return the source of batches for a loader, or for a data set of items."""
         context, share = self.settings.context, self.settings.batch_share
         return wrap_loader(
             loader,
@@ -215,9 +213,6 @@ class TorchRegistration(Registration):
             batch_share=share,
         )
 
-    def dataset_loader(self, dataset: Dataset) -> DataLoader[Any]:
-        """Return a DataLoader over a data set that was given with a call."""
-        return dataset_loader(dataset)
 
     # ---- committed steps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,14 @@ __all__ = ["seeded"]
 
 
 @contextlib.contextmanager
-def seeded(seed: int, generator: torch.Generator | None) -> Iterator[None]:
-    """Let every random number that a sampler may draw follow from `seed`, and restore all after."""
+def seeded(seed: int, generator: Any = None) -> Iterator[None]:
+    """Let every random number that a sampler may draw follow from `seed`, and restore all after.
+
+    Of generators of its own only torch's are known; numpy's, say, cannot be put back.
+    """
     # torch.manual_seed would reseed the GPUs as well
-    generators = [torch.default_generator, *([] if generator is None else [generator])]
+    own = [generator] if isinstance(generator, torch.Generator) else []
+    generators: list[torch.Generator] = [torch.default_generator, *own]
     held = random.getstate(), np.random.get_state(), [g.get_state() for g in generators]
     try:
         random.seed(seed)

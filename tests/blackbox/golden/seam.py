@@ -69,8 +69,7 @@ def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
 
     Segments are those of `operator_epoch`.
     """
-    from raysgd.tf.arrays import ArraySource
-    from raysgd.tf.sources import DatasetSource
+    from raysgd.tf.loading import ArraySource, DatasetSource
 
     offset, read = 0, []
     for world_size, num_steps in segments:

@@ -888,16 +888,16 @@ class OwnGenerator(Recorder):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
-    loop, operator = loop_of(OwnGenerator, {"generator_seed": seed})
+    _, operator = loop_of(OwnGenerator, {"generator_seed": seed})
     registration = operator._registration
     registration.settings.context = dataclasses.replace(registration.context, world_size=2)
     # what the other rank says: its seed, twice, and that the orders were not one before
     others = iter([3, -3, 0])
     registration.minimum = lambda value: min(value, next(others))
     if seed == 3:
-        loop._check_order(registration.source("train"))
+        registration.source("train").agree_on_order(0, registration)
     else:
         with pytest.raises(
             RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
         ):
-            loop._check_order(registration.source("train"))
+            registration.source("train").agree_on_order(0, registration)

@@ -165,7 +165,7 @@ def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
 
     runner = make_runner("epoch", {"scheduler": WarmUp}, scheduler_step_freq="epoch")
     runner.train(call=0, until_step=1)
-    (held,) = runner._loop.snapshots._held[1]["schedulers"]
+    (held,) = runner._loop.snapshots._held[2]["schedulers"]
     (mine,) = runner.operator._registration.schedulers
     assert held["after"] is mine.after
     assert held["then"].__self__ is mine.after

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.state_checks import check_position
+from raysgd.loop.state import check_position
 
 COUNTS = st.integers(0, 10**12)
 PLACES = ("epoch", "offset", "validation_offset")

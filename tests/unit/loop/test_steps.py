@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.data.source import Source
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.steps import Steps
-from raysgd.torch.loading import UnsharedLoader
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
 
@@ -22,7 +22,7 @@ def make_registration(num_optimizers=1):
 def make_steps(registration, batches, limit=None, steps_left="all", go_on=None):
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
-    return Steps(registration, UnsharedLoader(batches), iter(batches), limit, left, go_on, Signal())
+    return Steps(registration, Source(batches), iter(batches), limit, left, go_on, Signal())
 
 
 @given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
@@ -79,7 +79,7 @@ def test_no_batch_is_fetched_beyond_the_limit():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), UnsharedLoader([]), batches(), 2, None, None, Signal())
+    steps = Steps(make_registration(), Source([]), batches(), 2, None, None, Signal())
     assert list(steps) == [0, 1]
     assert fetched == [0, 1]
 
@@ -144,7 +144,7 @@ def test_a_failure_between_two_steps_takes_nothing_back():
         raise OSError("disk")
 
     registration = make_registration()
-    steps = Steps(registration, UnsharedLoader([]), broken(), None, None, None, Signal())
+    steps = Steps(registration, Source([]), broken(), None, None, None, Signal())
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
@@ -264,7 +264,7 @@ def test_the_batches_that_follow_a_pause_are_not_fetched():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), UnsharedLoader([]), batches(), None, None, None, Signal())
+    steps = Steps(make_registration(), Source([]), batches(), None, None, None, Signal())
     assert drawn(steps, pause=2, after=1) == [0, 1]
     assert fetched == [0, 1]
 
@@ -324,7 +324,7 @@ def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
     registration, told = make_registration(), []
     steps = Steps(
         registration,
-        UnsharedLoader([1, 2, 3]),
+        Source([1, 2, 3]),
         iter([1, 2, 3]),
         None,
         3,
@@ -352,7 +352,7 @@ def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=Fal
     registration.register(model, optimizer, None, None, None, accumulation_steps=size)
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
-    source = UnsharedLoader(batches)
+    source = Source(batches)
     source.sharded = sharded
     return registration, Steps(registration, source, iter(batches), limit, left, go_on, Signal())
 
@@ -426,7 +426,7 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
             yield index
 
     registration, _ = grouped(3, [])
-    steps = Steps(registration, UnsharedLoader([]), batches(), None, None, None, Signal())
+    steps = Steps(registration, Source([]), batches(), None, None, None, Signal())
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
@@ -439,7 +439,7 @@ def test_without_accumulation_no_loader_is_looked_into():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), UnsharedLoader([]), batches(), None, None, None, Signal())
+    steps = Steps(make_registration(), Source([]), batches(), None, None, None, Signal())
     assert [(batch, len(fetched)) for batch in steps] == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -465,7 +465,7 @@ def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_know
     registration, _ = grouped(3, [])
     steps = Steps(
         registration,
-        UnsharedLoader(batches),
+        Source(batches),
         iterator,
         None,
         5 if length_known else None,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.data import Dataset  # noqa: E402
-from raysgd.tf.arrays import ArraySource, ItemSource, is_arrays  # noqa: E402
+from raysgd.tf.loading import ArraySource, ItemSource, is_arrays  # noqa: E402
 
 
 def source(arrays, **arguments):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf.sources import DatasetSource  # noqa: E402
+from raysgd.tf.loading import DatasetSource  # noqa: E402
 
 
 def stream(num_samples, batch_size, shuffle=False):

@@ -28,7 +28,8 @@ from torch.utils.data import (
 )
 
 from raysgd.data import Dataset as ItemDataset
-from raysgd.torch.loading import ShardedLoader, UnsharedLoader, dataset_loader, wrap_loader
+from raysgd.data.source import Source
+from raysgd.torch.loading import ShardedLoader, wrap_loader
 from tests.conftest import wait_until
 
 SEED = 5
@@ -376,7 +377,7 @@ def test_a_digest_tells_orders_apart_that_do_not_follow_from_the_seed_in_any_cas
         assert first == [None] * 3
     elif name == "generator":  # the seed says it, and no order is drawn for it
         assert first == [9] * 3
-        assert not ranks[0].has_order(0)
+        assert not ranks[0]._has_order(0)
     else:
         assert len(set(first)) == (1 if name in KEEPS_ITS_ORDER else 3)
         assert all(0 <= digest < 2**62 for digest in first)
@@ -391,7 +392,7 @@ def test_a_digest_tells_that_generators_of_the_users_are_seeded_differently():
     one, other = shuffled_by(1), shuffled_by(2)
     assert indices(one.batches(0, 0)) != indices(other.batches(0, 0))
     assert one.order_digest(0) != other.order_digest(0)
-    other.take_own_seed(one.own_seed)
+    other.reseed(SEED, one.own_seed)
     assert indices(one.batches(0, 0)) == indices(other.batches(0, 0))
     assert one.order_digest(0) == other.order_digest(0)
 
@@ -400,7 +401,7 @@ def test_only_a_generator_of_the_users_has_a_seed_that_another_worker_takes():
     source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True))
     expected = indices(source.batches(0, 0))
     assert source.own_seed is None
-    source.take_own_seed(SEED + 1)
+    source.reseed(SEED, SEED + 1)
     assert indices(source.batches(0, 0)) == expected
 
 
@@ -641,7 +642,7 @@ def test_every_setting_of_the_loader_is_kept():
         in_order=False,
     )
     source = wrap(loader)
-    made = source._loader_for(0, [])
+    made = source._reader(begins=True)
     for name in (
         "dataset",
         "num_workers",
@@ -883,7 +884,7 @@ def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
     ]
     for loader in loaders:
         source = wrap(loader, world_size=2, rank=0)
-        assert type(source) is UnsharedLoader
+        assert type(source) is Source
         assert indices(source.batches(0, 0)) == indices(loader)
     assert type(wrap(DataLoader(data))) is ShardedLoader
 
@@ -942,16 +943,16 @@ def test_taking_some_batches_of_an_iterator_takes_no_further_one_from_it():
 
 def test_items_are_fetched_batch_by_batch_and_joined_column_by_column():
     data = ItemDataset(range(5), batch_size=2, transform=lambda i: (torch.full((3, 2), i), i))
-    batches = list(wrap(dataset_loader(data)).batches(0, 0))
+    batches = list(wrap(data).batches(0, 0))
     assert [tuple(batch[0].shape) for batch in batches] == [(6, 2), (6, 2), (3, 2)]
     assert [batch[1].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
 
 
 def test_items_that_are_no_tuples_are_joined_too():
-    scalars = list(wrap(dataset_loader(ItemDataset([1.0, 2.0], batch_size=2))).batches(0, 0))
+    scalars = list(wrap(ItemDataset([1.0, 2.0], batch_size=2)).batches(0, 0))
     assert scalars[0].tolist() == [1.0, 2.0]
     registration = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
-    assert next(wrap(dataset_loader(registration)).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
+    assert next(wrap(registration).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
 
 
 def test_each_item_goes_to_one_worker_and_is_downloaded_once():
@@ -961,7 +962,7 @@ def test_each_item_goes_to_one_worker_and_is_downloaded_once():
         downloads.append(item)
         return item
 
-    loader = dataset_loader(ItemDataset(range(8), batch_size=2, download_func=download))
-    ranks = group_batches(loader, 2)
+    items = ItemDataset(range(8), batch_size=2, download_func=download)
+    ranks = group_batches(items, 2)
     assert [indices(batches) for batches in ranks] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert sorted(downloads) == list(range(8))

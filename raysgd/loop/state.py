@@ -1,0 +1,84 @@
+"""The state of a worker: copies of it for the driver, and checks of one that shall be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.errors import CheckpointError
+from raysgd.loop.registration import Registration
+from raysgd.trees import map_leaves
+
+__all__ = ["Snapshots", "check_position"]
+
+
+class Snapshots:
+    """Holds the newest copy of one worker's state, for the case that all workers are lost.
+
+    It is copied on the device, at a step boundary and in the thread that trains; bringing it to
+    the CPU and to the driver happens in another thread while training goes on.
+    """
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        self._every = registration.settings.options.elastic.snapshot_every
+        # epoch, committed steps and state
+        self._held: tuple[int, int, dict[str, Any]] | None = None
+
+    @property
+    def each_step(self) -> bool:
+        """Whether to ask after each step, not only at the start of a segment."""
+        return isinstance(self._every, int)
+
+    @property
+    def step(self) -> int | None:
+        """Committed steps of the newest copy; None where there is none."""
+        held = self._held
+        return None if held is None else held[1]
+
+    def maybe_take(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Take a copy of what `state` returns if it is time for one. One rank holds it for all."""
+        registration = self._registration
+        if self._every is None or registration.context.world_rank != 0:
+            return
+        epoch, step = registration.epoch, registration.global_step
+        if self._held is not None:
+            held_epoch, held_step, _ = self._held
+            due = step - held_step >= self._every if self.each_step else epoch != held_epoch
+            if not due:
+                return
+        self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
+
+    def clear(self) -> None:
+        """Forget the copy: training has gone to another state."""
+        self._held = None
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the newest copy on CPU. Called from another thread."""
+        held = self._held
+        return None if held is None else self._registration.to_cpu(held[2])
+
+
+def check_position(state: Mapping[str, Any]) -> None:
+    """Check the counts of epochs and steps in a state.
+
+    Raises:
+        CheckpointError: if one of them is no count.
+    """
+    data = state.get("data") or {}
+    counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"The state's data must be a dict of counts, but it is {data!r}.")
+    if data:
+        for key in ("epoch", "offset"):
+            counts[f"data[{key!r}]"] = data.get(key)
+        counts["data['validation_offset']"] = data.get("validation_offset", 0)
+        seeds = data.get("loader_seeds", {})
+        if not isinstance(seeds, Mapping):
+            raise CheckpointError(
+                f"The state's data['loader_seeds'] must be a dict of counts, but it is {seeds!r}."
+            )
+        counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
+    for key, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")

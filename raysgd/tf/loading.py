@@ -1,0 +1,256 @@
+"""Data for Keras operators: arrays and items by sample, ``tf.data`` pipelines batch by batch.
+
+A pipeline is read by every worker, as it is with ``AutoShardPolicy.DATA``: at each step the workers
+together take its next batches, rank 0 the first of them, rank 1 the next. So a step of two workers
+is the same set of samples as two steps of one, and what is left of an epoch is a plain count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raysgd.data import Dataset
+from raysgd.data.shard import Shard, even_part
+from raysgd.data.source import ShardedSource, Source
+
+__all__ = ["ArraySource", "DatasetSource", "ItemSource", "is_arrays", "spec_of"]
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether `data` is an array, or a tuple or dict of them."""
+    leaves = tf.nest.flatten(data) if isinstance(data, tuple | dict) else [data]
+    return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
+
+
+class ArraySource(ShardedSource):
+    """Arrays, shared out over the workers sample by sample.
+
+    Args:
+        arrays: an array or a nest of arrays, all of the same length.
+        training: whether every worker gets a batch at every step.
+        batch_size: samples of a worker's batch.
+        shuffle: whether to shuffle them anew in each epoch.
+        follows_share: whether the batch size is this worker's share of a global one.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        training: bool,
+        world_size: int,
+        rank: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        follows_share: bool = False,
+    ) -> None:
+        self._arrays = tf.nest.map_structure(np.asarray, arrays)
+        if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
+            raise ValueError(
+                "Arrays of a data set have their samples along the first dimension, and one has "
+                "no dimension. Register arrays of shape (samples, ...)."
+            )
+        lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
+        if len(lengths) != 1:
+            raise ValueError(f"Arrays of one data set must have one length, not {sorted(lengths)}.")
+        shard = Shard(lengths.pop(), batch_size, world_size, rank, even=training)
+        super().__init__(arrays, shard, follows_share)
+        self._shuffle, self._seed = shuffle and training, seed
+
+    def reseed(self, seed: int, own_seed: int | None = None) -> None:
+        """Let the order follow from `seed`."""
+        self._seed = seed
+
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over this worker's batches of `epoch` from `offset` on."""
+        order = np.arange(self._shard.total)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
+        for start, stop in self._shard.batches(offset, num_steps):
+            yield self._fetched(order[start:stop])
+
+    def _fetched(self, rows: Any) -> Any:
+        return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[rows]), self._arrays)
+
+    def reads(self) -> Any:
+        """Return what a batch looks like."""
+        return tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), self._arrays
+        )
+
+    def fingerprint(self) -> str:
+        """Return what has to be the same on all workers: the sizes, and the samples at the ends."""
+        digest = hashlib.sha256()
+        for leaf in tf.nest.flatten(self._arrays):
+            digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
+        content = digest.hexdigest()[:8]
+        return f"{self._shard.total} samples, batch size {self.batch_size}, arrays {content}"
+
+
+class ItemSource(ArraySource):
+    """A :class:`raysgd.data.Dataset`: items that each worker fetches for itself."""
+
+    def __init__(self, dataset: Dataset, *, world_size: int, rank: int) -> None:
+        super().__init__(
+            np.arange(len(dataset)),
+            training=True,
+            world_size=world_size,
+            rank=rank,
+            batch_size=dataset.batch_size,
+            shuffle=False,
+            seed=0,
+        )
+        self._dataset = dataset
+
+    def _fetched(self, rows: Any) -> Any:
+        samples = [
+            tf.nest.map_structure(tf.convert_to_tensor, sample)
+            for sample in self._dataset.fetch(rows.tolist())
+        ]
+        # a sample with a dimension is a small batch itself
+        return tf.nest.map_structure(
+            lambda *rows: tf.concat(rows, 0) if rows[0].shape.rank else tf.stack(rows), *samples
+        )
+
+    def reads(self) -> Any:
+        """Return nothing: what a batch looks like is known when one is fetched."""
+        return None
+
+
+class DatasetSource(Source):
+    """A ``tf.data.Dataset`` of batches, shared out over the workers.
+
+    Args:
+        loader: the data set; the same on all workers.
+        training: whether every worker gets a batch at every step.
+        splits: whether a batch of the data set is one of the whole group, which is split, and not
+            one of a worker.
+    """
+
+    sharded = True
+
+    def __init__(
+        self, loader: Any, *, training: bool, world_size: int, rank: int, splits: bool = False
+    ) -> None:
+        super().__init__(loader)
+        self._training, self._splits = training, splits
+        self._world_size, self._rank = world_size, rank
+        self._num_begun = 0
+        self._sizes: dict[int, int] = {}
+        total = int(loader.cardinality().numpy())
+        self._total = total if total >= 0 else None
+
+    @property
+    def _group(self) -> int:
+        return 1 if self._splits else self._world_size
+
+    def __len__(self) -> int:
+        """Batches of this worker in an epoch."""
+        left = self.steps_left(0)
+        if left is None:
+            raise TypeError("This data set does not know how many batches it has.")
+        return left
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this worker's batches."""
+        return self._shared(iter(self.loader), 0)
+
+    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        """Share the epoch out anew."""
+        self._world_size, self._rank = world_size, rank
+
+    def steps_left(self, offset: int) -> int | None:
+        """Return how many steps follow `offset`; None where the data set does not know."""
+        if self._total is None:
+            return None
+        return max(0, -(-(self._total - offset) // self._group))
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        """Count batches of the data set."""
+        after = offset + num_steps * self._group
+        return after if self._total is None else min(after, self._total)
+
+    def num_samples(self, start: int, stop: int) -> int:
+        """Return how many samples lie between two offsets of the epoch that was read last."""
+        return sum(self._sizes.get(index, 0) for index in range(start, stop))
+
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+        """Iterate over this worker's batches of `epoch` from `offset` on.
+
+        A data set that shuffles itself anew does so with each iteration: those of the epochs
+        before are begun, so that a new process gets the order that an older one had.
+        """
+        if self._training:
+            while self._num_begun < epoch:
+                iter(self.loader)
+                self._num_begun += 1
+            self._num_begun += 1
+        stop = None if num_steps is None else offset + num_steps * self._group
+        return self._shared(itertools.islice(iter(self.loader), stop), offset)
+
+    def _shared(self, stream: Iterator[Any], offset: int) -> Iterator[Any]:
+        counted = self._counted(stream)
+        for _ in itertools.islice(counted, offset):
+            pass
+        while group := list(itertools.islice(counted, self._group)):
+            own = self._own_part(group)
+            if own is not None:
+                yield own
+
+    def _counted(self, stream: Iterator[Any]) -> Iterator[Any]:
+        for index, batch in enumerate(stream):
+            self._sizes[index] = _num_rows(batch)
+            yield batch
+
+    def _own_part(self, group: list[Any]) -> Any:
+        """Return this worker's part of what the group takes at a step; None where it has none."""
+        sizes = {_num_rows(batch) for batch in group}
+        if len(group) == self._world_size and (len(sizes) == 1 or not self._training):
+            return group[self._rank]
+        if not self._training and not self._splits:
+            return group[self._rank] if self._rank < len(group) else None
+        rows = group[0] if len(group) == 1 else tf.nest.map_structure(_joined, *group)
+        total = _num_rows(rows)
+        if not self._training and self._rank >= total:
+            return None
+        first, stop = even_part(total, self._world_size, self._rank)
+        return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
+
+    def reads(self) -> Any:
+        """Return what a batch looks like: ``tf.TensorSpec`` in its structure."""
+        return self.loader.element_spec
+
+    def fingerprint(self) -> str:
+        """Return what has to be the same on all workers."""
+        return f"{self._total} batches of {self.loader.element_spec}"
+
+    def describe(self) -> str:
+        """Say what there is."""
+        return f"{self.loader!r}, shared out over {self._world_size} workers"
+
+
+def _joined(*columns: Any) -> Any:
+    return tf.concat(columns, 0)
+
+
+def _num_rows(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first part."""
+    return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+def spec_of(source: Source) -> Any:
+    """Return what the batches of a source look like; those of an iterable are like its first."""
+    if source.sharded:
+        return source.reads()
+    for batch in source.loader:
+        return tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec.from_tensor(tf.convert_to_tensor(leaf)), batch
+        )
+    return None
