@@ -16,13 +16,19 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
-from raysgd.torch.loading import bytes_of
-from raysgd.torch.seeding import seeded
+from raysgd.torch.loading import (
+    Order,
+    bytes_of,
+    changed,
+    drawn_order,
+    is_plain_shuffle,
+    makes_own_batches,
+    orders_differ,
+)
 from raysgd.torch.to_device import moved
 
 __all__ = ["PreparedLoader", "prepared_loader"]
@@ -131,24 +137,28 @@ def _record(batch: Any, stream: Any) -> None:
     if isinstance(batch, torch.Tensor):
         if batch.is_cuda:
             batch.record_stream(stream)
-    elif isinstance(batch, tuple | list):
-        for item in batch:
-            _record(item, stream)
-    elif isinstance(batch, dict):
-        for item in batch.values():
+    elif isinstance(batch, tuple | list | dict):
+        for item in batch.values() if isinstance(batch, dict) else batch:
             _record(item, stream)
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """This worker's part of what a sampler of the user's gives.
+    """This worker's part of what a loader's sampler gives.
 
     Every worker draws the whole order, from the same random numbers, and takes its part of it.
     """
 
-    def __init__(self, given: Any, num_replicas: int, rank: int, seed: int, run: str) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], num_replicas: int, rank: int, seed: int, run: str
+    ) -> None:
+        given: Any = loader.sampler
+        # of one over something else than the data, torch's own shuffle is not the order
+        self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
-        self._check = _OrderCheck(given, num_replicas, rank, run)
-        super().__init__(given, num_replicas, rank, shuffle=False, seed=seed)
+        follows_seed = self._is_plain or type(given) is SequentialSampler
+        self._check = None if follows_seed else _OrderCheck(given, num_replicas, rank, run)
+        super().__init__(given, num_replicas, rank, shuffle=self._is_plain, seed=seed)
+        self.dataset = loader.dataset
 
     @property
     def epoch(self) -> int:
@@ -170,15 +180,14 @@ class _SharedSampler(DistributedSampler[Any]):
         return -(-len(self._given) // self.num_replicas)
 
     def __iter__(self) -> Iterator[Any]:
-        generator = getattr(self._given, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            generator = None  # numpy's, say, which cannot be put back
-        with seeded(self.seed + self._epoch, generator):
-            order = list(self._given)
-        self._check(self._epoch, order)
+        order = drawn_order(self._given, self.seed + self._epoch, self._is_plain)
+        if self._check is not None:
+            self._check(self._epoch, order)
+        keys: Any = range(len(self._given)) if order is None else order
+        keys = keys.tolist() if isinstance(keys, torch.Tensor) else keys
         # begun again where it does not divide, as torch does, so that all have equally many
-        num_each = -(-len(order) // self.num_replicas)
-        even = itertools.islice(itertools.cycle(order), num_each * self.num_replicas)
+        num_each = -(-len(keys) // self.num_replicas)
+        even = itertools.islice(itertools.cycle(keys), num_each * self.num_replicas)
         return itertools.islice(even, self.rank, None, self.num_replicas)
 
 
@@ -190,7 +199,7 @@ class _OrderCheck:
     """
 
     def __init__(self, sampler: Any, world_size: int, rank: int, run: str) -> None:
-        self._sampler = type(sampler).__name__
+        self._sampler = sampler
         self._world_size = world_size
         self._passes: Counter[int] = Counter()
         self._name: str | None = None
@@ -198,11 +207,11 @@ class _OrderCheck:
             with contextlib.suppress(dist.DistError):
                 # by kind and length, so that the n-th of one rank is the n-th of another also
                 # where that has prepared loaders of other kinds besides
-                kind = f"{run}/{self._sampler}/{len(sampler)}"
+                kind = f"{run}/{type(sampler).__name__}/{len(sampler)}"
                 number = store.add(f"raysgd/loaders/{kind}/{rank}", 1)
                 self._name = f"raysgd/orders/{kind}/{number}"
 
-    def __call__(self, epoch: int, order: list[Any]) -> None:
+    def __call__(self, epoch: int, order: Order) -> None:
         """Check the order of a pass.
 
         Raises:
@@ -219,14 +228,7 @@ class _OrderCheck:
             key = f"{self._name}/{epoch}/{self._passes[epoch]}"
             first = store.compare_set(key, "", digest.decode())
         if first != digest:
-            raise RuntimeError(
-                f"The workers' orders of epoch {epoch} differ, as {self._sampler} gives them, so "
-                "that samples would be repeated and left out. Let it draw from a torch.Generator "
-                "that is its `generator`, from the global generators of torch, numpy or random, "
-                "which are seeded alike on all workers meanwhile, or from what set_epoch(epoch) "
-                "tells it. If it gives each worker a part of its own, pass "
-                "add_dist_sampler=False to prepare_data_loader()."
-            )
+            raise orders_differ(epoch, self._sampler, "prepare_data_loader()")
 
     def _store(self) -> Any:
         """Return the store of the process group of all workers that share the loader, if any."""
@@ -236,11 +238,7 @@ class _OrderCheck:
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
-    # with a batch sampler of the user's, torch sets batch_size to None and sampler to a dummy
-    own_batches = loader.batch_sampler is not None and (
-        type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
-    )
-    if own_batches or isinstance(loader.dataset, IterableDataset) or _is_part(loader.sampler):
+    if makes_own_batches(loader) or _is_part(loader.sampler):
         return False
     if type(loader).__iter__ not in (DataLoader.__iter__, PreparedLoader.__iter__):
         _warn(f"{type(loader).__name__} has an __iter__ of its own")
@@ -270,47 +268,16 @@ def _warn(reason: str) -> None:
     )
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether a loader goes through its whole data set once, in order or shuffled."""
-    sampler: Any = loader.sampler
-    if type(sampler) is SequentialSampler:
-        return len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]
-    )
-
-
 def _shared(
     loader: DataLoader[Any], world_size: int, rank: int, seed: int, run: str, pin: bool
 ) -> DataLoader[Any]:
     """Return a loader with the same settings over this worker's part."""
+    while isinstance(loader, PreparedLoader):
+        loader = loader._loader
     if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
         seed = loader.generator.initial_seed() % 2**31
-    sampler: Any
-    if _is_plain(loader):
-        shuffles = not isinstance(loader.sampler, SequentialSampler)
-        sampler = DistributedSampler(
-            loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffles, seed=seed
-        )
-    else:
-        sampler = _SharedSampler(loader.sampler, world_size, rank, seed, run)
-    settings: dict[str, Any] = {
-        "batch_size": loader.batch_size,
-        "sampler": sampler,
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory or pin,
-        "drop_last": loader.drop_last,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "persistent_workers": loader.persistent_workers,
-    }
-    if loader.num_workers > 0:
-        settings["prefetch_factor"] = loader.prefetch_factor
-    if loader.batch_size is None:
-        del settings["drop_last"]
-    return DataLoader(loader.dataset, **settings)
+    sampler = _SharedSampler(loader, world_size, rank, seed, run)
+    settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
+    if loader.batch_size is not None:
+        settings["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return changed(loader, **settings)
