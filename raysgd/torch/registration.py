@@ -213,7 +213,6 @@ class TorchRegistration(Registration):
             batch_share=share,
         )
 
-
     # ---- committed steps
 
     @property

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd.arguments import decide_gpu
+from raysgd.cluster import placement
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.trainer import OperatorTrainer
 
@@ -275,7 +275,10 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
     resources = dict(arguments.get("resources_per_worker") or {})
-    use_gpu = decide_gpu("as_trainable", arguments["use_gpu"], resources, None)
+    use_gpu = arguments["use_gpu"]
+    if use_gpu == "auto":
+        placement.connect()
+        use_gpu = "GPU" in resources or placement.gpus_in_cluster() > 0
     num_gpus = resources.pop("GPU", 1) if use_gpu else 0
     return GroupOptions(
         num_workers=arguments["num_workers"],

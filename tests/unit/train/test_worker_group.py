@@ -58,7 +58,11 @@ class Group(core.WorkerGroup):
 def workers(monkeypatch):
     """Three workers of pids 10, 11 and 12."""
     monkeypatch.setattr(ray, "get", lambda done: getattr(done, "value", done))
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns=1, timeout=None: (refs[:num_returns], refs[num_returns:]))
+    monkeypatch.setattr(
+        ray,
+        "wait",
+        lambda refs, num_returns=1, timeout=None: (refs[:num_returns], refs[num_returns:]),
+    )
     group = Group(GroupOptions(num_workers=3))
     group.members = [Near(10 + rank) for rank in range(3)]
     return WorkerGroup.over(group)
