@@ -64,6 +64,7 @@ class KerasRegistration(Registration):
     # ---- registering
 
     def register(self, models: Any, optimizers: Any, criterion: Any, metrics: Any) -> Any:
+        """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
         self.models = listed(models)
         for model in self.models:

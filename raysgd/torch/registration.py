@@ -75,6 +75,7 @@ class TorchRegistration(Registration):
         max_grad_norm: Any = None,
         horovod_args: Any = None,
     ) -> Any:
+        """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
         if isinstance(criterion, type):
             raise TypeError(

@@ -402,5 +402,6 @@ def undocumented_members(cls):
         function = getattr(function, "__func__", function)
         if name.startswith("_") or not inspect.isfunction(function):
             continue
-        if not (function.__doc__ or "").strip():
+        # a method that overrides another is documented by it, as in help()
+        if not inspect.getdoc(getattr(cls, name)):
             yield name
