@@ -39,7 +39,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0
-"""How long a group that should fit may take: what Ray knows to be free lags behind."""
+"""How long any request stays: what Ray knows to be free lags behind. And one that is taken back in
+the moment in which Ray serves it can cost its resources for good (seen with Ray 2.60): its group is
+gone, and what it held is never free again."""
 _LOG_EVERY_S = 10.0
 _POLL_S = 0.02
 _PROBE_S = 5.0
@@ -247,8 +249,8 @@ def reserve(
         raise _no_room("", bundle, min_workers, num_workers)
     for size in start_sizes(num_workers, min_workers, capacity, free):
         # the last one is the least that will do
-        left = deadline - time.monotonic()
-        wait_s = left if size == min_workers else min(left, _SETTLE_S)
+        left = deadline - time.monotonic() if size == min_workers else 0.0
+        wait_s = max(left, _SETTLE_S)
         group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted)
         if group is None:
             continue
