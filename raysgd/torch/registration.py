@@ -266,6 +266,7 @@ class TorchRegistration(Registration):
         return collectives.minimum(value, self.settings.device)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     def validating(self) -> contextlib.AbstractContextManager[None]:
