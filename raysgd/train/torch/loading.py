@@ -183,12 +183,15 @@ class _SharedSampler(DistributedSampler[Any]):
         order = drawn_order(self._given, self.seed + self._epoch, self._is_plain)
         if self._check is not None:
             self._check(self._epoch, order)
-        keys: Any = range(len(self._given)) if order is None else order
-        keys = keys.tolist() if isinstance(keys, torch.Tensor) else keys
+        keys: list[Any]
+        if order is None:
+            keys = list(range(len(self._given)))
+        else:
+            keys = order if isinstance(order, list) else order.tolist()
         # begun again where it does not divide, as torch does, so that all have equally many
-        num_each = -(-len(keys) // self.num_replicas)
-        even = itertools.islice(itertools.cycle(keys), num_each * self.num_replicas)
-        return itertools.islice(even, self.rank, None, self.num_replicas)
+        missing = -len(keys) % self.num_replicas
+        keys = [*keys, *itertools.islice(itertools.cycle(keys), missing)] if missing else keys
+        return iter(keys[self.rank :: self.num_replicas])
 
 
 class _OrderCheck:
