@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     "torch": ["torch>=2.13", "safetensors"],
-    "tensorflow": ["tensorflow>=2.21"],
+    "tensorflow": ["tensorflow>=2.21", "torch>=2.13"],  # several workers exchange by gloo
     "horovod": ["horovod>=0.28.1", "cffi", "packaging", "pyyaml"],
     "tune": ["ray[tune]>=2.60,<3"],
     "data": ["ray[data]>=2.60,<3"],

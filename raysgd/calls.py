@@ -180,7 +180,7 @@ class Calls:
         merged = merge_workers(results)
         progress = self._controller.progress
         if method not in self._looked_at and len(results) > 1:
-            self._looked_at.add(method)  # the first time alone: what differs once is not the same
+            self._looked_at.add(method)  # one look is enough to see whether they read the same
             if doubt := _doubt(method, results, progress.unshared):
                 logger.warning(doubt)
         covered = progress.num_covered

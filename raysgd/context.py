@@ -51,11 +51,11 @@ class Progress:
     global_step: int = 0
     """Committed steps: those whose optimizer update is done."""
     num_batches: int = 0
-    """Batches finished in the call under way."""
+    """Batches finished in the segment under way."""
     total_batches: int | None = None
-    """Batches that the call under way will take; None where that is unknown."""
+    """Batches that the segment under way will take; None where that is unknown."""
     num_samples: int = 0
-    """Samples finished in the call under way."""
+    """Samples finished in the segment under way."""
     num_covered: int | None = None
     """Samples that all workers together, lost ones included, have trained on in the newest call;
     None where the loader is not shared out by us."""

@@ -57,8 +57,8 @@ _SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
-_NEWCOMER_STRAGGLER_S = 5.0
-"""The same where a worker that has just started would do as well."""
+_RESTART_STRAGGLER_S = 5.0
+"""The same for training functions: all of their workers restart from a checkpoint anyway."""
 _MENTION_STRAGGLER_S = 5.0
 """After how long to say so, and where they are."""
 _MENTION_S = 30.0
@@ -393,7 +393,7 @@ class Controller:
         broken.busy |= attempt.pending
 
     def _interrupt(self, besides: Iterable[Member] = ()) -> None:
-        """Make the calls under way fail, on all members: a connection has two ends."""
+        """Make the calls under way fail on all members, since each may wait for any other."""
         told = set(besides)
         concerned = [m for m in dict.fromkeys([*self.members, *self._entering]) if m not in told]
         answers = [m.control("interrupt", self._generation.number) for m in concerned]
@@ -490,7 +490,7 @@ class Controller:
         """Wait for workers that did not return in time; those that still do not are lost."""
         broken = self._broken()
         stragglers = Attempt(broken.busy, self._clock)
-        patience_s = _STRAGGLER_S if self._recovery.replaces else _NEWCOMER_STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._recovery.replaces else _RESTART_STRAGGLER_S
         deadline = self._clock.monotonic() + patience_s
         mentioned = False
         try:
@@ -521,7 +521,7 @@ class Controller:
     def _rejoin(self, replacements: Sequence[Replacement]) -> dict[Member, BaseException]:
         """Let members and replacements enter a new generation; returns members that were lost.
 
-        The group is READY and includes the replacement workers if all went well; else it is BROKEN.
+        The group is `Ready` and includes the replacement workers if all went well; else `Broken`.
         """
         asked = {member: member.control("progress") for member in self.members}
         self._clock.wait(asked.values(), _SILENCE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,8 @@ __all__ = [
     "check_tensorflow",
     "keras_environment",
 ]
+
+logger = logging.getLogger(__name__)
 
 _CHOICES = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 _LOST = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
@@ -55,6 +58,12 @@ class TensorflowBackend(Backend):
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""
+        if self._server is None and len(addresses) > 1:
+            logger.warning(
+                "A MultiWorkerMirroredStrategy starts a server of TensorFlow's in each worker, on "
+                "all interfaces, by which whoever reaches it can read and write files as the "
+                "worker: keep strangers away by a firewall."
+            )
         self.close()
         self._server = StoreServer(driver_address(addresses))
         return TensorflowRendezvous(self._server.address, is_single_node(addresses))

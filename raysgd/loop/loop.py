@@ -86,7 +86,11 @@ class Loop:
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Return the state in the form that is saved, with tensors as they are on this device."""
+        """Return the state in the form that is saved, with tensors as they are on this device.
+
+        What is added here is added to `OperatorRunner._shared_state` as well, from which
+        replacement workers take it, and to `OperatorRunner.load_state_dict`.
+        """
         registration = self._registration
         position = registration.position()
         return {

@@ -203,9 +203,10 @@ class Registration(ABC):
         return self.meters
 
     def epoch_is_over(self) -> bool:
-        """Whether an epoch is, for a loop that has come to the end of its batches.
+        """Return whether a loop that has come to the end of its batches is at the end of an epoch.
 
-        They may come by way of a progress bar, say; batches of its own are an epoch of their own.
+        The loop may have wrapped the iterator that it was given, in tqdm say. One that has drawn
+        nothing from it has batches of its own, and these count as a whole epoch.
         """
         steps = self.steps
         return steps is None or not steps.drawn_from or steps.loop_ends_epoch
@@ -219,7 +220,7 @@ class Registration(ABC):
 
     @property
     def num_skipped(self) -> int:
-        """Updates that were."""
+        """How many updates were skipped so far, since gradients overflowed."""
         return 0
 
     @property
@@ -246,6 +247,23 @@ class Registration(ABC):
     @abstractmethod
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
+
+    @abstractmethod
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+
+    @abstractmethod
+    def share_initial_state(self) -> None:
+        """Give every rank the models and optimizers of rank 0. Every rank must call it."""
+
+    @abstractmethod
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        """Take over what rank `leader` has, if this rank `follows`. Every rank must call it."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the models are the same on every rank."""
+        return True
 
     def check_averaged(self) -> None:  # noqa: B027
         """Refuse to train what the workers would not average."""

@@ -62,12 +62,36 @@ class OperatorRunner(ABC):
             self._follow(leader)
         self._running.keep_iteration(moved=registration.position() != position)
 
-    def _follow(self, leader: int) -> None:  # noqa: B027
+    def _follow(self, leader: int) -> None:
         """Take over the state of rank `leader`. Every rank calls it."""
+        registration, rank = self._registration, self._registration.context.world_rank
+        state = registration.from_rank(self._shared_state, leader)
+        if rank != leader:
+            self._check_data(state["fingerprint"])
+            registration.set_batch_size(state["batching"])
+        # what is not replicated stays as each worker has it, and a replacement has nothing
+        follows = rank != leader and (registration.replicated or registration.global_step == 0)
+        registration.share_training_state(leader, follows)
+        if follows:
+            self.operator.load_state_dict(state["operator"])
+        if rank != leader:
+            registration.move_to(state["position"], state["global_step"])
+            self._running.join_call(state["call"])
 
     def host(self, operator: Any) -> None:
-        """Take over an operator that is set up."""
+        """Take over an operator that is set up, and begin with the data and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
+        registration = self._registration
+        if registration.context.world_size == 1:
+            return
+        # the order of the epochs must be one; each process may have drawn a seed of its own
+        seed, data, batching = registration.from_rank(
+            lambda: (registration.seed, registration.fingerprint(), registration.batching()), 0
+        )
+        registration.reseed(seed)
+        self._check_data(data)
+        self._check_batch_sizes(batching)
+        registration.share_initial_state()
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
@@ -273,6 +297,13 @@ class OperatorRunner(ABC):
         if len(generators) == registration.context.world_size:
             self.set_rng_state(generators[registration.context.world_rank])
 
+    def restart_state(self) -> dict[str, Any] | None:
+        """Return the state for workers that start anew; None where there is none to go on from."""
+        if self._loop is None:
+            return None
+        state: dict[str, Any] = self._registration.to_cpu(self._loop.state_with_call())
+        return state
+
     def _shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, beside models and optimizers."""
         registration = self._registration
@@ -281,7 +312,7 @@ class OperatorRunner(ABC):
             "position": registration.position(),
             "global_step": registration.global_step,
             "call": self._running.call_state(),
-            "data": registration.fingerprint(),
+            "fingerprint": registration.fingerprint(),
             "batching": registration.batching(),
         }
 

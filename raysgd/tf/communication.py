@@ -1,72 +1,115 @@
-"""How workers average gradients and agree on numbers: by a strategy, by Horovod, or not at all."""
+"""How workers average gradients and agree on numbers: by gloo, by Horovod, or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from raysgd.context import WorkerContext
 
-__all__ = ["Communication", "HorovodGroup", "StrategyGroup", "communication_of"]
+__all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
 
 
 class Communication:
     """What a step needs of the other workers; this one is that of a worker alone.
 
     Args:
-        strategy: the one that everything runs under; None for TensorFlow's default one.
         size: number of workers.
         rank: of this one.
     """
 
-    def __init__(self, strategy: Any = None, size: int = 1, rank: int = 0) -> None:
-        self.strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the means over the workers, in a graph and in a replica's context."""
+        """Return the means over the workers."""
         return list(tensors)
 
     def gather(self, value: int) -> list[int]:
         """Return the values of all workers, by rank. Every worker must call it."""
         return [value]
 
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        """Return on every worker what `make` returns on the leader."""
+        return make()
 
-class StrategyGroup(Communication):
-    """The workers of a ``MultiWorkerMirroredStrategy``."""
 
-    def __init__(self, strategy: Any, size: int, rank: int) -> None:
-        super().__init__(strategy, size, rank)
+class GlooWorkers(Communication):
+    """Workers that exchange by the process group that operators of torch have as well.
 
-        @tf.function  # type: ignore[untyped-decorator]
-        def added(values: Any) -> Any:
-            return strategy.run(self._sum, args=(values,))
-
-        self._added = added
-
-    def _sum(self, tensors: Any) -> Any:
-        # an argument has no device, and the strategy asks for that of what it reduces
-        placed = [tf.identity(tensor) for tensor in tensors]
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+    TensorFlow's own collectives would let anybody on the network read and write files of a worker,
+    by a server that asks for no password, and a process could be in one group of theirs only.
+    """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the means, by one collective for all tensors of a type."""
-        return [_scaled(tensor, 1.0 / self.size) for tensor in self._sum(tensors)]
+        means: list[Any] = [None] * len(tensors)
+        by_dtype: dict[Any, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                means[index] = self._mean_of_slices(tensor)
+            else:
+                by_dtype.setdefault(tensor.dtype, []).append(index)
+        for indices in by_dtype.values():
+            arrays = [tensors[index].numpy() for index in indices]
+            flat = np.concatenate([array.ravel() for array in arrays])
+            _add_up(flat)
+            flat /= self.size
+            ends = np.cumsum([array.size for array in arrays])
+            for index, array, part in zip(indices, arrays, np.split(flat, ends[:-1]), strict=True):
+                means[index] = tf.constant(part.reshape(array.shape))
+        return means
+
+    def _mean_of_slices(self, slices: Any) -> Any:
+        parts = self._gathered((slices.values.numpy(), slices.indices.numpy()))
+        values = np.concatenate([values for values, _ in parts]) / self.size
+        indices = np.concatenate([indices for _, indices in parts])
+        return tf.IndexedSlices(tf.constant(values), tf.constant(indices), slices.dense_shape)
 
     def gather(self, value: int) -> list[int]:
-        """Return the values of all workers: each adds its own at its place to zeros."""
-        own = [value if rank == self.rank else 0 for rank in range(self.size)]
-        (added,) = self._added([tf.constant(own, tf.int64)])
-        return [int(number) for number in added.numpy()]
+        return self._gathered(value)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def share(self, make: Callable[[], Any], leader: int) -> Any:
+        import torch.distributed as dist
+
+        box = [make() if self.rank == leader else None]
+        dist.broadcast_object_list(box, src=leader)
+        return box[0]
+
+
+def _add_up(array: Any) -> None:
+    """Replace an array by the sum of those of all workers."""
+    import torch
+    import torch.distributed as dist
+
+    if array.dtype.name == "bfloat16":  # which numpy itself does not know
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    dist.all_reduce(tensor)
 
 
 class HorovodGroup(Communication):
-    """The workers of a Horovod group, each under TensorFlow's default strategy."""
+    """The workers of a Horovod group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__(size, rank)
+        self._mean = tf.function(self._mean_in_graph)
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        means: list[Any] = self._mean(list(tensors))
+        return means
+
+    def _mean_in_graph(self, tensors: Sequence[Any]) -> list[Any]:
         import horovod.tensorflow as hvd
 
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
@@ -80,36 +123,18 @@ class HorovodGroup(Communication):
         return [int(number) for number in hvd.allgather(tf.constant([value], tf.int64)).numpy()]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Return on every worker what `make` returns on the leader."""
         from horovod.tensorflow.functions import broadcast_object
 
         return broadcast_object(make() if self.rank == leader else None, root_rank=leader)
 
 
-def _scaled(tensor: Any, factor: float) -> Any:
-    if isinstance(tensor, tf.IndexedSlices):
-        values = tensor.values * tf.cast(factor, tensor.values.dtype)
-        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-    return tensor * tf.cast(factor, tensor.dtype)
-
-
-def communication_of(
-    context: WorkerContext, use_horovod: bool = False, timeout_s: float = 1800
-) -> Communication:
-    """Return how this worker talks to the others; their group exists already.
-
-    Raises:
-        RuntimeError: if the strategy would train several replicas in this worker.
-    """
+def communication_of(context: WorkerContext, use_horovod: bool = False) -> Communication:
+    """Return how this worker talks to the others; their group exists already."""
     if not context.distributed:
         return Communication()
     if use_horovod:
-        return HorovodGroup(None, context.world_size, context.world_rank)
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout_s)
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    if strategy.num_replicas_in_sync != context.world_size:
-        raise RuntimeError(
-            f"The strategy has {strategy.num_replicas_in_sync} replicas for {context.world_size} "
-            "workers; each worker must see one GPU, or none."
-        )
-    return StrategyGroup(strategy, context.world_size, context.world_rank)
+        return HorovodGroup(context.world_size, context.world_rank)
+    import torch.distributed as dist
+
+    # a replacement worker sets up in a group of its own, and knows its later place alone
+    return GlooWorkers(dist.get_world_size(), dist.get_rank())

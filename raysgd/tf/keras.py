@@ -15,7 +15,6 @@ __all__ = [
     "flavor_of",
     "is_keras_model",
     "kerases",
-    "local_variable",
     "named_arrays",
     "policy_name",
     "portable",
@@ -50,22 +49,11 @@ def tf_variable(variable: Any) -> Any:
     return variable if callable(held) else held
 
 
-def local_variable(variable: Any) -> Any:
-    """Return this worker's own part of a variable, to read or write without communication.
-
-    A variable that is summed or averaged when it is read, like the statistics of tf_keras's batch
-    normalization, would wait for the other workers.
-    """
-    held = tf_variable(variable)
-    values = getattr(held, "values", None)
-    return values[0] if isinstance(values, tuple | list) else held
-
-
 def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Return copies of variables as arrays, by their number and name, in their order."""
     return {
         f"{number}/{getattr(variable, 'path', None) or variable.name}": np.array(
-            local_variable(variable).numpy()
+            tf_variable(variable).numpy()
         )
         for number, variable in enumerate(variables)
     }
@@ -74,7 +62,7 @@ def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
 def set_arrays(variables: Iterable[Any], arrays: dict[str, Any]) -> None:
     """Take over what `named_arrays` returned, in that order: names may differ between processes."""
     for variable, array in zip(variables, arrays.values(), strict=True):
-        held = local_variable(variable)
+        held = tf_variable(variable)
         held.assign(tf.cast(tf.convert_to_tensor(np.asarray(array)), held.dtype))
 
 

@@ -54,8 +54,6 @@ class TrainingOperator(OperatorBase):
     def setup(self, config: dict[str, Any]) -> None:
         """Build models, optimizers and data, and register them. Must be overridden.
 
-        It runs in the strategy's scope, so that what is made here is the same on all workers.
-
         Args:
             config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
         """
@@ -215,7 +213,7 @@ class TrainingOperator(OperatorBase):
     ) -> Any:
         """Make one update that lowers a loss: the step of a ``train_batch`` of your own.
 
-        The loss is computed in a graph, under the strategy; gradients are averaged over the
+        The loss is computed in a graph; gradients are averaged over the
         workers, and applied on all of them or, where one fails, on none.
 
         Args:
@@ -242,13 +240,15 @@ class TrainingOperator(OperatorBase):
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """Run a function of tensors in a graph, under the strategy, without an update."""
+        """Run a function of tensors in a graph, without an update."""
         return self._registration.engine.call(function, tensors)
 
     @property
     def strategy(self) -> Any:
-        """The strategy that steps run under: TensorFlow's default one with one worker."""
-        return self._registration.communication.strategy
+        """The strategy that steps run under: TensorFlow's default one."""
+        import tensorflow as tf
+
+        return tf.distribute.get_strategy()
 
     # ---- helpers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd.backends import Backend
+from raysgd.backends import Backend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
 from raysgd.options import Options
@@ -32,15 +33,6 @@ class TFOptions(Options):
     trainer = "TFTrainer"
     precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.use_local and self.num_workers > 1:
-            raise ValueError(
-                f"TFTrainer(use_local=True, num_workers={self.num_workers}): a strategy has to be "
-                "set up before TensorFlow is first used in a process, and the driver's has used "
-                "it. Use one worker, or leave use_local out."
-            )
-
     def backends(self) -> tuple[str, ...]:
         return ("tensorflow", "horovod")
 
@@ -52,7 +44,12 @@ class TFOptions(Options):
     def transport(self) -> Backend:
         if self.use_horovod:
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
-        return super().transport()
+        if importlib.util.find_spec("torch") is None:
+            raise ImportError(
+                f"TFTrainer(num_workers={self.num_workers}): several workers exchange by gloo, "
+                'which comes with torch, and that is not installed: pip install "raysgd[torch]".'
+            )
+        return create_backend("gloo", self.timeout_s)
 
     # ---- what workers unpickle before TensorFlow may be imported
 

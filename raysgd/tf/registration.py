@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from raysgd.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
-from raysgd.tf.communication import Communication, HorovodGroup
+from raysgd.tf.communication import Communication, communication_of
 from raysgd.tf.engine import Engine
 from raysgd.tf.keras import (
     flavor_of,
     is_keras_model,
-    local_variable,
     named_arrays,
     policy_name,
     scaled_optimizer,
     set_arrays,
     set_policy,
+    tf_variable,
 )
 from raysgd.tf.loading import ArraySource, DatasetSource, ItemSource, is_arrays, spec_of
 from raysgd.tf.losses import batch_metric, loss_function, own_metrics
@@ -53,7 +54,7 @@ class KerasRegistration(Registration):
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
         self.communication = communication
-        self.engine = Engine(communication)
+        self.engine = Engine()
         self.criterion: Callable[[Any, Any], Any] | None = None
         self.metrics: list[Any] = []
         self.batch_size: int | None = None
@@ -130,7 +131,7 @@ class KerasRegistration(Registration):
         return [m for m in tf.nest.flatten(given) if m is not None] if given else []
 
     def complete(self) -> None:
-        """Build what was registered unbuilt, once the data is known; runs in the strategy's scope.
+        """Build what was registered unbuilt, once the data is known.
 
         Raises:
             RuntimeError: if a model cannot be built without data.
@@ -151,11 +152,6 @@ class KerasRegistration(Registration):
         if len(self.models) == len(self.optimizers):
             for model, optimizer in zip(self.models, self.optimizers, strict=True):
                 optimizer.build(model.trainable_variables)
-
-    def broadcast_initial_state(self) -> None:
-        """Take over the models and optimizers of rank 0. A strategy has done it already."""
-        if isinstance(self.communication, HorovodGroup):
-            self.load_training_state(self.communication.share(self.training_state, 0))
 
     # ---- data
 
@@ -187,8 +183,8 @@ class KerasRegistration(Registration):
         return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Average gradients and update."""
-        self.engine.update(optimizer, gradients, variables)
+        """Average gradients and update, on all workers or on none."""
+        self.engine.update(optimizer, self.communication.mean(gradients), variables)
         self._stepped.add(id(optimizer))
 
     def commit(self, num_batches: int = 1) -> None:
@@ -217,22 +213,34 @@ class KerasRegistration(Registration):
 
     # ---- the other workers
 
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        super().enter(context, batch_share)
+        self.communication = communication_of(context, self.settings.options.use_horovod)
+
     def minimum(self, value: int) -> int:
         return min(self.communication.gather(value))
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        return self.communication.share(make, rank)
+
+    def share_initial_state(self) -> None:
+        self.share_training_state(0, follows=True)
+
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        state = self.from_rank(self.training_state, leader)
+        if follows:
+            self.load_training_state(state)
 
     def sync_buffers(self) -> None:
         """Give every rank the mean of the statistics that are not trained."""
         if self.communication.size == 1:
             return
-        held = [local_variable(v) for model in self.models for v in model.non_trainable_variables]
+        held = [tf_variable(v) for model in self.models for v in model.non_trainable_variables]
         floats = [variable for variable in held if variable.dtype.is_floating]
         if floats:
-            means = self.engine.call(self._averaged, [[tf.identity(v) for v in floats]])
+            means = self.communication.mean([tf.identity(variable) for variable in floats])
             for variable, mean in zip(floats, means, strict=True):
                 variable.assign(mean)
-
-    def _averaged(self, tensors: Any) -> Any:
-        return self.communication.mean(tensors)
 
     # ---- state
 
@@ -307,7 +315,7 @@ def build_operator(
     communication: Communication,
     seed: int,
 ) -> TrainingOperator:
-    """Create an operator and run its ``setup`` in the strategy's scope.
+    """Create an operator and run its ``setup``.
 
     Raises:
         RuntimeError: if its setup registered nothing, or a model that cannot be built.
@@ -319,9 +327,7 @@ def build_operator(
     tf.random.set_seed(seed % 2**31)
     registration = KerasRegistration(settings, communication, seed)
     operator: TrainingOperator = create_operator(operator_cls, config, registration)
-    with communication.strategy.scope():
-        operator.setup(operator.config)
-        registration.check_registered(operator)
-        registration.complete()
-    registration.broadcast_initial_state()
+    operator.setup(operator.config)
+    registration.check_registered(operator)
+    registration.complete()
     return operator

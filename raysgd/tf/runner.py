@@ -1,4 +1,4 @@
-"""Hosts a TensorFlow operator in a worker: environment, strategy, operator, state."""
+"""Hosts a TensorFlow operator in a worker: environment, operator, state."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        if context.distributed and not self._options.use_horovod:
+            from raysgd.dynamo import postpone_dynamo
+
+            postpone_dynamo()
         if self._options.use_horovod:
             _set_threads(context)  # its group uses TensorFlow before `setup` does
 
     def setup(self, context: WorkerContext) -> None:
-        """Make the strategy, and create the operator in its scope."""
+        """Create the operator and run its ``setup``."""
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
@@ -62,32 +66,9 @@ class TFRunner(OperatorRunner):
         config = worker_config(given, context.world_size)
         share = config.get(BATCH_SIZE)
         settings = TFSettings(options=options, context=context, batch_share=share)
-        communication = communication_of(context, options.use_horovod, options.timeout_s)
+        communication = communication_of(context, options.use_horovod)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
         self.host(operator)
-        self._check_same_data(communication)
-
-    def _check_same_data(self, communication: Any) -> None:
-        import zlib
-
-        own = self._registration.fingerprint()
-        sums = communication.gather(zlib.crc32(repr(sorted(own.items())).encode()))
-        if len(set(sums)) > 1:
-            rank = self._registration.context.world_rank
-            raise ValueError(
-                f"The workers registered different data: {own} on worker {rank}, and something "
-                "else on another. Data that is shared out must be the same on every worker: seed "
-                "what is random in setup. Where each worker reads a part of its own, make a "
-                "tf.data.Dataset of it and pass add_dist_sampler=False to the trainer: arrays are "
-                "shared out even then."
-            )
-
-    def restart_state(self) -> dict[str, Any] | None:
-        """Return the state for workers that start anew; None where there is none to go on from."""
-        if self._loop is None:
-            return None
-        state: dict[str, Any] = self._registration.to_cpu(self._loop.state_with_call())
-        return state
 
     # ---- other calls
 

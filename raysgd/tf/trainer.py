@@ -34,9 +34,9 @@ class TFTrainer(OperatorTrainer):
         trainer = TFTrainer(model_creator, data_creator, config=config, num_replicas=4)
 
     Methods, metrics, events and errors are those of :class:`raysgd.TorchTrainer`. Several workers
-    are the replicas of a ``MultiWorkerMirroredStrategy``, whose members cannot change: after a
-    loss, and to grow, all workers start anew with the state that those which are left have, or
-    from the newest snapshot.
+    average their gradients by gloo, as those of PyTorch do, or by Horovod, whose members cannot
+    change with TensorFlow: after a loss, and to grow, all of them start anew with the state that
+    those which are left have, or from the newest snapshot.
 
     Args:
         model_creator: function of the config that returns a compiled Keras model.
@@ -50,11 +50,10 @@ class TFTrainer(OperatorTrainer):
         verbose: show a progress bar, as older scripts call ``use_tqdm``.
         training_operator_cls: a TrainingOperator subclass.
         initialization_hook: function of no arguments that every worker runs before anything else.
-            With several workers it must not import TensorFlow.
-        num_workers: the most workers. With 1 there is no strategy.
+        num_workers: the most workers.
         min_workers: the fewest to start with, and to go on with after losses.
         resources_per_worker: further Ray resources of each worker.
-        backend: "tensorflow", the strategy, or "horovod".
+        backend: "tensorflow", raysgd's own exchange, or "horovod".
         timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
             setup.
         use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or

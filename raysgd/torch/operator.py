@@ -377,7 +377,7 @@ class TrainingOperator(OperatorBase):
         return self._registration.settings.options.scheduler_step_freq
 
     def _seed_worker(self) -> None:
-        """Seed what this worker draws from now on; called after `setup`. Leaves it as it is."""
+        """Called after `setup`; the ready-made operators seed this worker in it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -187,11 +187,14 @@ class TorchRegistration(Registration):
         if unfrozen:
             check_untrained(unfrozen, [ddp.unwrap(m) for m in self.models], self.optimizers)
 
-    def share_unwrapped(self) -> None:
-        """Give every rank the frozen models of rank 0; DistributedDataParallel did the others.
+    def share_initial_state(self) -> None:
+        """Give every rank the state of rank 0 that DistributedDataParallel has not shared yet.
 
         Every rank must call it.
         """
+        if self.settings.options.use_horovod:
+            self.load_training_state(self.from_rank(self.training_state, 0))
+            return
         models = [model for model in self.models if not ddp.replicated(model)]
         if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
@@ -266,7 +269,6 @@ class TorchRegistration(Registration):
         return collectives.minimum(value, self.settings.device)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     def validating(self) -> contextlib.AbstractContextManager[None]:

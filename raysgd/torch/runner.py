@@ -59,35 +59,6 @@ class TorchRunner(OperatorRunner):
             batch_share=config.get(BATCH_SIZE),
         )
         self.host(build_operator(options.training_operator_cls, config, settings))
-        if context.world_size > 1:
-            # the order of the epochs must be one; each process drew a seed of its own
-            registration = self._registration
-            seed, data, batching = registration.from_rank(
-                lambda: (registration.seed, registration.fingerprint(), registration.batching()), 0
-            )
-            registration.reseed(seed)
-            self._check_data(data)
-            self._check_batch_sizes(batching)
-            if options.use_horovod:  # DistributedDataParallel does it for its models
-                state = registration.from_rank(registration.training_state, 0)
-                registration.load_training_state(state)
-            else:
-                registration.share_unwrapped()
-
-    def _follow(self, leader: int) -> None:
-        registration, rank = self._registration, self._registration.context.world_rank
-        state = registration.from_rank(self._shared_state, leader)
-        if rank != leader:
-            self._check_data(state["data"])
-            registration.set_batch_size(state["batching"])
-        # what is not replicated stays as each worker has it, and a replacement has nothing
-        follows = rank != leader and (registration.replicated or registration.global_step == 0)
-        registration.share_training_state(leader, follows)
-        if follows:
-            self.operator.load_state_dict(state["operator"])
-        if rank != leader:
-            registration.move_to(state["position"], state["global_step"])
-            self._running.join_call(state["call"])
 
     # ---- other calls
 

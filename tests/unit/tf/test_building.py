@@ -50,17 +50,3 @@ def test_workers_talk_by_horovod_where_that_was_chosen():
     group = communication_of(PLACE, use_horovod=True)
     assert isinstance(group, HorovodGroup)
     assert (group.size, group.rank) == (2, 1)
-
-
-def test_a_worker_with_several_replicas_is_an_error(monkeypatch):
-    """TensorFlow takes all GPUs that it sees."""
-
-    class Strategy:
-        num_replicas_in_sync = 8
-
-        def __init__(self, communication_options):
-            assert communication_options.timeout_seconds == 7
-
-    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", Strategy)
-    with pytest.raises(RuntimeError, match=r"8 replicas for 2 workers; each .* one GPU, or none"):
-        communication_of(PLACE, timeout_s=7)

@@ -88,7 +88,6 @@ def test_functions_work_too(tmp_path):
         ({"model_creator": model_creator}, TypeError, "not both"),
         ({"num_workers": 0}, ValueError, "num_workers=0"),
         ({"num_workers": 2, "num_replicas": 3}, ValueError, "two names"),
-        ({"num_workers": 2, "use_local": True}, ValueError, "before TensorFlow is first used"),
         ({"backend": "gloo"}, ValueError, "'tensorflow', 'horovod'"),
         ({"use_fp16": "apex"}, ValueError, "use_fp16='apex'"),
         ({"config": 3}, TypeError, "config"),

@@ -402,7 +402,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     with pytest.MonkeyPatch.context() as patch:
         held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        registration.share_unwrapped()
+        registration.share_initial_state()
     assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
     assert teacher.seen.tolist() == [0, 0, 0]
 
