@@ -19,7 +19,6 @@ from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.values import scalars
-from raysgd.calls import Calls
 from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
@@ -33,6 +32,7 @@ from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.fit import Validations, run_epochs
 from raysgd.options import Options
+from raysgd.trainer_calls import Calls
 
 __all__ = ["OperatorTrainer"]
 

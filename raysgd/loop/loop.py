@@ -14,9 +14,9 @@ from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.registration import Registration
+from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
-from raysgd.loop.steps import Steps
 from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
 
 __all__ = ["Loop"]
@@ -44,7 +44,7 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._source: Source | None = None
         self._call = -1
-        self._segments: list[Mapping[str, Any]] = []
+        self._results: list[Mapping[str, Any]] = []
         # ends of epochs that the goal does not count: the call began just before one
         self._more_epochs = 0
         # committed and skipped steps as the call began
@@ -62,13 +62,13 @@ class Loop:
         """Samples that all workers have trained on in the call; None where that is unknown."""
 
     @property
-    def steps(self) -> Steps | None:
+    def segment(self) -> Segment | None:
         """The segment under way."""
-        return self._registration.steps
+        return self._registration.segment
 
     def forget_iteration(self) -> None:
         """Let the next segment iterate over the loader anew, from where the epoch stands."""
-        self._registration.steps = self._batches = None
+        self._registration.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, go on in a loader that cannot be rewound, unless the position `moved`."""
@@ -78,9 +78,9 @@ class Loop:
     @property
     def num_batches(self) -> int:
         """Batches finished in the segment, or the pass over the validation data, under way."""
-        steps, validated = self.steps, self._validation_batches
-        if steps is not None:
-            return steps.num_finished
+        segment, validated = self.segment, self._validation_batches
+        if segment is not None:
+            return segment.num_finished
         return 0 if validated is None else validated.count
 
     # ---- state
@@ -120,7 +120,7 @@ class Loop:
     def join_call(self, state: Mapping[str, Any]) -> None:
         """Take part in a call that others began; of what was measured there nothing is here."""
         if self._call != state["call"]:
-            self._segments = []
+            self._results = []
         self._call, self.num_covered = state["call"], state["num_covered"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
@@ -180,33 +180,33 @@ class Loop:
         by_position, by_name = _arguments_of(
             operator.train_epoch, info, num_steps=limit, epoch_idx=registration.epoch
         )
-        steps = registration.steps = self._new_steps(source, limit)
-        if steps.total_batches == 0 and steps.start == 0:
+        segment = registration.segment = self._new_segment(source, limit)
+        if segment.total_batches == 0 and segment.start == 0:
             raise _empty("train", source)
         registration.meters = None
         try:
-            metrics = operator.train_epoch(steps, *by_position, **by_name)
-            left = steps.finish()
+            metrics = operator.train_epoch(segment, *by_position, **by_name)
+            left = segment.finish()
         except BaseException:
-            self._settle_failure(steps, source)
+            self._settle_failure(segment, source)
             raise
         if left:
             self._settle_rest(source, left)
         self._end_covering()
-        self._segments.append(checked_result(operator.train_epoch, metrics))
-        self._compare_counts(metrics.get(NUM_SAMPLES), steps)
-        if steps.num_batches == 0:
-            del self._segments[-1]
-            if not steps.paused:
-                self._check_empty_segment(steps, source, limit)
+        self._results.append(checked_result(operator.train_epoch, metrics))
+        self._compare_counts(metrics.get(NUM_SAMPLES), segment)
+        if segment.num_batches == 0:
+            del self._results[-1]
+            if not segment.paused:
+                self._check_empty_segment(segment, source, limit)
         # a loop that stops early of its own will has ended its epoch
-        registration.steps = None
-        if steps.epoch_is_over or (limit is None and not steps.paused):
+        registration.segment = None
+        if segment.epoch_is_over or (limit is None and not segment.paused):
             registration.offset = 0
             registration.epoch += 1
             self._batches = None
 
-    def _new_steps(self, source: Source, limit: int | None) -> Steps:
+    def _new_segment(self, source: Source, limit: int | None) -> Segment:
         registration = self._registration
         left = source.steps_left(registration.offset)
         go_on: Callable[[bool], bool] | None = None
@@ -222,7 +222,7 @@ class Loop:
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        return Steps(
+        return Segment(
             registration, source, self._batches, limit, left, go_on, self.signal, on_commit
         )
 
@@ -240,29 +240,29 @@ class Loop:
         )
         self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
-    def _settle_failure(self, steps: Steps, source: Source) -> None:
+    def _settle_failure(self, segment: Segment, source: Source) -> None:
         """Keep what a segment has reached, and what is measured of it, when it has raised."""
-        again = steps.fail()
+        again = segment.fail()
         self._end_covering()
-        if steps.loader_failed:
+        if segment.loader_failed:
             source.close_workers()  # its processes may be gone
-        if source.sharded or steps.loader_failed:
+        if source.sharded or segment.loader_failed:
             self._batches = None  # the offset says where to go on
         else:
             self._batches = itertools.chain(again, self._batches or ())
         meters = self._registration.meters
         if meters is not None:
-            if meters.batch_count == steps.num_batches:
-                self._compare_counts(meters.num_samples, steps)
-            self._segments.append(meters.summary())
-        self._registration.steps = None
+            if meters.batch_count == segment.num_batches:
+                self._compare_counts(meters.num_samples, segment)
+            self._results.append(meters.summary())
+        self._registration.segment = None
 
-    def _check_empty_segment(self, steps: Steps, source: Source, limit: int | None) -> None:
+    def _check_empty_segment(self, segment: Segment, source: Source, limit: int | None) -> None:
         """See why a segment had no batch: the loader is empty, was at its end, or was not asked."""
         name = f"{type(self.operator).__name__}.train_epoch"
-        if steps.epoch_is_over and steps.start == 0:
+        if segment.epoch_is_over and segment.start == 0:
             raise _empty("train", source)
-        if steps.epoch_is_over:
+        if segment.epoch_is_over:
             if self._registration.global_step == self._began_at:
                 # the call before stopped or failed exactly at the end of its epoch, and could not
                 # know that it was the end; this one has not done anything yet
@@ -297,9 +297,9 @@ class Loop:
         self._cover()
         self._uncounted_from = None
 
-    def _compare_counts(self, counted: Any, steps: Steps) -> None:
+    def _compare_counts(self, counted: Any, segment: Segment) -> None:
         """See whether the user counts what offsets count, and not tokens, or batches as items."""
-        taken = steps.num_taken
+        taken = segment.num_taken
         if taken is not None and isinstance(counted, int | float) and counted != taken:
             self.num_covered = None
 
@@ -331,7 +331,7 @@ class Loop:
                 except BaseException:
                     source.close_workers()
                     raise
-                self._segments.append(checked_result(operator.validate, metrics))
+                self._results.append(checked_result(operator.validate, metrics))
                 # sized loader: count the group's steps, not this rank's batches
                 taken = batches.count if ahead is None or limit is None else limit
                 if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
@@ -348,7 +348,7 @@ class Loop:
     # ---- results
 
     def _begin(self, call: int) -> None:
-        self._call, self._segments, self.num_covered = call, [], 0
+        self._call, self._results, self.num_covered = call, [], 0
         self._more_epochs = 0
         self._began_at = self._registration.global_step
         self._skipped_before = self._registration.num_skipped
@@ -362,7 +362,7 @@ class Loop:
             timers.disable()
 
     def _result(self) -> Summary:
-        result = merge_segments(self._segments)
+        result = merge_segments(self._results)
         timers = self._registration.timers
         if timers.enabled:
             return Summary({**result, "profile": timers.stats()}, result.weights)

@@ -18,7 +18,7 @@ from raysgd.options import Options
 from raysgd.timers import TimerCollection
 
 if TYPE_CHECKING:
-    from raysgd.loop.steps import Steps
+    from raysgd.loop.segment import Segment
 
 __all__ = ["Registration", "Settings", "check_parts", "listed", "shaped_like"]
 
@@ -57,7 +57,7 @@ class Registration(ABC):
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
         self.meters: AverageMeterCollection | None = None
-        self.steps: Steps | None = None
+        self.segment: Segment | None = None
         """The segment of training under way."""
         self._sources: dict[str, Source] = {}
         self._trains_on = "train"
@@ -208,8 +208,8 @@ class Registration(ABC):
         The loop may have wrapped the iterator that it was given, in tqdm say. One that has drawn
         nothing from it has batches of its own, and these count as a whole epoch.
         """
-        steps = self.steps
-        return steps is None or not steps.drawn_from or steps.loop_ends_epoch
+        segment = self.segment
+        return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
     # ---- committed steps
 

@@ -158,18 +158,18 @@ class OperatorRunner(ABC):
         """Say how far training is."""
         if self._loop is None:
             return Progress()
-        registration, steps = self._registration, self._loop.steps
-        meters = registration.meters if steps is not None else None
+        registration, segment = self._registration, self._loop.segment
+        meters = registration.meters if segment is not None else None
         return Progress(
             epoch=registration.epoch,
-            in_epoch=registration.offset > 0 or (steps is not None and steps.num_batches > 0),
+            in_epoch=registration.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=registration.global_step,
             num_batches=self._loop.num_batches,
-            total_batches=None if steps is None else steps.total_batches,
+            total_batches=None if segment is None else segment.total_batches,
             num_covered=self._loop.num_covered,
             unshared=self._is_unshared(self._loop.read),
             num_samples=0 if meters is None else int(meters.num_samples),
-            step_s=0.0 if steps is None else steps.step_s,
+            step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
             loss=None if meters is None else self._loss.read(meters),
         )

@@ -15,10 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import TorchTrainer, checkpoint
 from raysgd.callbacks import Callback
-from raysgd.calls import _doubt
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.metrics import Computed
+from raysgd.trainer_calls import _doubt
 from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder

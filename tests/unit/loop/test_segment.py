@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.source import Source
+from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal, StepInterruptedError
-from raysgd.loop.steps import Steps
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 
 
@@ -22,7 +22,7 @@ def make_registration(num_optimizers=1):
 def make_steps(registration, batches, limit=None, steps_left="all", go_on=None):
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
-    return Steps(registration, Source(batches), iter(batches), limit, left, go_on, Signal())
+    return Segment(registration, Source(batches), iter(batches), limit, left, go_on, Signal())
 
 
 @given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
@@ -79,7 +79,7 @@ def test_no_batch_is_fetched_beyond_the_limit():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), Source([]), batches(), 2, None, None, Signal())
+    steps = Segment(make_registration(), Source([]), batches(), 2, None, None, Signal())
     assert list(steps) == [0, 1]
     assert fetched == [0, 1]
 
@@ -144,7 +144,7 @@ def test_a_failure_between_two_steps_takes_nothing_back():
         raise OSError("disk")
 
     registration = make_registration()
-    steps = Steps(registration, Source([]), broken(), None, None, None, Signal())
+    steps = Segment(registration, Source([]), broken(), None, None, None, Signal())
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
@@ -264,7 +264,7 @@ def test_the_batches_that_follow_a_pause_are_not_fetched():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), Source([]), batches(), None, None, None, Signal())
+    steps = Segment(make_registration(), Source([]), batches(), None, None, None, Signal())
     assert drawn(steps, pause=2, after=1) == [0, 1]
     assert fetched == [0, 1]
 
@@ -307,7 +307,7 @@ def test_a_pause_at_a_step_that_has_passed_lifts_no_limit(passed, length_known):
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("raysgd.loop.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("raysgd.loop.segment.time.perf_counter", lambda: now[0])
     steps = make_steps(make_registration(), range(5))
     assert steps.step_s == 0.0
     next(steps)
@@ -322,7 +322,7 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
 
 def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
     registration, told = make_registration(), []
-    steps = Steps(
+    steps = Segment(
         registration,
         Source([1, 2, 3]),
         iter([1, 2, 3]),
@@ -354,7 +354,7 @@ def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=Fal
     left = len(batches) if steps_left == "all" else steps_left
     source = Source(batches)
     source.sharded = sharded
-    return registration, Steps(registration, source, iter(batches), limit, left, go_on, Signal())
+    return registration, Segment(registration, source, iter(batches), limit, left, go_on, Signal())
 
 
 def groups_of(registration, steps, after=None, pause=None):
@@ -407,7 +407,7 @@ def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
 def test_progress_is_seen_within_a_group(monkeypatch):
     """A group may take longer than the time after which no progress counts as a hang."""
     now = [0.0]
-    monkeypatch.setattr("raysgd.loop.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("raysgd.loop.segment.time.perf_counter", lambda: now[0])
     _, steps = grouped(100, range(100))
     next(steps)
     assert (steps.num_finished, steps.step_s) == (0, 0.0)
@@ -426,7 +426,7 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
             yield index
 
     registration, _ = grouped(3, [])
-    steps = Steps(registration, Source([]), batches(), None, None, None, Signal())
+    steps = Segment(registration, Source([]), batches(), None, None, None, Signal())
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
@@ -439,7 +439,7 @@ def test_without_accumulation_no_loader_is_looked_into():
             fetched.append(index)
             yield index
 
-    steps = Steps(make_registration(), Source([]), batches(), None, None, None, Signal())
+    steps = Segment(make_registration(), Source([]), batches(), None, None, None, Signal())
     assert [(batch, len(fetched)) for batch in steps] == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -463,7 +463,7 @@ def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_know
     batches = list("abcde")
     iterator = iter(batches)
     registration, _ = grouped(3, [])
-    steps = Steps(
+    steps = Segment(
         registration,
         Source(batches),
         iterator,

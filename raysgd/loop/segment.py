@@ -1,4 +1,4 @@
-"""The iterator that a training loop draws batches from, and where its steps are counted."""
+"""A segment of training: the iterator that a loop draws batches from, and that counts steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raysgd.data.source import Source
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
 
-__all__ = ["Steps"]
+__all__ = ["Segment"]
 
 _NOTHING = object()
 
 
-class Steps:
+class Segment:
     """Yields the batches of one segment of training, and commits each step as the next begins.
 
     Asking for the next batch is what says that the step before is done; so loops that users
@@ -106,7 +106,7 @@ class Steps:
             return True
         return self.epoch_is_over or self.num_batches + len(self._in_flight) == self._steps_left
 
-    def __iter__(self) -> Steps:
+    def __iter__(self) -> Segment:
         return self
 
     def __next__(self) -> Any:
