@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--num-epochs", type=int, default=12)
     parser.add_argument("--keras", choices=("keras", "tf_keras"), default="keras")
-    parser.add_argument("--backend", choices=("tensorflow", "horovod"), default="tensorflow")
+    parser.add_argument("--backend", choices=("gloo", "horovod"), default="gloo")
     parser.add_argument("--smoke-test", action="store_true", help="two epochs, no more")
     args = parser.parse_args()
     num_epochs = 2 if args.smoke_test else args.num_epochs

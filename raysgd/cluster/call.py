@@ -57,7 +57,10 @@ class Call:
         self.has_begun, self.num_losses_before, self.num_hangs = False, 0, 0
 
     def begin(self, members: Sequence[Member], progress: Progress) -> None:
-        """Note how far training is as the part reaches its workers for the first time."""
+        """Note how far training is as the part reaches its workers for the first time.
+
+        A call to train makes its goal absolute here.
+        """
         self.has_begun = True
         since = dict.fromkeys(members, progress.global_step)
         self.metrics_start_step = since | self.metrics_start_step

@@ -22,7 +22,7 @@ __all__ = ["TFOptions"]
 class TFOptions(Options):
     """See :class:`raysgd.options.Options`."""
 
-    backend: str = "tensorflow"
+    backend: str = "gloo"
     splits_batches: bool = False
     """Whether a batch of a ``tf.data.Dataset`` is one of the whole group."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
@@ -34,7 +34,7 @@ class TFOptions(Options):
     precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
     def backends(self) -> tuple[str, ...]:
-        return ("tensorflow", "horovod")
+        return ("gloo", "horovod", "tensorflow")
 
     def own_gpus(self) -> bool:
         import tensorflow as tf

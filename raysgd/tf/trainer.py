@@ -53,7 +53,7 @@ class TFTrainer(OperatorTrainer):
         num_workers: the most workers.
         min_workers: the fewest to start with, and to go on with after losses.
         resources_per_worker: further Ray resources of each worker.
-        backend: "tensorflow", raysgd's own exchange, or "horovod".
+        backend: "gloo" or "horovod", by which workers exchange. "tensorflow" means "gloo".
         timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
             setup.
         use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or
@@ -92,7 +92,7 @@ class TFTrainer(OperatorTrainer):
         num_workers: int | None = None,
         min_workers: int = 1,
         resources_per_worker: Mapping[str, float] | None = None,
-        backend: str = "tensorflow",
+        backend: str = "gloo",
         timeout_s: float = 1800,
         use_fp16: bool | str = False,
         use_tqdm: bool = False,

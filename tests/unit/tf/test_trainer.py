@@ -88,7 +88,7 @@ def test_functions_work_too(tmp_path):
         ({"model_creator": model_creator}, TypeError, "not both"),
         ({"num_workers": 0}, ValueError, "num_workers=0"),
         ({"num_workers": 2, "num_replicas": 3}, ValueError, "two names"),
-        ({"backend": "gloo"}, ValueError, "'tensorflow', 'horovod'"),
+        ({"backend": "nccl"}, ValueError, "'gloo', 'horovod', 'tensorflow'"),
         ({"use_fp16": "apex"}, ValueError, "use_fp16='apex'"),
         ({"config": 3}, TypeError, "config"),
     ],
