@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.backends import register_backend
 from raysgd.callbacks import CheckpointCallback
+from raysgd.comm.torch import TorchBackend
+from tests.faulty import check_epoch, faulty_trainer, order, pids_of
 from tests.operators import Classifier, make_data, parameters, replica_hash
 from tests.shared import Shared
 
@@ -155,3 +158,27 @@ def test_the_progress_bar_shows_the_whole_group(two, capsys):
 
 def slow(pause_s):
     return lambda operator: setattr(operator, "pause_s", pause_s)
+
+
+class OneGroup(TorchBackend):
+    """gloo, as a library whose processes can be in one group alone."""
+
+    rejoins = False
+
+    def __init__(self, name, timeout_s):
+        super().__init__("gloo", timeout_s)
+
+
+@pytest.mark.slow("two workers start, and after a loss two others")
+def test_where_no_process_can_be_in_two_groups_all_start_anew_with_what_a_survivor_has(
+    module_cluster, tmp_path
+):
+    register_backend("one-group", f"{__name__}:OneGroup")
+    elastic = ElasticConfig(initial_s=0.2, snapshot_every=None)
+    with faulty_trainer(tmp_path, 2, backend="one-group", elastic=elastic) as trainer:
+        order(tmp_path, "train", 1, 5, "die")
+        before = pids_of(trainer)
+        trainer.train()
+        check_epoch(trainer)
+        assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
+        assert not {*before} & {*pids_of(trainer)}
