@@ -15,6 +15,7 @@ import psutil
 import typer
 
 import raysgd
+from raysgd.comm.network import LOOPBACK, interfaces
 
 __all__ = ["app"]
 
@@ -47,6 +48,16 @@ _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
 }
+
+
+_LISTENERS = (
+    ("driver", "calls, rendezvous", "for those who know a key of the run"),
+    ("each worker", "small reductions", "for those who know a key of the run"),
+    ("each worker", "gloo, NCCL, Horovod", "for everybody who reaches them"),
+    ("driver", "stores of NCCL and Horovod", "for everybody who reaches them"),
+    ("each worker", "TensorFlow's server", "on all interfaces; training functions only"),
+)
+"""What listens where, and for whom."""
 
 
 @app.callback(invoke_without_command=True)
@@ -92,6 +103,10 @@ def doctor(
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     rows += _torch_rows()
     _show(rows)
+    typer.echo("\nWhat listens while several workers train (docs/security.md):")
+    _show(_LISTENERS)
+    own = next((each for each in interfaces() if each != LOOPBACK), LOOPBACK)
+    typer.echo(f"on {LOOPBACK} where all are on this machine, else on an address such as {own}")
     try:
         of_cluster = list(_cluster_rows(address))
     except (OSError, ValueError) as error:  # there is none, or this is no address

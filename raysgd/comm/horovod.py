@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,14 +66,17 @@ class HorovodBackend(Backend):
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
         """Start the rendezvous server of a new generation."""
         from horovod.runner.common.util.hosts import SlotInfo
-        from horovod.runner.http.http_server import RendezvousServer
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
         self.close()
-        self._server = RendezvousServer(verbose=0)
-        port = self._server.start()
-        self._server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
+        host = driver_address(addresses)
+        # not Horovod's RendezvousServer, which listens on all interfaces
+        server = self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+        server.daemon_threads = True  # one that serves a silent stranger holds nothing up
+        server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
+        threading.Thread(target=server.serve_forever, name="raysgd-horovod", daemon=True).start()
         single_node = is_single_node(addresses)
-        return HorovodRendezvous(driver_address(addresses), port, tuple(addresses), single_node)
+        return HorovodRendezvous(host, server.server_port, tuple(addresses), single_node)
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         """Set Horovod's environment, and initialize it.
@@ -136,9 +139,8 @@ class HorovodBackend(Backend):
         """Stop the rendezvous server."""
         server, self._server = self._server, None
         if server is not None:
-            server.stop()
-            with contextlib.suppress(OSError):
-                server._httpd.server_close()
+            server.shutdown()
+            server.server_close()
 
 
 def check_horovod() -> None:

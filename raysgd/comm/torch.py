@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,18 @@ class TorchBackend(Backend):
         self._server = StoreServer(host)
         if self._name != "nccl":
             return TorchRendezvous(self._server.address, single_node)
+        # by itself torch's store would listen on all interfaces
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
         self._tcp_store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
         )
-        return TorchRendezvous(self._server.address, single_node, self._tcp_store.port)
+        return TorchRendezvous(self._server.address, single_node, port)
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Create the default process group, and note which sockets are its own."""
