@@ -252,19 +252,42 @@ def reserve(
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, _SETTLE_S)
         group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted)
-        if group is None:
-            continue
-        if size < num_workers:
+        if group is not None:
+            return _topped_up(Reservation(group, range(size), owned=True), bundle, num_workers)
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
+
+
+def _topped_up(
+    reservation: Reservation, bundle: Mapping[str, float], num_workers: int
+) -> Reservation:
+    """Request room for the workers that are missing, and give what is free a moment to come.
+
+    How many fit was counted as if all resources were on one node.
+    """
+    size = len(reservation.slots)
+    if size == num_workers:
+        return reservation
+    try:
+        free = workers_that_fit(ray.available_resources(), bundle)
+        for _ in range(min(num_workers - size, free)):
+            reservation.request_slot(bundle)
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and not all(s.is_ready for s in reservation.slots):
+            time.sleep(_POLL_S)
+        num_ready = sum(slot.is_ready for slot in reservation.slots)
+        if num_ready < num_workers:
             logger.warning(
                 "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
                 "for more now.",
-                size,
+                num_ready,
                 num_workers,
                 _described(bundle),
                 _described(ray.cluster_resources(), bundle),
             )
-        return Reservation(group, range(size), owned=True)
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
+    except BaseException:  # Ctrl-C, most likely
+        reservation.release()
+        raise
+    return reservation
 
 
 def _is_own_cluster() -> bool:

@@ -35,7 +35,10 @@ class SnapshotKeeper:
         self._step = -1
 
     def follow(self, member: Member, progress: Progress) -> None:
-        """Fetch the snapshot that `member` holds, if it is a newer one; never waits."""
+        """Fetch the snapshot that `member` holds, if it is a newer one.
+
+        Does not wait, but that of the driver's own worker is pickled here.
+        """
         self._receive()
         newer = progress.snapshot is not None and progress.snapshot != self._step
         if self._coming is None and newer and (member.remote or self._of_driver):

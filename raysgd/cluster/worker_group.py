@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,13 @@ from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
 __all__ = ["GroupOptions", "WorkerGroup"]
 
+logger = logging.getLogger(__name__)
+
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 _LARGE_BYTES = 2**20
+_MENTION_S = 30.0
+"""After how long to say what a start waits for."""
 _COME_UP_S = 60.0
 """How long worker processes may take to come up once they have room."""
 
@@ -91,7 +96,8 @@ class WorkerGroup:
             options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
         )
         # known from here on, so that a start that fails leaves none behind
-        self.members = [self.new_member(slot) for slot in self._reservation.slots]
+        slots = [slot for slot in self._reservation.slots if slot.is_ready]
+        self.members = [self.new_member(slot) for slot in slots]
         self._find_places(self.members, max(timeout_s, _COME_UP_S))
         self.members = self.in_order(self.members)
         if options.use_local:
@@ -133,7 +139,11 @@ class WorkerGroup:
     def _find_places(self, members: Sequence[Member], timeout_s: float) -> None:
         """Wait until workers are up, and note where each of them is."""
         places = [member.control("info") for member in members]
-        if missing := self.clock.wait(places, timeout_s):
+        missing = self.clock.wait(places, min(timeout_s, _MENTION_S))
+        if missing and timeout_s > _MENTION_S:
+            logger.warning("Still waiting for %d workers to come up.", len(missing))
+            missing = self.clock.wait(missing, timeout_s - _MENTION_S)
+        if missing:
             ranks = [rank for rank, place in enumerate(places) if place in missing]
             raise WorkerTimeoutError(
                 f"Waited {timeout_s:g} s for worker processes to come up, in vain for worker"

@@ -93,8 +93,12 @@ class Session:
         self._encode = encode
         self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
+        # but for those that Python has not started, which may call back for any run, as autograd's
         self._older_threads = weakref.WeakSet(
-            thread for thread in threading.enumerate() if thread is not threading.current_thread()
+            thread
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread()
+            and not isinstance(thread, threading._DummyThread)
         )
 
     # ---- the function

@@ -229,7 +229,7 @@ class HostedGroup:
 
     def __getitem__(self, index: int) -> HostedWorker:
         """Return one worker."""
-        return HostedWorker(self, self._actors[index])
+        return HostedWorker(self, self._actors[index], self.id)
 
     def __iter__(self) -> Iterator[HostedWorker]:
         return (self[index] for index in range(len(self)))
@@ -247,29 +247,35 @@ class HostedGroup:
 class HostedWorker:
     """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
 
-    def __init__(self, group: HostedGroup, actor: Any) -> None:
-        self._group = group  # which lives as long as this
+    def __init__(self, group: HostedGroup | None, actor: Any, hosted_id: str) -> None:
+        self._group = group  # which lives as long as this; None where it was sent elsewhere
         self._actor = actor
+        self._id = hosted_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Reach the same object from another process."""
+        return HostedWorker, (None, self._actor, self._id)
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return HostedMethod(self._group, self._actor, name)
+        return HostedMethod(self, self._actor, self._id, name)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, group: HostedGroup, actor: Any, name: str) -> None:
-        self._group = group
+    def __init__(self, worker: HostedWorker, actor: Any, hosted_id: str, name: str) -> None:
+        self._worker = worker  # which lives as long as this
         self._actor = actor
+        self._id = hosted_id
         self._name = name
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``."""
         bound = self._actor.execute.options(concurrency_group="work")
-        return bound.remote(_call_hosted, self._group.id, self._name, *args, **kwargs)
+        return bound.remote(_call_hosted, self._id, self._name, *args, **kwargs)
 
 
 def _host(

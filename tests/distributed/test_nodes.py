@@ -48,6 +48,11 @@ controller.start()
 print(json.dumps([o.value() for o in controller.run(Call(method="where"))]), flush=True)
 controller.shutdown()
 
+# two CPUs would hold three such workers, but each node has room for one
+room = reserve({"CPU": 0.6}, num_workers=3, min_workers=1, timeout_s=60)
+print(json.dumps([slot.is_ready for slot in room.slots]), flush=True)
+room.release()
+
 JOINED = ("started", "grown")
 elastic = ElasticConfig(initial_s=0.25, max_s=0.5, max_attempts=3, jitter=0.0)
 with TorchTrainer(
@@ -125,7 +130,7 @@ def on_nodes(tmp_path_factory):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
-    assert len(lines) == 6, run.stderr
+    assert len(lines) == 7, run.stderr
     return run.stderr, lines
 
 
@@ -139,8 +144,13 @@ def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
     assert sorted(info[4] for info in infos[2:]) == [0, 1]
 
 
+def test_a_start_takes_what_fits_node_by_node(on_nodes):
+    _, (_, ready, *_) = on_nodes
+    assert sum(ready) == 2
+
+
 def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
-    logged, (_, failed, left, ready, again, _) = on_nodes
+    logged, (_, _, failed, left, ready, again, _) = on_nodes
     assert "Training run failed: 1 left, and min_workers=2" in failed["error"]
     assert "the cluster has 1 CPU, of which 0 CPU are free" in failed["error"]
     # doubled, capped, and each one logged

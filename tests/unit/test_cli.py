@@ -30,12 +30,14 @@ def test_every_command_explains_itself():
 def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
     result = invoke("doctor")
     assert result.exit_code == 0
-    lines = {line.split()[0]: line for line in result.output.splitlines()}
+    lines = {line.partition(" ")[0]: line for line in result.output.splitlines()}
     assert torch.__version__ in lines["torch"]
     assert "available" in lines["gloo"]
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
     assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
     assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
+    assert re.fullmatch(r"each worker +TensorFlow's server +on all interfaces.*", lines["each"])
+    assert "on 127.0.0.1 where all are on this machine" in result.output
 
 
 def test_the_doctor_says_that_ray_tune_is_not_all_there(monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 
+import cloudpickle
 import pytest
 import ray
 from hypothesis import given
@@ -175,6 +176,8 @@ def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
     assert len(hosted) == len(list(hosted)) == 3
     assert hosted[0].add.remote() == 7
     assert [worker.add.remote(times=2) for worker in hosted] == [11, 15, 19]
+    sent = cloudpickle.loads(cloudpickle.dumps(hosted[1]))  # to a task, or to another worker
+    assert sent.add.remote() == 21
     with pytest.raises(AttributeError, match="_private"):
         _ = hosted[0]._private
     with pytest.raises(AttributeError, match="missing"):
