@@ -102,24 +102,23 @@ class MLflowLogger(LoggerCallback):
         """Return the run; it does not begin before the trainer stands where it will go on from."""
         if self._run is None:
             self._failed = False
-            self._run = MLflowRun(
-                self._tracking_uri, trainer.config, run_id=self.run_id, **self._new
-            )
+            is_new = self.run_id is None
+            self._run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new)
             self.run_id = self._run.id
+            if is_new:
+                self._run.log_config(trainer.config)
         return self._run
 
 
 class MLflowRun:
     """A run of MLflow, as the callbacks of both families write it; arguments are as theirs.
 
-    It is a new one, with the numbers and texts in `config` as its parameters, or, with a `run_id`,
-    the one that is gone on with.
+    It is a new one or, with a `run_id`, the one that is gone on with.
     """
 
     def __init__(
         self,
         tracking_uri: str | None,
-        config: Mapping[str, Any],
         *,
         run_id: str | None = None,
         registry_uri: str | None = None,
@@ -145,10 +144,13 @@ class MLflowRun:
                     found.experiment_id if found else client.create_experiment(experiment)
                 )
             self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
-            # MLflow refuses a second value, and two names may become one
-            given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
-            for name, value in given.items():
-                client.log_param(self.id, name, value[:_MOST_TEXT])
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write the numbers and texts in a config as the parameters of the run."""
+        # MLflow refuses a second value, and two names may become one
+        given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
+        for name, value in given.items():
+            self.client.log_param(self.id, name, value[:_MOST_TEXT])
 
     def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
         """Write metrics, as of a time in seconds since the epoch."""

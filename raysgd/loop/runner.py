@@ -160,6 +160,7 @@ class OperatorRunner(ABC):
             return Progress()
         registration, segment = self._registration, self._loop.segment
         meters = registration.meters if segment is not None else None
+        loss = None if meters is None else self._loss.read(meters)  # first, since it may wait
         return Progress(
             epoch=registration.epoch,
             in_epoch=registration.offset > 0 or (segment is not None and segment.num_batches > 0),
@@ -171,7 +172,7 @@ class OperatorRunner(ABC):
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
-            loss=None if meters is None else self._loss.read(meters),
+            loss=loss,
         )
 
     def _is_unshared(self, source: Source | None) -> bool:

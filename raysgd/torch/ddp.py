@@ -16,6 +16,7 @@ __all__ = [
     "ReplicatedCriterion",
     "ReplicatedModel",
     "averaged_parameters",
+    "communication_hooks",
     "no_forward_sync",
     "only_running_statistics",
     "rebuild",
@@ -133,7 +134,23 @@ def replicated(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
+_THE_GROUP = "the process group"
+"""Stands for the state of a hook that is the group itself, which a reference would keep."""
+
+
+def communication_hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Return the communication hooks of a wrapper, each with its state."""
+    return [
+        (hook, _THE_GROUP if state is model.process_group else state)
+        for hook, state in model._comm_hooks
+    ]
+
+
+def rebuild(
+    model: DistributedDataParallel,
+    required: dict[str, bool],
+    comm_hooks: Sequence[tuple[Any, Any]] | None = None,
+) -> None:
     """Build what communicates anew, in place, for the process group that exists now.
 
     The object stays the same, so that references to it in user code stay good, and so do its
@@ -144,17 +161,23 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     Args:
         model: the wrapper.
         required: see `averaged_parameters`.
+        comm_hooks: see `communication_hooks`; those at the end of `setup`, which a replacement
+            worker has too. None for those of now.
     """
-    group, comm_hooks = model.process_group, model._comm_hooks
+    own = model.mixed_precision is not None  # then it has one hook, which is its own
+    if own or comm_hooks is None:
+        comm_hooks = communication_hooks(model)
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     with _requiring_gradients(model.module, required):
         model.__setstate__(kept)  # torch's own way to do it, for a wrapper that was unpickled
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
+    # as a replacement worker has them: a forward pass without gradients or exchange leaves others
+    model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
-        if state is None or model.mixed_precision is not None:  # whose one hook is its own
+        if state is None or own:
             model.register_comm_hook(state, hook)
-        elif state is group:
+        elif state is _THE_GROUP:
             model.register_comm_hook(model.process_group, hook)
         else:
             warnings.warn(

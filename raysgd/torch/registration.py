@@ -55,6 +55,7 @@ class TorchRegistration(Registration):
         self._trains_criterion = False
         self._required: dict[int, dict[str, bool]] = {}
         self._averaged: list[dict[str, bool] | None] = []
+        self._comm_hooks: list[list[tuple[Any, Any]]] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._buffers = BufferLog()
         self.optimization = Optimization(
@@ -159,6 +160,10 @@ class TorchRegistration(Registration):
             if isinstance(m, DistributedDataParallel)
             else None
             for m in self.models
+        ]
+        self._comm_hooks = [
+            ddp.communication_hooks(model) if isinstance(model, DistributedDataParallel) else []
+            for model in self.models
         ]
         wraps = self.settings.options.wrap_ddp and self.context.distributed
         self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
@@ -281,9 +286,10 @@ class TorchRegistration(Registration):
         super().enter(context, batch_share)
         for exchange in self.optimization.exchanges.values():
             exchange.rebuild()
-        for model, names in zip(self.models, self._averaged, strict=True):
+        wrapped = zip(self.models, self._averaged, self._comm_hooks, strict=True)
+        for model, names, comm_hooks in wrapped:
             if isinstance(model, DistributedDataParallel) and names is not None:
-                ddp.rebuild(model, names)
+                ddp.rebuild(model, names, comm_hooks)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over what rank `leader` has, if this rank `follows`. Every rank must call it.

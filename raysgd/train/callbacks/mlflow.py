@@ -61,8 +61,9 @@ class MLflowLoggerCallback(FileCallback):
         uri = self._tracking_uri
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
             uri = str(self.logdir / "mlruns")
-        self._run = MLflowRun(uri, config, **self._new)
+        self._run = MLflowRun(uri, **self._new)
         self.run_id = self._run.id
+        self._run.log_config(config)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the numbers, over ``_training_iteration``."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -397,6 +398,20 @@ def test_hooks_of_the_wrapper_survive_a_rebuild(process_group):
     wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
     wrapped.state_dict()
     assert len(seen) == 4
+
+
+def test_a_rebuilt_wrapper_is_as_that_of_a_worker_that_has_just_set_up(process_group):
+    """A survivor may stand between the micro-batches of a step, with hooks that are its own."""
+    wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
+    required, hooks = ddp.averaged_parameters(wrapped), ddp.communication_hooks(wrapped)
+    wrapped.register_comm_hook(None, allreduce_hook)
+    with wrapped.no_sync():
+        wrapped(torch.ones(1, 2)).sum().backward()
+    assert not wrapped.require_forward_param_sync
+    ddp.rebuild(wrapped, required, hooks)
+    assert wrapped.require_forward_param_sync
+    assert wrapped.require_backward_grad_sync
+    assert not wrapped._comm_hooks
 
 
 def test_communication_hooks_without_a_state_of_their_own_survive_a_rebuild(process_group):
