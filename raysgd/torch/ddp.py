@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch.undo import BufferLog
 
 __all__ = [
     "ReplicatedCriterion",
@@ -29,12 +32,51 @@ __all__ = [
 ]
 
 
+_ASK_BYTES = 2**20
+"""From how many bytes of buffers on it takes less to ask all ranks first than to send them."""
+
+
 class ReplicatedModel(DistributedDataParallel):
     """DistributedDataParallel whose forward communicates only where gradients follow.
 
     Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
     buffers there as well, and block for good when workers validate uneven numbers of batches.
+
+    Large buffers on a CPU are broadcast where a rank has changed one: most are tables, masks and
+    queues, and to ask all ranks takes far less than to send them.
     """
+
+    _buffer_log: BufferLog | None = None
+    _buffer_slots: Sequence[int] = ()
+
+    def ask_before_broadcast(self, log: BufferLog) -> None:
+        """Broadcast the buffers in a forward pass only where `log` knows of a change on a rank."""
+        size = sum(each.numel() * each.element_size() for each in self.module.buffers())
+        if size > _ASK_BYTES and all(each.device.type == "cpu" for each in self.module.buffers()):
+            self._buffer_log, self._buffer_slots = log, log.slots_of(self.module)
+
+    def take_changed_buffers(self) -> bool:
+        """Return whether the buffers have to be broadcast now; every rank must call it.
+
+        The caller does so then.
+        """
+        if self._buffer_log is None:
+            return True
+        own = self._buffer_log.have_changed(self._buffer_slots)
+        changed = torch.tensor([own], dtype=torch.int64)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.process_group)
+        if changed.item():
+            self._buffer_log.note_equal(self._buffer_slots)
+        return bool(changed.item())
+
+    def _sync_buffers(self) -> None:
+        if self.take_changed_buffers():
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is known of the buffers of this process."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {k: v for k, v in state.items() if k not in ("_buffer_log", "_buffer_slots")}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

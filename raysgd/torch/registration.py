@@ -114,6 +114,9 @@ class TorchRegistration(Registration):
         elif isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
         self._buffers = BufferLog(self.models)
+        for model in self.models:
+            if isinstance(model, ddp.ReplicatedModel):
+                model.ask_before_broadcast(self._buffers)
         self.registered = True
         given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
@@ -262,7 +265,9 @@ class TorchRegistration(Registration):
         with_horovod = bool(self.optimization.exchanges)
         buffers: list[torch.Tensor] = []
         for model in self.models:
-            if with_horovod or ddp.replicated(model):
+            if isinstance(model, ddp.ReplicatedModel) and not model.take_changed_buffers():
+                buffers += ddp.running_statistics(model)
+            elif with_horovod or ddp.replicated(model):
                 buffers += model.buffers()
             elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from raysgd.trees import map_leaves
 
@@ -121,6 +122,9 @@ class BufferLog:
         # each buffer, weakly, and its version as it was copied; None: copied in any case
         self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(self._slots)
         self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
+        # buffers as all ranks had the same, and those that were overwritten for that
+        self._equal: dict[int, tuple[weakref.ref[torch.Tensor], int] | None] = {}
+        self._overwritten: set[int] = set()
         self._num_steps = 0
         self.remember()
 
@@ -144,8 +148,8 @@ class BufferLog:
             if buffer is None:
                 self._copies[index] = self._seen[index] = None
                 continue
-            copy = self._copies[index]
-            if copy is not None and self._is_unchanged(index, buffer):
+            copy, is_ours = self._copies[index], index not in self._overwritten
+            if copy is not None and is_ours and self._is_unchanged(index, buffer):
                 continue
             if copy is None or copy.shape != buffer.shape:
                 copy = torch.empty_like(buffer)
@@ -156,22 +160,49 @@ class BufferLog:
         for index, buffer, copy in changed:
             self._copies[index] = copy
             self._note(index, buffer)
+        self._overwritten.clear()
+
+    def slots_of(self, model: torch.nn.Module) -> list[int]:
+        """Return the buffers of a model that a forward pass may need to be the same on all ranks.
+
+        What batch normalization has measured is not among them: training does not read it.
+        """
+        modules = {
+            id(module)
+            for module in model.modules()
+            if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm)
+        }
+        return [index for index, (module, _) in enumerate(self._slots) if id(module) in modules]
+
+    def have_changed(self, slots: Iterable[int]) -> bool:
+        """Whether any of these may have changed since `note_equal`."""
+        for index in slots:
+            module, name = self._slots[index]
+            buffer, equal = module._buffers.get(name), self._equal.get(index)
+            if buffer is None or self._uncounted[index] or not _is_same(equal, buffer):
+                return True
+        return False
+
+    def note_equal(self, slots: Iterable[int]) -> None:
+        """Note that these have been overwritten by those of rank 0, which torch has not counted."""
+        for index in slots:
+            module, name = self._slots[index]
+            if (buffer := module._buffers.get(name)) is not None:
+                self._equal[index] = _version_of(buffer)
+        self._overwritten.update(slots)
 
     def _is_unchanged(self, index: int, buffer: torch.Tensor) -> bool:
-        seen = self._seen[index]
-        if self._uncounted[index] or seen is None:
-            return False
-        return seen[0]() is buffer and seen[1] == buffer._version
+        return not self._uncounted[index] and _is_same(self._seen[index], buffer)
 
     def _note(self, index: int, buffer: torch.Tensor) -> None:
-        # torch counts nothing for those that were made in inference mode
-        counted = not buffer.is_inference()
-        self._seen[index] = (weakref.ref(buffer), buffer._version) if counted else None
+        self._seen[index] = _version_of(buffer)
 
     def _compare(self) -> None:
         for index, (module, name) in enumerate(self._slots):
             buffer, copy = module._buffers.get(name), self._copies[index]
-            if buffer is None or copy is None or not self._is_unchanged(index, buffer):
+            if buffer is None or copy is None or index in self._overwritten:
+                continue
+            if not self._is_unchanged(index, buffer):
                 continue
             try:
                 self._uncounted[index] = not torch.equal(copy, buffer)
@@ -207,6 +238,15 @@ class BufferLog:
             buffer.detach().copy_(value)
         if value is self._copies[index]:
             self._note(index, buffer)
+
+
+def _version_of(buffer: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int] | None:
+    """Return what is another when a buffer has changed; None where torch does not count that."""
+    return None if buffer.is_inference() else (weakref.ref(buffer), buffer._version)
+
+
+def _is_same(version: tuple[weakref.ref[torch.Tensor], int] | None, buffer: torch.Tensor) -> bool:
+    return version is not None and version[0]() is buffer and version[1] == buffer._version
 
 
 def _is_writable(buffer: torch.Tensor) -> bool:

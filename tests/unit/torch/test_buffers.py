@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.torch.undo import BufferLog
+from tests.conftest import run_ranks
 
 
 class Model(torch.nn.Module):
@@ -171,3 +172,34 @@ def test_other_values_are_taken_over_and_remembered():
     in_place(model)
     log.restore()
     torch.testing.assert_close(values(model), expected)
+
+
+def test_large_buffers_are_broadcast_when_a_rank_has_changed_one_and_only_then():
+    run_ranks(LARGE, 2)
+
+
+LARGE = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from raysgd.torch import ddp
+from raysgd.torch.undo import BufferLog
+
+join()
+module = torch.nn.Linear(2, 2)
+module.register_buffer("table", torch.zeros(2**19))
+model = ddp.ReplicatedModel(module)
+log = BufferLog([model])
+model.ask_before_broadcast(log)
+broadcast, sent = DistributedDataParallel._sync_buffers, []
+DistributedDataParallel._sync_buffers = lambda model: (sent.append(step), broadcast(model))
+for step in range(5):
+    if step == 3 and rank == 0:
+        module.table[7] = 5.0
+    model(torch.ones(1, 2)).sum().backward()
+    log.remember_step()
+assert sent == [0, 3], sent
+assert module.table[7] == 5.0
+log.restore()
+assert module.table[7] == 5.0
+print("good")
+"""
