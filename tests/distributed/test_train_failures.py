@@ -264,7 +264,7 @@ def test_a_function_resumes_from_its_newest_checkpoint_until_there_are_no_retrie
         with pytest.raises(TrainingWorkerError, match=r"lost workers 2 times, .*=1") as raised:
             own.run(dies_after_saves, {"deaths": {(0, 0, 3), (1, 1, 9)}})
         # each loss with its cause
-        causes = re.findall(r"^worker (\d) on node \w+: .*process ", str(raised.value), re.M)
+        causes = re.findall(r"^worker (\d) on node \w+ \(.*\): process ", str(raised.value), re.M)
         assert causes == ["0", "1"]
         # the other worker may have gone on to the next save, which then is the one to resume from
         assert own.latest_checkpoint["step"] in (9, 10)
