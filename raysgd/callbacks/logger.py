@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
+from raysgd.paths import checked_path
 
 __all__ = ["LoggerCallback", "end_line", "folder_for", "measured", "record_of"]
 
@@ -74,7 +75,7 @@ def measured(trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> dict[
 def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: str) -> Path:
     """Return the folder that a callback was given, or the one in the run folder."""
     if given is not None:
-        return Path(given).expanduser().absolute()
+        return checked_path("folder", given).absolute()
     assert trainer.logdir is not None  # `needs_logdir`
     return trainer.logdir.joinpath(*below)
 

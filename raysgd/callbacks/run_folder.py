@@ -11,6 +11,7 @@ from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.run_report import RunReport
+from raysgd.paths import checked_path
 
 __all__ = ["checked_logdir", "trainer_callbacks"]
 
@@ -20,18 +21,12 @@ def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
 
     Raises:
         TypeError: if it is no path.
-        ValueError: if it is a URL or a file.
+        ValueError: if it is empty, a URL or a file.
     """
     if logdir is None:
         return None
-    if not isinstance(logdir, str | os.PathLike):
-        raise TypeError(f"logdir must be a path, but it is {logdir!r}.")
-    path = Path(logdir).expanduser().absolute()
-    if "://" in str(logdir):
-        raise ValueError(
-            f"logdir={str(logdir)!r}: must be a folder on a disk of the driver. Checkpoints may "
-            "go to a URL: CheckpointCallback('s3://...')."
-        )
+    advice = "Checkpoints may go to one: CheckpointCallback('s3://...')."
+    path = checked_path("logdir", logdir, advice).absolute()
     if path.exists() and not path.is_dir():
         raise ValueError(f"logdir={str(logdir)!r}: it is there, and is no folder.")
     return path

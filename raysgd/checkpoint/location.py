@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
 
 from raysgd.errors import CheckpointError
+from raysgd.paths import checked_path
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.remote import RemoteFile
@@ -45,9 +46,12 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """Return the place that a path or a URL names.
 
     Raises:
+        TypeError: if it is neither.
         CheckpointError: if it is a URL that nothing which is installed can open.
     """
     text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"A path must be a text, but it is {path!r}.")
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in ("file", "local"):
         from raysgd.checkpoint.remote import RemoteFile
@@ -67,7 +71,10 @@ class LocalFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser().absolute()
+        try:
+            self._path = checked_path("path", path).absolute()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         self.name = self.shown = str(self._path)
 
     def check_writable(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from raysgd.checkpoint.location import (
 )
 from raysgd.config import env_seconds
 from raysgd.errors import CheckpointError
+from raysgd.paths import shown_url, without_secrets
 
 __all__ = ["RemoteFile"]
 
@@ -58,12 +58,12 @@ class RemoteFile:
 
     Attributes:
         name: the URL.
-        shown: how messages name it: without its password.
+        shown: how messages name it: without passwords and signatures.
     """
 
     def __init__(self, url: str) -> None:
         self.name = url
-        self.shown = re.sub(r"//([^/@:]*):[^/@]*@", r"//\1:***@", url)
+        self.shown = shown_url(url)
         for protocol in (part.partition("://")[0] for part in url.split("::")):
             self._check_protocol(protocol)
 
@@ -74,12 +74,18 @@ class RemoteFile:
         except ImportError as error:  # which says what to install
             raise CheckpointError(f"Cannot open {self.shown}: {error}") from error
         except ValueError as error:
+            # a password with :: in it looks like a chain
+            named = f"{protocol}://" if protocol in self.shown else "it"
             raise CheckpointError(
-                f"Cannot open {self.shown}: nothing opens {protocol}://. Known are file://, "
+                f"Cannot open {self.shown}: nothing opens {named}. Known are file://, "
                 "memory://, and with the package in brackets installed, s3:// (s3fs), "
                 "gs:// (gcsfs), az:// (adlfs), hdfs:// (pyarrow), sftp:// (paramiko), "
                 "https:// (aiohttp) and others, which fsspec lists."
-            ) from error
+            ) from self._cause(error)
+
+    def _cause(self, error: BaseException) -> BaseException | None:
+        """Return an error as the cause of ours, unless its text may show what is not shown."""
+        return error if self.shown == self.name else None
 
     def check_writable(self) -> str:
         """Return the URL: whether it can be written to shows when it is."""
@@ -215,8 +221,11 @@ class RemoteFile:
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise error
         if isinstance(error, FileNotFoundError) and verb == "load":
-            raise CheckpointError(f"Cannot load {self.shown}: there is no such file.") from error
-        raise UnreachableError(f"Cannot {verb} {self.shown}: {first_line(error)}") from error
+            raise CheckpointError(
+                f"Cannot load {self.shown}: there is no such file."
+            ) from self._cause(error)
+        said = without_secrets(first_line(error).replace(self.name, self.shown))
+        raise UnreachableError(f"Cannot {verb} {self.shown}: {said}") from self._cause(error)
 
 
 def _scratch_folder() -> tempfile.TemporaryDirectory[str]:

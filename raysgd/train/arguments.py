@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.cluster.serialization import dumps, unpicklable_key
+from raysgd.paths import checked_path
 
 __all__ = [
     "bound_function",
@@ -107,9 +108,14 @@ def worker_resources(
 
 
 def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
-    """Return where runs are kept, as an absolute path."""
+    """Return where runs are kept, as an absolute path.
+
+    Raises:
+        TypeError: if `given` is no path.
+        ValueError: if it is empty or a URL.
+    """
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    path = Path(f"{kind}_{date}") if given is None else Path(given).expanduser()
+    path = f"{kind}_{date}" if given is None else checked_path("logdir", given)
     return Path(RESULTS).expanduser() / path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.elastic.config import ElasticConfig
+from raysgd.paths import checked_path
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
 
@@ -126,11 +127,9 @@ def checked_run(given: Any) -> Any:
             f"RunConfig(name={name!r}): must be the name of one folder. Give the folder that it "
             "is in as storage_path."
         )
-    if storage is not None and "://" in os.fspath(storage):
-        raise ValueError(
-            f"RunConfig(storage_path={storage!r}): must be a folder that the driver can write to, "
-            "and not a URL. Mount what is elsewhere, or copy Result.path there after fit()."
-        )
+    if storage is not None:
+        advice = "Mount what is elsewhere, or copy Result.path there after fit()."
+        checked_path("storage_path", storage, advice)
     return given
 
 

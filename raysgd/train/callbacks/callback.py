@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from raysgd.paths import checked_path
 from raysgd.train.callbacks.preprocessors import IndexedResultsPreprocessor, ResultsPreprocessor
 
 __all__ = ["FileCallback", "TrainingCallback"]
@@ -68,7 +69,7 @@ class FileCallback(TrainingCallback):
         self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
     ) -> None:
         """Make the folder, and begin."""
-        self._folder = Path(self._given or Path(logdir, self._subfolder)).expanduser()
+        self._folder = checked_path("logdir", self._given or Path(logdir, self._subfolder))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._begin(config)
 

@@ -37,7 +37,11 @@ def test_a_folder_is_absolute_and_need_not_be_there(tmp_path, monkeypatch):
     [
         (3, TypeError, "logdir must be a path, but it is 3"),
         ("s3://bucket/run", ValueError, r"a disk of the driver.*CheckpointCallback\('s3://"),
+        ("s3://me:secret@bucket", ValueError, r"logdir='s3://me:\*\*\*@bucket'"),
         (__file__, ValueError, "it is there, and is no folder"),
+        (b"runs/1", TypeError, "logdir must be a path, but it is b'runs/1'"),
+        ("", ValueError, "logdir='': must be a path; '.' is the current"),
+        ("~nosuch/1", ValueError, "logdir='~nosuch/1': there is no home folder"),
     ],
 )
 def test_what_is_no_folder_is_refused_with_what_may_be_done(logdir, error, said):

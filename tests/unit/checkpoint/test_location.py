@@ -13,6 +13,7 @@ from raysgd.checkpoint.location import (
     temporary_name,
 )
 from raysgd.checkpoint.remote import RemoteFile
+from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE
 
 
@@ -38,8 +39,13 @@ def test_every_other_url_is_remote():
 
 @pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])
 def test_what_is_no_path_is_a_type_error(nonsense):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"(?i)path"):
         locate(nonsense)
+
+
+def test_the_home_of_nobody_is_named():
+    with pytest.raises(CheckpointError, match=r"'~nosuch/x\.pt': there is no home folder"):
+        locate("~nosuch/x.pt")
 
 
 def test_the_first_line_of_an_error_says_something_in_any_case():

@@ -1,11 +1,13 @@
 """URLs: through a file system in memory, one that fails or hangs, and a server that is silent."""
 
+import http.server
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import fsspec
@@ -217,11 +219,45 @@ def test_whatever_fails_is_an_error_with_the_url(failing, method, act):
         act("failing://run")
 
 
-def test_a_password_is_not_shown():
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nowhere://me:secret@host/x.pt", "nowhere://me:***@host/x.pt"),
+        ("nowhere://me:pa@secret@host/x.pt", "nowhere://me:***@host/x.pt"),
+        ("nowhere://me:pa/secret@host/x.pt", "nowhere://me:***@host/x.pt"),
+        ("nowhere://me:pa::secret@host/x.pt", "nowhere://me:***@host/x.pt"),
+        ("zip://in.pt::nowhere://me:secret@host/x", "zip://in.pt::nowhere://me:***@host/x"),
+        ("nowhere://host/x.pt?sig=secret", r"nowhere://host/x.pt?***"),
+        ("nowhere://host/a:b@c.pt", "nowhere://host/a:b@c.pt"),
+    ],
+)
+def test_neither_a_password_nor_a_signature_is_shown(url, shown):
     with pytest.raises(CheckpointError) as caught:
-        read_file("nowhere://me:secret@host/x.pt")
-    assert "secret" not in str(caught.value)
-    assert "me:***@host" in str(caught.value)
+        read_file(url)
+    assert str(caught.value).startswith(f"Cannot open {shown}: nothing opens ")
+    assert "secret" not in "".join(traceback.format_exception(caught.value, chain=True))
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """Answers that this is not allowed."""
+
+    def do_GET(self):
+        self.send_error(403)
+
+    do_HEAD = do_GET  # noqa: N815  as its base has it
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_what_a_server_says_of_a_signed_url_has_no_signature_in_it():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/x.pt?sig=secret"
+        with pytest.raises(UnreachableError, match=r"x\.pt\?\*\*\*: 403") as caught:
+            read_file(url)
+        server.shutdown()
+    assert "secret" not in "".join(traceback.format_exception(caught.value, chain=True))
 
 
 def test_damage_is_found_and_is_no_trouble_of_the_network():

@@ -78,6 +78,12 @@ def test_relative_folders_are_below_those_of_ray(monkeypatch, tmp_path):
     assert by_date.name.startswith("train_2")
 
 
+@pytest.mark.parametrize("given", ["", "s3://bucket/runs", "~nosuch/runs", b"runs"])
+def test_what_is_no_folder_is_refused(given):
+    with pytest.raises((TypeError, ValueError), match="logdir"):
+        run_folder(given, "train")
+
+
 def test_a_function_travels_with_what_it_holds():
     held = [1, 2]
     assert cloudpickle.loads(pickled_function(lambda: held))() == held

@@ -1,0 +1,68 @@
+"""Paths and URLs that users give: what they must be, and what messages show of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
+
+HIDDEN = "***"
+"""What stands for a secret wherever others may read."""
+
+# up to the last @ before the next URL of a chain: passwords may hold one
+_PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
+_QUERY = re.compile(r"\?.*", re.DOTALL)
+_PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)[^\s'"]*@""")
+_QUERY_IN_TEXT = re.compile(r"""\?[^\s'"]*=[^\s'"]*""")
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without passwords, and without its query, which may hold a signature.
+
+    >>> shown_url("simplecache::s3://me:pa@ss@host/x.pt?sig=abc")
+    'simplecache::s3://me:***@host/x.pt?***'
+    """
+    return _QUERY.sub(f"?{HIDDEN}", _PASSWORD.sub(rf"//\1:{HIDDEN}@", url))
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which URLs have no passwords and no queries.
+
+    >>> without_secrets("403, url='https://me:pass@host/x?sig=abc'. Is this yours?")
+    "403, url='https://me:***@host/x?***'. Is this yours?"
+    """
+    return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _PASSWORD_IN_TEXT.sub(rf"//\1:{HIDDEN}@", text))
+
+
+def checked_path(argument: str, given: Any, advice: str = "Mount what is elsewhere.") -> Path:
+    """Return a path on a disk, with the home folder in place of ``~``.
+
+    Args:
+        argument: what messages call it.
+        given: what the user gave.
+        advice: what to do in place of giving a URL.
+
+    Raises:
+        TypeError: if it is no path.
+        ValueError: if it is empty, a URL, or in a home folder that is not there.
+    """
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise TypeError(f"{argument} must be a path, but it is {given!r}.")
+    if not text:
+        raise ValueError(f"{argument}='': must be a path; '.' is the current folder.")
+    if "://" in text:
+        raise ValueError(
+            f"{argument}={shown_url(text)!r}: must be on a disk of the driver, and not a URL. "
+            f"{advice}"
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{argument}={text!r}: there is no home folder that this ~ could stand for. Write the "
+            "path out."
+        ) from error
