@@ -9,13 +9,13 @@ import os
 import time
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
-from raysgd.callbacks.values import json_dict, jsonable, scalars
+from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
 from raysgd.elastic.events import Event
+from raysgd.paths import checked_path
 
 __all__ = ["JsonlLogger"]
 
@@ -40,7 +40,7 @@ class JsonlLogger(LoggerCallback):
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = None if folder is None else Path(folder).expanduser().absolute()
+        self.folder = None if folder is None else checked_path("folder", folder).absolute()
         """The folder that was given."""
         self.needs_logdir = folder is None
         self._told_of: weakref.ref[Trainer] | None = None
@@ -61,7 +61,7 @@ class JsonlLogger(LoggerCallback):
                 "kind": "run",
                 "time": time.time(),
                 "version": importlib.import_module("raysgd").__version__,
-                "config": json_dict(trainer.config),
+                "config": json_dict(shown_config(trainer.config)),
                 "epoch": trainer.epoch,
                 "global_step": trainer.global_step,
                 "num_workers": trainer.num_workers,

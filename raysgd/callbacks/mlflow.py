@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, measured
-from raysgd.callbacks.values import scalars
+from raysgd.callbacks.values import scalars, shown_config
 from raysgd.elastic.events import Event
 from raysgd.imports import import_extra
 
@@ -148,7 +148,8 @@ class MLflowRun:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and texts in a config as the parameters of the run."""
         # MLflow refuses a second value, and two names may become one
-        given = {name_for_mlflow(name): str(value) for name, value in scalars(config).items()}
+        shown = scalars(shown_config(config))
+        given = {name_for_mlflow(name): str(value) for name, value in shown.items()}
         for name, value in given.items():
             self.client.log_param(self.id, name, value[:_MOST_TEXT])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
-from raysgd.callbacks.values import json_dict, scalars
+from raysgd.callbacks.values import json_dict, scalars, shown_config
 from raysgd.elastic.events import Event
 from raysgd.imports import import_extra
 
@@ -75,7 +75,7 @@ class TensorBoardLogger(LoggerCallback):
             # what a run that was killed had written beyond the step it goes on from is hidden
             purge_step = self._began_at + 1
             self._writer = tensorboard.SummaryWriter(str(folder), purge_step=purge_step)
-            self._write_config(trainer.config)
+            self._write_config(shown_config(trainer.config))
         return self._writer
 
     def _write_config(self, config: dict[str, Any]) -> None:

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["json_dict", "jsonable", "numbers_in", "scalars"]
+from raysgd.paths import HIDDEN, without_secrets
+
+__all__ = ["json_dict", "jsonable", "numbers_in", "scalars", "shown_config"]
+
+_SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
+_MAYBE_SECRET = re.compile(r"(?i:key|token)s?(?![a-z])")
+"""In names of what is a secret unless it is a number, as num_tokens is; a tokenizer is none."""
+
+
+def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as others may see it: ``***`` in place of what its name calls a secret.
+
+    >>> shown_config({"lr": 0.5, "wandb": {"apiKey": "abc"}, "max_tokens": 5, "db_password": 1})
+    {'lr': 0.5, 'wandb': {'apiKey': '***'}, 'max_tokens': 5, 'db_password': '***'}
+    """
+    shown = {}
+    for name, value in config.items():
+        with contextlib.suppress(RecursionError):  # one that holds itself has no end to show
+            shown[name] = _shown(value, str(name))
+    return shown
+
+
+def _shown(value: Any, name: str) -> Any:
+    is_plain = value is None or isinstance(value, numbers.Number)
+    if _SECRET.search(name) or (not is_plain and _MAYBE_SECRET.search(name)):
+        return HIDDEN
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {key: _shown(held, str(key)) for key, held in value.items()}
+    return [_shown(held, "") for held in value] if isinstance(value, list | tuple) else value
 
 
 def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:

@@ -333,3 +333,36 @@ def test_wandb_writes_a_run_without_network_and_login(make_trainer, tmp_path, wa
 def test_a_mode_that_wandb_has_not_is_refused():
     with pytest.raises(ValueError, match="mode='of'"):
         WandbLogger(mode="of")
+
+
+# ---- all of them
+
+
+def test_what_the_config_keeps_secret_is_in_no_file(make_trainer, tmp_path, monkeypatch):
+    """In a folder that others may read, or on a server."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("api_key", "token", "dbPassword", "SECRET", "tokens", "credentials")
+    config = {name: "hunter2" for name in names} | {
+        "wandb": {"key": "hunter2"},
+        "sources": [{"url": "s3://me:hunter2@bucket/x"}, "https://host/x?sig=hunter2"],
+        "password": 86753090123,
+        "tokenizer": "words",
+        "max_tokens": 512,
+    }
+    config["ring"] = ring = {}
+    ring["ring"] = ring
+    callbacks = [
+        TensorBoardLogger(),
+        MLflowLogger(tmp_path / "mlruns"),
+        WandbLogger(mode="offline"),
+    ]
+    make_trainer(Recorder, config, callbacks=callbacks, logdir=tmp_path / "run").fit(1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        assert b"hunter2" not in path.read_bytes(), path
+        assert b"86753090123" not in path.read_bytes(), path
+    shown = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["config"]
+    assert shown["sources"] == [{"url": "s3://me:***@bucket/x"}, "https://host/x?***"]
+    assert (shown["tokenizer"], shown["max_tokens"]) == ("words", 512)
+    assert shown["wandb"] == {"key": "***"}
