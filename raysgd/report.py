@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import html
-import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def make_report(folder: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: if the folder has no ``metrics.jsonl``.
+        ValueError: if a record in its logs cannot be one of a run.
         ImportError: if plotly is not installed.
     """
     folder = Path(folder)
@@ -60,8 +61,12 @@ def make_report(folder: str | Path) -> Path:
     plotly = import_extra("report.html", "plotly.offline", "callbacks")
     text = _page(folder.resolve().name, log, f"<script>{plotly.get_plotlyjs()}</script>")
     temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        # of half a character, which JSON can name, there is no other half to be found
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -188,7 +193,7 @@ def _worker_chart(log: RunLog) -> str:
                 "symbol": "x" if kind in BREAKS else "circle",
                 "line": {"color": "#fff", "width": 1},
             },
-            name=kind,
+            name=html.escape(kind),
             text=[_described(log.events[i]) for i in of_kind],
             hovertemplate="%{text}<extra></extra>",
         )
@@ -291,7 +296,7 @@ def _number(value: Any) -> float | None:
     """Return a finite number; None for anything else, which cannot be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 def _cell(value: Any) -> str:

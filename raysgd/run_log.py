@@ -23,6 +23,9 @@ _RUN = ("kind", "time")
 _CALL = ("kind", "time", "seconds", "epoch", "global_step", "num_workers", "metrics")
 _EVENT = ("kind", "time", "seconds", "step", "ranks", "cause")
 """What a record of each sort has at the least."""
+_FIELDS = (*_CALL, *_EVENT)
+_MOST = 1e11
+"""Seconds that no clock shows before the year 5138, and steps that nobody makes."""
 
 
 @dataclass
@@ -41,7 +44,7 @@ class RunLog:
 
         Raises:
             FileNotFoundError: if the folder has no ``metrics.jsonl``.
-            ValueError: if a line is JSON, but no record of a run.
+            ValueError: if a line is JSON, but no record of a run, or a value in it cannot be.
         """
         folder = Path(folder)
         path = folder / "metrics.jsonl"
@@ -150,7 +153,8 @@ def _overlap(call: Record, spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _lines(path: Path, run: Sequence[str], other: Sequence[str]) -> Iterator[Record]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -158,6 +162,8 @@ def _lines(path: Path, run: Sequence[str], other: Sequence[str]) -> Iterator[Rec
         except json.JSONDecodeError:
             logger.warning("Left out line %d of %s: its writer was killed in it.", number, path)
             continue
+        except (ValueError, RecursionError) as error:  # too many digits, or brackets
+            raise ValueError(f"{path}, line {number}: this cannot be read: {error}.") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: this is no JSON object.")
         needed = run if record.get("kind") == "run" else other
@@ -165,4 +171,22 @@ def _lines(path: Path, run: Sequence[str], other: Sequence[str]) -> Iterator[Rec
             raise ValueError(
                 f"{path}, line {number}: this is no record of a run: it lacks {', '.join(missing)}."
             )
+        for name in _FIELDS:
+            if name in record and not _fits(name, record[name]):
+                raise ValueError(
+                    f"{path}, line {number}: this is no record of a run: its {name} is "
+                    f"{record[name]!r:.80}."
+                )
         yield record
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field of a record, which anybody may have written, has a value that it can have."""
+    if name in ("kind", "cause"):
+        return isinstance(value, str)
+    if name == "metrics":
+        return isinstance(value, dict)
+    if name == "ranks":
+        return isinstance(value, list) and all(type(rank) is int for rank in value)
+    kinds = (int, float) if name in ("time", "seconds") else (int,)
+    return type(value) in kinds and 0 <= value <= _MOST

@@ -1,12 +1,15 @@
 """The page about a run."""
 
+import contextlib
 import html
 import re
 import shutil
 import subprocess
 
 import pytest
+from typer.testing import CliRunner
 
+from raysgd.cli import app
 from raysgd.report import make_report
 from raysgd.run_log import RunLog, goodput
 from tests.unit.test_run_log import call, event, run, write
@@ -101,6 +104,62 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     text = make_report(tmp_path).read_text()
     titles = re.findall(r"<section><h2>(.*?)</h2>", text)
     assert titles == ["f1", "profile", "lr", "Calls"]
+
+
+SCRIPT = "</script><img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [SCRIPT, [SCRIPT], {SCRIPT: 1}, None, True, 10**400, "nan"],
+    ids=["text", "list", "dict", "null", "true", "large", "nan"],
+)
+def test_a_foreign_run_folder_brings_no_script_into_the_page(tmp_path, value):
+    """Whatever it has in place of a number or a text: it is refused, or shown as text."""
+    records = [run(), call(120, 10, 5, loss=1.0), event("lost", 121)]
+    pages = []
+    for number, record in enumerate(records):
+        for name in (*record, SCRIPT):
+            own = {SCRIPT: value, "loss": value} if name == "metrics" else value
+            changed = [*records[:number], {**record, name: own}, *records[number + 1 :]]
+            write(tmp_path, changed[:2], changed[2:])
+            with contextlib.suppress(ValueError):
+                pages.append(make_report(tmp_path).read_text())
+            assert not list(tmp_path.glob(".*")), "what is left of one that was not made"
+    assert len(pages) >= 6, "also where nobody looks at the field"
+    assert not [page for page in pages if "<img" in page]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"kind": "run", "time": 1e400}', "its time is inf"),
+        (b'{"kind": "run", "time": -1}', "its time is -1"),
+        (b'{"kind": "run", "time": 1e18}', r"its time is 1e\+18"),
+        (b'{"kind": "run", "time": %s}' % (b"9" * 5000), "this cannot be read: .*digits"),
+        (b"[" * 100_000, "this cannot be read: .*recursion"),
+        (b'{"kind": "run", "time": 130, "version": "\\ud800"}', None),
+        (b'{"kind": "run", "time": 130, "version": "\xff\xfe"}', None),
+        (b"\xff\x00\x00", None),
+    ],
+)
+def test_a_damaged_log_is_read_as_far_as_it_can_be_or_named(tmp_path, line, said):
+    write(tmp_path, [run(), call(120, 10, 5, loss=1.0)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == bool(said)
+    assert (tmp_path / "report.html").exists() is not bool(said)
+    assert isinstance(done.exception, SystemExit | None)
+    assert not said or re.search(f"metrics.jsonl, line 3: .*{said}", done.stderr)
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(folder):
+    (folder / "report.html").mkdir()
+    before = sorted(folder.iterdir())
+    with pytest.raises(OSError, match="directory"):
+        make_report(folder)
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
