@@ -636,6 +636,7 @@ class OperatorTrainer:
                 f"This {type(self).__name__} is shut down, and what its workers held is gone: call "
                 "save() or get_model() before, and create a new one to train on."
             )
+        self._controller.check_process()
         self._writer.raise_failure()
 
 

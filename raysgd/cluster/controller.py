@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,6 +102,7 @@ class Controller:
     ) -> None:
         self.state: State = New()
         self._is_shut_down = False
+        self._pid = os.getpid()
         self._group = group
         self._clock = group.clock
         self._backend = backend
@@ -179,6 +181,8 @@ class Controller:
         self._release(force or busy)
 
     def _release(self, force: bool) -> None:
+        if os.getpid() != self._pid:  # the workers are those of the process that forked this one
+            return
         try:
             self._scale_up.stop()
         finally:
@@ -222,6 +226,15 @@ class Controller:
     def _check_open(self) -> None:
         if self._is_shut_down:
             raise RuntimeError(_SHUT_DOWN)
+
+    def check_process(self) -> None:
+        """Check that this process is the one that made this, and no fork of it."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "This process was forked from the one that made the trainer, and has none of its "
+                "threads and connections: calls would wait for ever. Call the trainer in that "
+                "process, or make one here, in a process that is started by spawn."
+            )
 
     @property
     def members(self) -> list[Member]:

@@ -509,6 +509,7 @@ class BackendExecutor:
             raise InactiveWorkerGroupError(
                 f"{method}: the workers are not started, or shut down. Call start() first."
             )
+        self._controller.check_process()
         return self._controller
 
     def _training(self, method: str) -> _Run:
