@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from raysgd.elastic.config import ElasticConfig
 
 __all__ = [
+    "MOST_WORKERS",
     "check_choice",
     "check_flags",
     "check_hook",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+MOST_WORKERS = 10_000
+"""Ray would be busy for minutes with the requests of more, before it says that it has no room."""
 
 
 def suggests(method: _Method) -> _Method:
@@ -60,6 +63,16 @@ def check_hook(trainer: str, hook: Any) -> None:
         raise TypeError(
             f"{trainer}(initialization_hook=...) must be a function, but it is {hook!r}."
         )
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(is_kind(each) for is_kind in kinds for each in (hook, type(hook).__call__)):
+        raise TypeError(
+            f"{trainer}(initialization_hook={hook!r}): to call a generator or an async function "
+            "runs nothing of it. Use a plain function, with asyncio.run() in it where it has to be."
+        )
 
 
 def checked_config(trainer: str, config: Any) -> dict[str, Any]:
@@ -76,6 +89,8 @@ def check_workers(trainer: str, num_workers: Any, min_workers: Any) -> None:
             raise TypeError(f"{trainer}({name}={value!r}): must be an int.")
     if num_workers <= 0:
         raise ValueError(f"{trainer}(num_workers={num_workers}): must be at least 1.")
+    if num_workers > MOST_WORKERS:
+        raise ValueError(f"{trainer}(num_workers={num_workers}): must be at most {MOST_WORKERS}.")
     if not 1 <= min_workers <= num_workers:
         raise ValueError(
             f"{trainer}(min_workers={min_workers}, num_workers={num_workers}): min_workers must "

@@ -69,6 +69,12 @@ class Options(ABC):
             resources_per_worker=resources,
             elastic=checked_elastic(self.trainer, self.elastic, self.num_workers),
         )
+        if self.inline and (amount := resources.get("GPU", 1)) != 1:
+            raise ValueError(
+                f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
+                "worker in this process reserves nothing, and uses one GPU. Leave GPU out, or "
+                "use_local."
+            )
         check_batch_size(self.config, self.num_workers)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())

@@ -515,6 +515,9 @@ class OperatorTrainer:
             if name not in known:
                 raise cls._unknown(name)
         checked_config(cls.__name__, trainer_kwargs.get("config"))
+        logdir = checked_logdir(trainer_kwargs.get("logdir"))
+        where = f"{cls.__name__}.as_trainable(callbacks=...)"
+        checked_callbacks(where, trainer_kwargs.get("callbacks", ()), logdir)
         arguments = cls._trial_arguments(trainer_kwargs)
         tune = importlib.import_module("raysgd.tune")  # a layer above
         trainable: type[Any] = tune.trainable_class(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +146,7 @@ class OperatorBase:
 
 def checked_metrics(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
     """Return what a batch returned, and its weight."""
-    num_samples = checked_result(method, metrics).get(NUM_SAMPLES, 1)
-    if not is_number(num_samples):
-        raise TypeError(
-            f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be a number."
-        )
-    return metrics, num_samples
+    return metrics, checked_result(method, metrics).get(NUM_SAMPLES, 1)
 
 
 def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
@@ -160,6 +156,15 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
             f"{method.__qualname__} returned {type(result).__name__}; it must return a dict of "
             "metrics (which may be empty)."
         )
+    for name in result:
+        if not isinstance(name, str):
+            raise TypeError(f"{method.__qualname__} named a metric {name!r}; names must be texts.")
+    num_samples = result.get(NUM_SAMPLES, 1)
+    said = f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be"
+    if not is_number(num_samples):
+        raise TypeError(f"{said} a number.")
+    if not 0 <= float(num_samples) < math.inf:
+        raise ValueError(f"{said} at least 0, and finite.")
     return result
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd.arguments import MOST_WORKERS
 from raysgd.cluster.serialization import dumps, unpicklable_key
 from raysgd.paths import checked_path
 
@@ -37,10 +38,11 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
     if (
         len(pair) != 2
         or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
-        or not 1 <= pair[0] <= pair[1]
+        or not 1 <= pair[0] <= pair[1] <= MOST_WORKERS
     ):
         raise ValueError(
-            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such."
+            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such, "
+            f"and at most {MOST_WORKERS}."
         )
     return pair[0], pair[1]
 

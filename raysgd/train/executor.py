@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raysgd.arguments import check_hook
 from raysgd.cluster import tasks
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.call import Call
@@ -142,6 +143,7 @@ class BackendExecutor:
         """
         if self.is_started:
             raise RuntimeError("The workers are started already; call shutdown() first.")
+        check_hook("start", initialization_hook)
         self._group = core.WorkerGroup(self.options)
         controller = Controller(
             self._group,

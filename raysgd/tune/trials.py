@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from raysgd.arguments import MOST_WORKERS
 from raysgd.cluster import placement
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.trainer import OperatorTrainer
@@ -265,8 +266,11 @@ def _check(arguments: Mapping[str, Any]) -> None:
     """Check what the room of a trial follows from: before Tune waits for room that cannot be."""
     workers, cpus = arguments["num_workers"], arguments["num_cpus_per_worker"]
     gpu = arguments["use_gpu"]
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"num_workers={workers!r} of a trial: must be an int of at least 1.")
+    is_int = isinstance(workers, int) and not isinstance(workers, bool)
+    if not is_int or not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(
+            f"num_workers={workers!r} of a trial: must be an int from 1 to {MOST_WORKERS}."
+        )
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not cpus > 0:
         raise ValueError(f"num_cpus_per_worker={cpus!r} of a trial: must be a number above 0.")
     if not isinstance(gpu, bool) and not (isinstance(gpu, str) and gpu == "auto"):

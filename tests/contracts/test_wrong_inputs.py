@@ -56,6 +56,25 @@ def with_setup(function):
 # ---- arguments of the constructor
 
 OPERATOR = {"training_operator_cls": Classifier}
+
+
+def generating():
+    yield os.environ
+
+
+async def asynchronous():
+    """Not called."""
+
+
+async def both():
+    yield os.environ
+
+
+class Asynchronous:
+    async def __call__(self):
+        """Not called."""
+
+
 TWO = {**OPERATOR, "num_workers": 2, "use_gpu": False}
 LOCAL_TWO = {**TWO, "use_local": True}
 
@@ -93,6 +112,11 @@ WRONG_ARGUMENTS = {
     ),
     "num_workers_zero": ({**OPERATOR, "num_workers": 0}, ValueError, ["num_workers=0", "1"]),
     "num_workers_negative": ({**OPERATOR, "num_workers": -2}, ValueError, ["num_workers=-2", "1"]),
+    "num_workers_million": (
+        {**OPERATOR, "num_workers": 10**6},
+        ValueError,
+        ["num_workers=1000000", "at most 10000"],
+    ),
     "num_workers_float": ({**OPERATOR, "num_workers": 2.0}, TypeError, ["num_workers=2.0", "int"]),
     "num_workers_bool": ({**OPERATOR, "num_workers": True}, TypeError, ["num_workers=True", "int"]),
     "num_workers_text": ({**OPERATOR, "num_workers": "2"}, TypeError, ["num_workers='2'", "int"]),
@@ -168,6 +192,11 @@ WRONG_ARGUMENTS = {
         ValueError,
         ["resources_per_worker", "num_cpus_per_worker"],
     ),
+    "resources_of_a_local_worker": (
+        {**OPERATOR, "use_local": True, "resources_per_worker": {"GPU": 0.5}},
+        ValueError,
+        ["use_local=True", "{'GPU': 0.5}", "one GPU", "Leave GPU out"],
+    ),
     "resources_with_gpus_that_are_refused": (
         {**TWO, "resources_per_worker": {"GPU": 1}},
         ValueError,
@@ -213,6 +242,19 @@ WRONG_ARGUMENTS = {
         {**TWO, "config": {"lr": 0.1, "lock": threading.Lock()}},
         TypeError,
         ["config['lock']", "setup()"],
+    ),
+    **{
+        f"hook_{kind.__name__}": (
+            {**TWO, "initialization_hook": kind},
+            TypeError,
+            ["initialization_hook", kind.__name__, "runs nothing", "plain function"],
+        )
+        for kind in (generating, asynchronous, both)
+    },
+    "hook_object_asynchronous": (
+        {**TWO, "initialization_hook": Asynchronous()},
+        TypeError,
+        ["initialization_hook", "Asynchronous", "plain function"],
     ),
     "hook_cannot_be_pickled": (
         {**TWO, "initialization_hook": threading.Lock().acquire},
@@ -418,13 +460,18 @@ class Moody(Classifier):
             return None
         if mood == "text":
             return "fine"
-        if mood == "samples":
-            metrics[NUM_SAMPLES] = "many"
+        if mood == "number as name":
+            metrics[5] = 1.0
+        if isinstance(mood, dict):
+            metrics |= mood
         return metrics
 
     def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-        return None if (info or {}).get("mood") == "no result" else result
+        mood = (info or {}).get("mood")
+        if mood == "no samples in all":
+            result[NUM_SAMPLES] = -result[NUM_SAMPLES]
+        return None if mood == "no result" else result
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +539,12 @@ WRONG_CALLS = {
         TypeError,
         ["apply_all_operators", "function", "None"],
     ),
+    "save_to_bytes": (lambda t: t.save(b"x.pt"), TypeError, ["path", "b'x.pt'"]),
+    "save_to_the_home_of_nobody": (
+        lambda t: t.save("~nosuch/x.pt"),
+        CheckpointError,
+        ["'~nosuch/x.pt'", "home folder"],
+    ),
     "save_without_a_path": (lambda t: t.save(None), TypeError, ["None"]),
     "load_without_a_path": (lambda t: t.load(None), TypeError, ["None"]),
     "state_is_none": (lambda t: t.load_state_dict(None), CheckpointError, ["state", "models"]),
@@ -512,27 +565,49 @@ def test_wrong_call_is_refused_and_trains_nothing(trainer, case):
 WRONG_RESULTS = {
     "batch_returns_nothing": (
         "nothing",
+        TypeError,
         ["Moody.train_batch", "NoneType", "dict"],
     ),
     "batch_returns_a_text": (
         "text",
+        TypeError,
         ["Moody.train_batch", "str", "dict"],
     ),
     "epoch_returns_nothing": (
         "no result",
+        TypeError,
         ["Moody.train_epoch", "NoneType", "dict"],
     ),
     "num_samples_is_a_text": (
-        "samples",
+        {NUM_SAMPLES: "many"},
+        TypeError,
         ["train_batch", "num_samples", "many"],
+    ),
+    **{
+        f"num_samples_{value}": (
+            {NUM_SAMPLES: value},
+            ValueError,
+            ["train_batch", f"num_samples={value}", "at least 0"],
+        )
+        for value in (-1, float("nan"), float("inf"))
+    },
+    "num_samples_of_an_epoch_negative": (
+        "no samples in all",
+        ValueError,
+        ["train_epoch", "num_samples=-", "at least 0"],
+    ),
+    "metric_named_by_a_number": (
+        "number as name",
+        TypeError,
+        ["Moody.train_batch", "5", "names must be texts"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_RESULTS)
 def test_wrong_result_of_an_own_method_is_named(trainer, case):
-    mood, words = WRONG_RESULTS[case]
-    check(lambda: trainer.train(info={"mood": mood}), TypeError, words)
+    mood, error, words = WRONG_RESULTS[case]
+    check(lambda: trainer.train(info={"mood": mood}), error, words)
 
 
 # ---- files that cannot be written

@@ -102,6 +102,10 @@ def test_a_mistake_in_the_arguments_is_found_before_there_are_trials():
         make_class(config=3)
     with pytest.raises(ValueError, match="num_workers=0 of a trial"):
         make_class(num_workers=0)
+    with pytest.raises(TypeError, match=r"as_trainable\(callbacks=\.\.\.\) takes a list .* not 5"):
+        make_class(callbacks=5)
+    with pytest.raises(TypeError, match="logdir must be a path"):
+        make_class(logdir=b"runs")
 
 
 def test_arguments_of_a_subclass_of_the_trainer_are_known():
@@ -159,7 +163,8 @@ def test_auto_asks_the_cluster_for_gpus(monkeypatch, gpus, worker):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_workers": "two"}, "num_workers='two' of a trial: must be an int of at least 1"),
+        ({"num_workers": "two"}, "num_workers='two' of a trial: must be an int from 1 to"),
+        ({"num_workers": 10**6}, "num_workers=1000000 of a trial: must be an int from 1 to 10000"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": True}, "num_workers=True"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
