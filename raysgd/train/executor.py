@@ -185,6 +185,7 @@ class BackendExecutor:
         controller, gently = self._controller, False
         if controller is None:
             return
+        controller.check_process()
         try:
             # what a backend calls on the workers has no bound, and would wait for their work
             gently = graceful_termination and self._is_idle(controller, patience_s)
