@@ -15,8 +15,9 @@ HIDDEN = "***"
 # up to the last @ before the next URL of a chain: passwords may hold one
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
-_PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)[^\s'"]*@""")
-_QUERY_IN_TEXT = re.compile(r"""\?[^\s'"]*=[^\s'"]*""")
+# bounded, as a text of somebody else's may be long and made of beginnings
+_PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)[^\s'"]{0,2000}@""")
+_QUERY_IN_TEXT = re.compile(r"""\?[^\s'"=]{0,200}=[^\s'"]*""")
 
 
 def shown_url(url: str) -> str:

@@ -46,6 +46,7 @@ from raysgd.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from raysgd.paths import without_secrets
 
 __all__ = ["Controller"]
 
@@ -768,7 +769,7 @@ class Controller:
             ranks=tuple(self._ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
             step=self.progress.global_step if step is None else step,
-            cause=cause,
+            cause=without_secrets(cause),  # which goes into files, and to servers
             seconds=seconds,
             num_batches=num_batches,
             num_workers=self._num_left() if kind == "lost" else len(self.members),
@@ -781,7 +782,7 @@ class Controller:
             event.generation,
             event.step,
             seconds,
-            cause,
+            event.cause,
         )
         if self.on_event is not None:
             self.on_event()

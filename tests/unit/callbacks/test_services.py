@@ -356,7 +356,17 @@ def test_what_the_config_keeps_secret_is_in_no_file(make_trainer, tmp_path, monk
         MLflowLogger(tmp_path / "mlruns"),
         WandbLogger(mode="offline"),
     ]
-    make_trainer(Recorder, config, callbacks=callbacks, logdir=tmp_path / "run").fit(1)
+    trainer = make_trainer(Recorder, config, callbacks=callbacks, logdir=tmp_path / "run")
+    trainer.fit(1)
+
+    def fail(batch_info, when):
+        raise OSError("cannot read https://me:hunter2@host/x?sig=hunter2")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(OSError, match="hunter2@host"):
+        trainer.fit(2)
+    trainer.shutdown()
+    assert "https://me:***@host/x?***" in (tmp_path / "run" / "events.jsonl").read_text()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
     for path in files:
