@@ -124,7 +124,7 @@ class Slot:
     """
 
     def __init__(self, group: PlacementGroup, index: int) -> None:
-        self._group = group
+        self.group = group
         self._index = index
         self.last_node_id: str | None = None
         """Ray's id of the node of the worker that has left it."""
@@ -133,7 +133,7 @@ class Slot:
     def strategy(self) -> PlacementGroupSchedulingStrategy:
         """How to schedule a worker there."""
         return PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self._index
+            self.group, placement_group_bundle_index=self._index
         )
 
     @property
@@ -141,7 +141,7 @@ class Slot:
         """Ray's id of the node that it is on; None where it is on none, or that is not known."""
         if self._index < 0:
             return self.last_node_id
-        table = placement_group_table(self._group)
+        table = placement_group_table(self.group)
         # while Ray looks for room in place of a node that was lost, what is on the others stays
         if table.get("state") not in ("CREATED", "RESCHEDULING"):
             return None
@@ -151,7 +151,7 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether the room is there; it goes with a node that is lost, and comes with another."""
-        return _is_created(self._group) if self._index < 0 else self.node_id is not None
+        return _is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
 class Reservation:
@@ -176,6 +176,13 @@ class Reservation:
         slot = Slot(group, 0)
         self.slots.append(slot)
         return slot
+
+    def drop_pending(self) -> None:
+        """Take back the requests for single slots that have not been granted."""
+        for slot in [slot for slot in self.slots if not slot.is_ready]:
+            self.slots.remove(slot)
+            self.groups.remove(slot.group)
+            remove_placement_group(slot.group)
 
     def include(self, other: Reservation) -> None:
         """Take over the room of another reservation."""
@@ -274,7 +281,8 @@ def _topped_up(
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline and not all(s.is_ready for s in reservation.slots):
             time.sleep(_POLL_S)
-        num_ready = sum(slot.is_ready for slot in reservation.slots)
+        reservation.drop_pending()
+        num_ready = len(reservation.slots)
         if num_ready < num_workers:
             logger.warning(
                 "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "

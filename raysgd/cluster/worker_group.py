@@ -96,8 +96,7 @@ class WorkerGroup:
             options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
         )
         # known from here on, so that a start that fails leaves none behind
-        slots = [slot for slot in self._reservation.slots if slot.is_ready]
-        self.members = [self.new_member(slot) for slot in slots]
+        self.members = [self.new_member(slot) for slot in self._reservation.slots]
         self._find_places(self.members, max(timeout_s, _COME_UP_S))
         self.members = self.in_order(self.members)
         if options.use_local:

@@ -22,7 +22,7 @@ class TFRunner(OperatorRunner):
     TensorFlow is imported in `setup`, when everything is in the environment that it reads.
     """
 
-    # a process that imports TensorFlow ahead could not be given the environment of its group
+    # TensorFlow reads the driver's choice of Keras as it is imported
     imports = ()
     _options: TFOptions
 

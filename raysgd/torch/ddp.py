@@ -104,7 +104,7 @@ class ReplicatedCriterion(ReplicatedModel):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set there what the loss has, as where there is one worker."""
         own = vars(self)
-        # its constructor, also as it is built anew, sets what is the wrapper's
+        # its constructor sets what is the wrapper's
         is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
         if is_own or name == "module" or not hasattr(self.module, name):
             super().__setattr__(name, value)

@@ -48,8 +48,6 @@ def test_an_inline_group_starts_and_ends_without_anything():
 
 
 class FakeSlot:
-    is_ready = True
-
     last_node_id = None
 
     def __init__(self, name):
