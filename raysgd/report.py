@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import html
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd.files import replacing
 from raysgd.imports import import_extra
 from raysgd.run_log import BREAKS, Record, RunLog, goodput
 
@@ -60,13 +60,9 @@ def make_report(folder: str | Path) -> Path:
     path = folder / "report.html"
     plotly = import_extra("report.html", "plotly.offline", "callbacks")
     text = _page(folder.resolve().name, log, f"<script>{plotly.get_plotlyjs()}</script>")
-    temporary = folder / f".report-{os.getpid()}.html"  # somebody else may make it, too
-    try:
+    with replacing(path) as file:
         # of half a character, which JSON can name, there is no other half to be found
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        file.write(text.encode(errors="replace"))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import os
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
 from raysgd.callbacks.values import scalars
+from raysgd.files import replacing
 
 __all__ = ["CsvLogger"]
 
@@ -61,13 +63,11 @@ def _columns_of(path: Path) -> list[str]:
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
     """Write the file anew with other columns: beside it, and then in its place."""
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+    with replacing(path) as file:
+        writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
         writer.writeheader()
         if path.exists():
             with path.open(encoding="utf-8", newline="") as old:
                 for row in csv.DictReader(old):
                     # a row that is cut off, or too long, is kept as far as it has columns
                     writer.writerow({name: row.get(name) or "" for name in columns})
-    os.replace(temporary, path)

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
 
 from raysgd.errors import CheckpointError
+from raysgd.files import replacing, sync_folder
 from raysgd.paths import checked_path
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.remote import RemoteFile
 
 __all__ = [
-    "TEMPORARY_NAME",
     "LocalFile",
     "Location",
     "UnreachableError",
     "first_line",
     "locate",
     "system_error",
-    "temporary_name",
 ]
 
 T = TypeVar("T")
 Location: TypeAlias = "LocalFile | RemoteFile"
 """A file or a folder, which need not be there. Both have the same methods."""
-
-TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
-"""Of a file that is being written; in brackets the name that it gets when it is whole."""
 
 
 class UnreachableError(CheckpointError):
@@ -84,25 +78,14 @@ class LocalFile:
     def write(self, fill: Callable[[IO[bytes]], None]) -> str:
         """Write a file, whole or not at all, and return its name.
 
-        It goes to a temporary name in the same folder, to the disk, and then to its own name.
-
         Args:
             fill: is given a file that is open for reading and writing.
         """
         target = self._target()
-        temporary = target.with_name(temporary_name(target.name))
         try:
-            with temporary.open("xb+") as file:
+            with replacing(target) as file:
                 fill(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-            _sync_folder(target.parent)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             gone = "" if target.parent.is_dir() else f"the folder {target.parent} was removed: "
             cause = system_error(error)
             raise CheckpointError(f"Cannot save to {target}: {gone}{cause}") from cause
@@ -162,7 +145,7 @@ class LocalFile:
         """Make this folder and those above it, where they are not there."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
         except OSError as error:
             raise CheckpointError(f"Cannot make the folder {self.shown}: {error}") from error
 
@@ -175,21 +158,6 @@ class LocalFile:
             return []
         except OSError as error:
             raise UnreachableError(f"Cannot list {self.shown}: {error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to disk, so that the new name survives a power failure."""
-    with contextlib.suppress(OSError):  # some file systems cannot
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def temporary_name(name: str) -> str:
-    """Return a new name for a file that is to get `name` when it is whole."""
-    return f".saving-{uuid.uuid4().hex[:8]}-{name}"
 
 
 def first_line(error: BaseException) -> str:

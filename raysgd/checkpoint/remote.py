@@ -16,10 +16,10 @@ from raysgd.checkpoint.location import (
     UnreachableError,
     first_line,
     system_error,
-    temporary_name,
 )
 from raysgd.config import env_seconds
 from raysgd.errors import CheckpointError
+from raysgd.files import temporary_name
 from raysgd.paths import shown_url, without_secrets
 
 __all__ = ["RemoteFile"]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
-from raysgd.checkpoint.location import TEMPORARY_NAME, UnreachableError, locate
+from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
+from raysgd.files import TEMPORARY_NAME
 
 __all__ = ["CheckpointStore", "Restored", "rating", "surplus"]
 

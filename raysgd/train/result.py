@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.values import jsonable
+from raysgd.files import replacing
 from raysgd.train.checkpoint import Checkpoint
 
 __all__ = ["REPORTS", "ReportLog", "Result", "read_reports"]
@@ -84,10 +84,8 @@ class ReportLog:
         earlier = read_reports(self._path)
         self.last = earlier[-1] if earlier else None
         # written anew, since the last line may have been cut off; beside it, since this may be, too
-        temporary = self._path.with_name(f"{self._path.name}.new")
-        text = "".join(json.dumps(entry) + "\n" for entry in earlier)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self._path)
+        with replacing(self._path) as file:
+            file.write("".join(json.dumps(entry) + "\n" for entry in earlier).encode())
         self._file = self._path.open("a", encoding="utf-8")
         return self
 

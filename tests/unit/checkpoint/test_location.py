@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.checkpoint import read_file, write_file
-from raysgd.checkpoint.location import (
-    TEMPORARY_NAME,
-    LocalFile,
-    first_line,
-    locate,
-    temporary_name,
-)
+from raysgd.checkpoint.location import LocalFile, first_line, locate
 from raysgd.checkpoint.remote import RemoteFile
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE
@@ -51,9 +45,3 @@ def test_the_home_of_nobody_is_named():
 def test_the_first_line_of_an_error_says_something_in_any_case():
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
-
-
-def test_a_file_under_way_tells_which_one_it_is_to_be():
-    names = {temporary_name("state.pt") for _ in range(10)}
-    assert len(names) == 10
-    assert {TEMPORARY_NAME.fullmatch(name)[1] for name in names} == {"state.pt"}
