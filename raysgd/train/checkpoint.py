@@ -15,11 +15,15 @@ from typing import Any, Literal
 import cloudpickle
 
 from raysgd.checkpoint.pickled import read_pickle
+from raysgd.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointStrategy"]
 
 _FILES = "_files"
-"""Key of a packed folder: its files' contents by their relative names."""
+"""Key of a packed folder: its files' contents by their relative names; that of an empty folder in
+it ends in a slash."""
+_EXECUTABLE = "_executable"
+"""Key of the names of those among them that can be executed, where there are some."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
@@ -95,10 +99,11 @@ class Checkpoint:
         """Make one of the files in a folder, which has to stay until it is reported.
 
         Raises:
-            ValueError: if there is no such folder.
+            ValueError: if there is no such folder, or it has a link to a folder or to nothing.
         """
         if not Path(path).expanduser().is_dir():
             raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
+        _entries(Path(path).expanduser())
         return cls(path=path)
 
     @classmethod
@@ -112,7 +117,7 @@ class Checkpoint:
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         with checkpoint.as_directory() as folder:
-            return cls.from_packed({_FILES: _read_folder(Path(folder))})
+            return cls.from_packed(_read_folder(Path(folder)))
 
     # ---- reading it
 
@@ -124,7 +129,8 @@ class Checkpoint:
     def to_dict(self) -> dict[str, Any]:
         """Return its values.
 
-        Of a folder that `to_directory` did not write, ``{"_files": {name: bytes}}``.
+        Of a folder that `to_directory` did not write, ``{"_files": {name: bytes}}``, and in
+        ``"_executable"`` the names of those files that can be executed.
 
         Raises:
             CheckpointError: if its file is missing or damaged.
@@ -140,18 +146,29 @@ class Checkpoint:
             path: where to; it is made where it is missing. None for a new temporary folder.
 
         Raises:
-            CheckpointError: if its file is missing or damaged.
+            CheckpointError: if its file is missing or damaged, or names a file elsewhere.
         """
         made = tempfile.mkdtemp(prefix="checkpoint_") if path is None else path
         target = Path(made).expanduser()
         target.mkdir(parents=True, exist_ok=True)
         data = self.to_dict()
-        if data.keys() != {_FILES}:
+        if not {_FILES} <= data.keys() <= {_FILES, _EXECUTABLE}:
             data = {_FILES: {_DICT: cloudpickle.dumps(data)}}
+        for name in [*data[_FILES], *data.get(_EXECUTABLE, ())]:
+            if not (target / name).resolve().is_relative_to(target.resolve()):
+                raise CheckpointError(
+                    f"Cannot write the checkpoint into {target}: its file {name!r} would lie "
+                    "outside of it. raysgd has made no such checkpoint."
+                )
         for name, content in data[_FILES].items():
             file = target / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+            folder = file if name.endswith("/") else file.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder != file:
+                file.write_bytes(content)
+        for name in data.get(_EXECUTABLE, ()):
+            mode = (target / name).stat().st_mode
+            (target / name).chmod(mode | (mode & 0o444) >> 2)  # for whoever may read it
         return str(target)
 
     @contextlib.contextmanager
@@ -188,9 +205,9 @@ class Checkpoint:
             metadata: what is said about it as well, where it does not say so itself.
         """
         if self._path is not None and self._path.is_dir():
-            files = _read_folder(self._path)
-            alone = files.keys() == {_DICT}
-            data: dict[str, Any] = pickle.loads(files[_DICT]) if alone else {_FILES: files}
+            data = _read_folder(self._path)
+            if data[_FILES].keys() == {_DICT}:
+                data = pickle.loads(data[_FILES][_DICT])
         elif self._path is not None:
             data = pickle.loads(read_pickle(self._path)[0])
         elif self._blob is not None:
@@ -209,9 +226,38 @@ class Checkpoint:
         return Checkpoint.from_packed, (self.packed(),)
 
 
-def _read_folder(folder: Path) -> dict[str, bytes]:
-    return {
-        file.relative_to(folder).as_posix(): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """Return a folder packed."""
+    entries = _entries(folder)
+    data: dict[str, Any] = {
+        _FILES: {
+            name: b"" if path.is_dir() else path.read_bytes() for name, path in entries.items()
+        }
     }
+    files = {name: path for name, path in entries.items() if path.is_file()}
+    executable = [name for name, path in files.items() if path.stat().st_mode & 0o111]
+    return {**data, _EXECUTABLE: executable} if executable else data
+
+
+def _entries(folder: Path) -> dict[str, Path]:
+    """Return the files and the empty folders in a folder, by their relative names.
+
+    A link to a file counts as that file.
+
+    Raises:
+        ValueError: if there is another link, or something else.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                found[f"{name}/"] = path
+        elif path.is_file():
+            found[name] = path
+        else:
+            raise ValueError(
+                f"A checkpoint holds files and folders, and {path} is neither: a link to a folder, "
+                "a link to nothing, or the like. Put there what it stands for, or remove it."
+            )
+    return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 
 
@@ -34,6 +35,39 @@ def test_a_dict_survives_a_folder_and_a_folder_survives_a_dict(tmp_path):
     with again.as_directory() as folder:
         assert (Path(folder) / "sub" / "w.bin").read_bytes() == b"123"
     assert not os.path.exists(folder)
+
+
+def test_no_file_is_written_outside_of_the_folder(tmp_path):
+    target = tmp_path / "deep" / "in"
+    target.mkdir(parents=True)
+    (target / "link").symlink_to(tmp_path)
+    for name in ("../../x", "a/../../x", str(tmp_path / "x"), "link/x"):
+        for data in ({"_files": {"a": b"", name: b"1"}}, {"_files": {}, "_executable": [name]}):
+            with pytest.raises(CheckpointError, match="would lie outside"):
+                Checkpoint.from_dict(data).to_directory(target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["deep", "in", "link"]
+
+
+def test_a_folder_comes_back_as_it_was(tmp_path):
+    folder, again = tmp_path / "folder", tmp_path / "again"
+    (folder / "sub" / "empty").mkdir(parents=True)
+    for name, mode in (("run.sh", 0o755), ("data", 0o644)):
+        (folder / name).write_bytes(b"1")
+        (folder / name).chmod(mode)
+    (folder / "linked").symlink_to("data")
+    packed = pickle.loads(cloudpickle.dumps(Checkpoint.from_directory(folder)))
+    packed.to_directory(again)
+    assert sorted(path.relative_to(again).as_posix() for path in again.rglob("*")) == [
+        "data", "linked", "run.sh", "sub", "sub/empty",
+    ]  # fmt: skip
+    assert [os.access(again / name, os.X_OK) for name in ("run.sh", "data")] == [True, False]
+
+
+@pytest.mark.parametrize("to", [".", "nowhere"])
+def test_a_link_that_a_checkpoint_cannot_hold_is_an_error(tmp_path, to):
+    (tmp_path / "link").symlink_to(to)
+    with pytest.raises(ValueError, match=r"link is neither: a link to a folder, a link to nothing"):
+        Checkpoint.from_directory(tmp_path)
 
 
 def test_a_folder_of_the_users_is_left_alone(tmp_path):
