@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import base64
 import importlib
+import itertools
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
 
+from raysgd.checkpoint.checksum import is_archive
 from raysgd.checkpoint.location import Location, first_line
 from raysgd.errors import CheckpointError
 
@@ -31,12 +33,11 @@ _NAMED = "\N{SECTION SIGN}"
 
 
 def wrote(file: IO[bytes]) -> bool:
-    """Whether a file is what `write` made."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return _FOLDER + _STRUCTURE in archive.namelist()
-    except zipfile.BadZipFile:
+    """Whether a file, which has been checked, is what `write` made."""
+    if not is_archive(file):
         return False
+    with zipfile.ZipFile(file) as archive:
+        return _FOLDER + _STRUCTURE in archive.namelist()
 
 
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
@@ -63,7 +64,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
     try:
         with zipfile.ZipFile(file) as archive:
             structure = json.loads(archive.read(_FOLDER + _STRUCTURE))
-            return _made(structure, archive)
+            return _made(structure, archive, itertools.count())
     except Exception as error:
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
@@ -107,9 +108,10 @@ def _described(tree: Any, held: list[Any]) -> Any:
     raise TypeError(f"a {type(tree).__name__}.")
 
 
-def _made(structure: Any, archive: zipfile.ZipFile) -> Any:
+def _made(structure: Any, archive: zipfile.ZipFile, numbers: Iterator[int]) -> Any:
+    """Return what `_described` was given; its arrays come in the order of their `numbers`."""
     if isinstance(structure, list):
-        return [_made(item, archive) for item in structure]
+        return [_made(item, archive, numbers) for item in structure]
     if not isinstance(structure, dict):
         return structure
     kind = structure[_NAMED]
@@ -118,15 +120,17 @@ def _made(structure: Any, archive: zipfile.ZipFile) -> Any:
     if kind == "bytes":
         return base64.b64decode(structure["value"])
     if kind == "number":
-        return _made(structure["value"], archive)[()]
+        return _made(structure["value"], archive, numbers)[()]
     if kind == "array":
+        if structure["number"] != next(numbers):  # one could be named a million times
+            raise ValueError("its arrays are not named once each, in order")
         content = archive.read(f"{_FOLDER}arrays/{structure['number']}")
         array = np.frombuffer(content, _dtype(structure["dtype"]))
         return array.reshape(structure["shape"]).copy()
     if kind == "dict":
-        pairs = [(_made(k, archive), _made(v, archive)) for k, v in structure["items"]]
-        return dict(pairs)
-    return tuple(_made(item, archive) for item in structure["items"])
+        items = structure["items"]
+        return {_made(k, archive, numbers): _made(v, archive, numbers) for k, v in items}
+    return tuple(_made(item, archive, numbers) for item in structure["items"])
 
 
 def _dtype(name: str) -> Any:

@@ -27,7 +27,7 @@ from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest, NewerFormatError, Part
 from raysgd.errors import CheckpointError
 
-__all__ = ["DamageError", "add_checksums", "checked_manifest", "find_manifest"]
+__all__ = ["DamageError", "add_checksums", "checked_manifest", "find_manifest", "is_archive"]
 
 _RECORD = "raysgd-manifest.json"
 _LINE = b"raysgd-checkpoint manifest=%020d+%010d sha256=%s rest=%s"
@@ -88,7 +88,11 @@ def checked_manifest(source: Location, file: IO[bytes], whole: bool) -> Manifest
         CheckpointError: if the file is damaged or of a newer format.
     """
     try:
-        return find_manifest(file, whole)
+        manifest = find_manifest(file, whole)
+        if whole and is_archive(file):
+            with zipfile.ZipFile(file) as archive:
+                _check_layout(archive)
+        return manifest
     except (DamageError, NewerFormatError) as error:
         raise CheckpointError(f"Cannot load {source.shown}: {error}.") from error
     except Exception as error:  # whatever a disk that fails, or a crafted file, leads to
@@ -119,18 +123,18 @@ def find_manifest(file: IO[bytes], whole: bool) -> Manifest | None:
         raise DamageError("the file is damaged: its trailer is not as it was written")
     offset, length = map(int, numbers)
     file.seek(offset)
-    content = file.read(length)
+    content = file.read(min(length, size))
     if _sha256(content) != sha256.decode():
         raise DamageError("the file is damaged: its manifest is not as it was written")
     manifest = Manifest.from_json(content)
     if whole:
         parts = manifest.parts
+        if _rest_of(file, parts, (offset, length)) != rest.decode():
+            raise DamageError("the file is damaged: its headers are not as they were written")
         if any(_hash_of(file, part.offset, part.size) != part.sha256 for part in parts):
             raise DamageError(
                 "the file is damaged: its state has another SHA-256 than when it was written"
             )
-        if _rest_of(file, parts, (offset, length)) != rest.decode():
-            raise DamageError("the file is damaged: its headers are not as they were written")
     return manifest
 
 
@@ -145,13 +149,15 @@ def _check_without_manifest(file: IO[bytes], whole: bool) -> None:
     tail = file.read()
     if any(sign in tail for sign in _SIGNS):
         raise DamageError("the file is damaged: its trailer is not as it was written")
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
+    if not is_archive(file):
         return  # no archive: torch's older format, or something else
     try:
         with zipfile.ZipFile(file) as archive:
+            _check_layout(archive)
             records, comment = archive.infolist(), archive.comment
             damaged = archive.testzip() if whole else None
+    except DamageError:
+        raise
     except Exception as error:  # whatever a reader of archives makes of nonsense
         raise DamageError(
             "the file is damaged or is not a checkpoint: its trailer is missing, as if it was "
@@ -160,8 +166,31 @@ def _check_without_manifest(file: IO[bytes], whole: bool) -> None:
     if damaged is not None:
         raise DamageError(f"the file is damaged: record {damaged} has another checksum")
     has_manifest = any(record.filename.endswith(_RECORD) for record in records)
-    if has_manifest or comment or min((each.header_offset for each in records), default=0):
+    if has_manifest or comment:
         raise DamageError("the file is damaged or is not a checkpoint: its trailer is missing")
+
+
+def is_archive(file: IO[bytes]) -> bool:
+    """Whether a file begins as an archive does, which is how torch knows one."""
+    file.seek(0)
+    return file.read(4) == b"PK\x03\x04"
+
+
+def _check_layout(archive: zipfile.ZipFile) -> None:
+    """Check that an archive's records follow each other from its start, as they are.
+
+    Nothing is written otherwise, and a small file could unpack to more than there is memory for.
+    """
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+    if (records and records[0].header_offset) or any(
+        record.compress_type != zipfile.ZIP_STORED or record.header_offset + record.file_size > end
+        for record, end in zip(records, ends, strict=False)
+    ):
+        raise DamageError(
+            "the file is damaged or is not a checkpoint: its records are compressed, or do not "
+            "follow each other from its start"
+        )
 
 
 def _rest_of(file: IO[bytes], parts: Sequence[Part], manifest: tuple[int, int]) -> str:
@@ -170,6 +199,8 @@ def _rest_of(file: IO[bytes], parts: Sequence[Part], manifest: tuple[int, int]) 
     digest = hashlib.sha256()
     position = 0
     for offset, size in [*sorted((part.offset, part.size) for part in parts), manifest]:
+        if offset < position or size < 0:  # one that is named often would be read as often
+            raise DamageError("the file is damaged: its parts lie over each other")
         _feed(file, position, offset - position, digest)
         position = offset + size
     _feed(file, position, end - position, digest)

@@ -94,6 +94,10 @@ class Manifest:
         # the first files of this format had no of_training
         content = {"of_training": False, **content}
         values = {entry.name: content[entry.name] for entry in dataclasses.fields(cls)}
+        for entry in dataclasses.fields(cls):
+            kind, value = type(entry.default), values[entry.name]
+            if kind in (int, str) and not isinstance(value, kind):
+                raise ValueError(f"its {entry.name} is {value!r}")
         metrics = {name: float(value) for name, value in content["metrics"].items()}
         parts = tuple(Part(**part) for part in content["parts"])
         return cls(**{**values, "metrics": metrics, "parts": parts})

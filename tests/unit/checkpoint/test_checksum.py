@@ -1,9 +1,11 @@
 """Hashes over every byte: no damage, wherever it is, passes for the state."""
 
+import copy
 import io
 import itertools
 import json
 import re
+import time
 import warnings
 import zipfile
 
@@ -324,3 +326,75 @@ def test_a_crafted_place_in_a_manifest_is_an_error_that_names_the_file(tmp_path,
             write_file(STATE, path)
         with pytest.raises(CheckpointError, match=r"state\.pt: the file is damaged"):
             manifest_of(path)
+
+
+# ---- small files of much
+
+
+def with_records(write):
+    """The records of a state, written into another archive by `write(archive, name, content)`."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(torch_saved())) as records, zipfile.ZipFile(file, "w") as to:
+        for name in records.namelist():
+            write(to, name, records.read(name))
+    return file
+
+
+def bomb():
+    """100 MB of zeros in 100 KB."""
+    return with_records(
+        lambda to, name, content: to.writestr(
+            name, bytes(100_000_000) if "data/0" in name else content, zipfile.ZIP_DEFLATED
+        )
+    )
+
+
+def overlapping():
+    """A record of 1 MB a thousand times."""
+    file = with_records(lambda to, name, content: to.writestr(name, content))
+    with zipfile.ZipFile(file, "a") as to:
+        to.writestr("archive/data/1", bytes(1_000_000))
+        record = to.filelist[-1]
+        for number in range(2, 1000):
+            again = copy.copy(record)
+            again.filename = again.orig_filename = f"archive/data/{number}"
+            to.filelist.append(again)
+    return file
+
+
+def behind_another():
+    return io.BytesIO(b"PK\x03\x04" + torch_saved())
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("craft", [bomb, overlapping, behind_another])
+def test_an_archive_that_could_unpack_to_more_than_the_file_is_refused(tmp_path, craft, is_sealed):
+    file = craft()
+    if is_sealed:
+        add_checksums(file, Manifest())
+    path = tmp_path / "state.pt"
+    path.write_bytes(file.getvalue())
+    began = time.process_time()
+    for read in (read_file, manifest_of):
+        with pytest.raises(CheckpointError, match="records are compressed, or do not follow each"):
+            read(path)
+    assert time.process_time() - began < 1.0
+
+
+def test_a_part_that_is_named_often_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    part = {"name": "a", "record": "b", "offset": 0, "size": 1_000_000, "sha256": "0" * 64}
+    text = json.dumps({**CONTENT, "parts": [part] * 10_000}).encode()
+    monkeypatch.setattr(Manifest, "to_json", lambda manifest: text)
+    write_file({**STATE, "models": [{"w": torch.zeros(1_000_000)}]}, path)
+    with pytest.raises(CheckpointError, match="its parts lie over each other"):
+        manifest_of(path)
+
+
+@pytest.mark.parametrize("name", ["epoch", "global_step", "job", "world_size"])
+def test_a_manifest_with_values_of_another_kind_is_an_error(tmp_path, monkeypatch, name):
+    text = json.dumps({**CONTENT, name: ["x"]}).encode()
+    monkeypatch.setattr(Manifest, "to_json", lambda manifest: text)
+    write_file(STATE, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=rf"\(its {name} is \['x'\]\)"):
+        manifest_of(tmp_path / "state.pt", whole=False)

@@ -1,5 +1,6 @@
 """A folder of checkpoints: what is kept, what is found again, and what a kill may leave."""
 
+import json
 import math
 import os
 import random
@@ -302,6 +303,21 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path):
         str(tmp_path / name_at(step)) for step in (3, 2)
     ]
     assert all("damaged" in reason for _, reason in restored.passed_over)
+
+
+def test_a_crafted_one_is_passed_over(tmp_path, monkeypatch):
+    store, to_json = saved(tmp_path, 1, 2), Manifest.to_json
+    for change in ({"job": None}, {"metrics": 3}, {"format": []}):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Manifest,
+                "to_json",
+                lambda own, change=change: json.dumps(json.loads(to_json(own)) | change).encode(),
+            )
+            write_file(state_at(2), tmp_path / name_at(2), Manifest(job="first"))
+        assert restored_step(tmp_path) == 1
+    store.save(state_at(3))
+    assert restored_step(tmp_path) == 3
 
 
 def test_one_that_is_gone_is_passed_over(tmp_path):
