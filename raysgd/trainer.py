@@ -306,8 +306,8 @@ class OperatorTrainer:
             blocking: there for older scripts; the workers always have the state on return.
 
         Raises:
-            CheckpointError: if it is no state of a trainer, or of one with other models.
-            CallbackError: if the ``load_state_dict`` of a callback raised; all else is loaded.
+            CheckpointError: if it is no state of a trainer, or of one with other models, or if the
+                ``load_state_dict`` of the operator or of a callback raised. All is as before then.
         """
         del blocking
         self._check_open(moves=True)
@@ -318,14 +318,18 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        of_driver = ("callbacks", "validation_due")
-        own = {key: value for key, value in state.items() if key not in of_driver}
-        self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
+        of_driver = {key: state.get(key, {}) for key in ("callbacks", "validation_due")}
+        for key, value in of_driver.items():
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise CheckpointError(f"The state's {key!r} must be a dict, but it is {value!r}.")
+        # a snapshot's "call" is for the workers of that run
+        own = {key: state[key] for key in state.keys() - of_driver.keys() - {"call"}}
+        with self._callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
+            self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
         self._controller.snapshots.set(own)
-        self._latest_metrics.update(state.get("validation_due", {}))
+        self._latest_metrics.update(of_driver["validation_due"])
         # also where it is empty: saved before anything had been measured
         self._validations.note_owed("validation_due" in state)
-        self._callback_list.load_state_dict(copy.deepcopy(state.get("callbacks", {})))
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
         """Write the state to one file, whole or not at all.

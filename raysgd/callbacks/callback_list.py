@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.context import Progress
-from raysgd.errors import CallbackError
+from raysgd.errors import CallbackError, CheckpointError
 from raysgd.trees import deep_copied, map_leaves
 
 __all__ = ["CallbackList", "checked_callbacks"]
@@ -259,14 +259,33 @@ class CallbackList:
         states |= {entry.key: self._state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    @contextlib.contextmanager
+    def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Give the callbacks their states; what nobody claims waits for ``fit(callbacks=...)``.
 
+        If one of them raises, or what is done within, they are given back what they had.
+
         Raises:
-            CallbackError: if one of them raised; the others have theirs.
+            CheckpointError: if one of them raised.
         """
-        self._loaded, self._detached = dict(state), {}
-        self._load(self._entries)
+        waiting = self._loaded, self._detached
+        held = [(entry, self._state_of(entry)) for entry in self._entries if entry.key in state]
+        try:
+            self._loaded, self._detached = dict(state), {}
+            try:
+                self._load(self._entries)
+            except CallbackError as error:
+                raise CheckpointError(
+                    f"The state cannot be loaded: load_state_dict of the callback {error.callback} "
+                    f"raised {error.__cause__!r}. To leave it out, delete the state's 'callbacks'."
+                ) from error
+            yield
+        except BaseException:
+            self._loaded, self._detached = waiting
+            for entry, own in held:
+                with contextlib.suppress(Exception):
+                    entry.callback.load_state_dict(own)
+            raise
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:

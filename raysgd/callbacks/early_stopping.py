@@ -126,6 +126,9 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, if it is about the same metric."""
+        best, num_waited = state["best"], state["num_waited"]
+        if not isinstance(best, float | int | None) or not isinstance(num_waited, int):
+            raise ValueError(f"This is no state of EarlyStopping: {state!r}.")
         if state["monitor"] == self._monitor:
-            self.best, self.num_waited = state["best"], state["num_waited"]
+            self.best, self.num_waited = best, num_waited
             self._of_validation = state.get("of_validation", False)

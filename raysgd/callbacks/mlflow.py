@@ -96,7 +96,7 @@ class MLflowLogger(LoggerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with that run, unless another has begun."""
         if self._run is None:
-            self.run_id = state.get("run_id", self.run_id)
+            self.run_id = state.get("run_id")
 
     def _opened(self, trainer: Trainer) -> MLflowRun:
         """Return the run; it does not begin before the trainer stands where it will go on from."""

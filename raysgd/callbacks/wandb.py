@@ -92,8 +92,8 @@ class WandbLogger(LoggerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with that run, unless another has begun."""
-        if self._run is None and "run_id" in state:
-            self.run_id, self._num_events = state["run_id"], dict(state["num_events"])
+        if self._run is None:
+            self.run_id, self._num_events = state.get("run_id"), dict(state.get("num_events", {}))
 
     def _opened(self, trainer: Trainer) -> Any:
         """Return the run; it does not begin before the trainer stands where it will go on from."""

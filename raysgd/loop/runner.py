@@ -7,8 +7,8 @@ import copy
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from raysgd.config import BATCH_SIZE, worker_config
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
+from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
@@ -26,6 +27,8 @@ from raysgd.options import Options
 
 __all__ = ["LossReader", "OperatorRunner"]
 
+_NUM_KEYS = 624
+"""Of numpy's Mersenne Twister."""
 _LOSS_WAIT_S = 0.02
 """How long an answer waits for a loss; one that is in memory is there at once."""
 
@@ -267,9 +270,13 @@ class OperatorRunner(ABC):
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `rng_state` returned, also where tuples and arrays have become others."""
         version, internal, gauss = state["python"]
+        if not isinstance(gauss, float | None):  # Python would say so when it is drawn
+            raise TypeError(f"The state of Python's generator has {gauss!r}, which is no number.")
         random.setstate((version, tuple(internal), gauss))
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+        kind, keys, place, *rest = state["numpy"]
+        if not 0 <= place <= _NUM_KEYS:  # numpy would read beyond its keys
+            raise ValueError(f"The state of numpy's generator has place {place!r}.")
+        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""
@@ -284,19 +291,48 @@ class OperatorRunner(ABC):
             state = copy.deepcopy(state)
         check_position(state)
         registration.check_training_state(state)
+        position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+        generators = self._checked_generators(position.get("rng", ()))
         if "operator" in state:  # first: user code may refuse it, and nothing is changed then
-            self.operator.load_state_dict(state["operator"])
+            try:
+                self.operator.load_state_dict(state["operator"])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{type(self.operator).__name__}.load_state_dict() refused the state's "
+                    f"'operator': {error!r}"
+                ) from error
         registration.load_training_state(state)
         self._running.forget_iteration()
         self._running.forget_validation()
         if "call" in state:  # a snapshot, not a saved state: the call goes on
             self._running.join_call(state["call"])
         self._running.snapshots.clear()
-        position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         registration.move_to(position, state.get("global_step", 0))
-        generators = position.get("rng", ())
-        if len(generators) == registration.context.world_size:
+        if generators:
             self.set_rng_state(generators[registration.context.world_rank])
+
+    def _checked_generators(self, generators: Any) -> Sequence[Mapping[str, Any]]:
+        """Return the states of all workers' generators, if there is one for each worker.
+
+        Raises:
+            CheckpointError: if one of them cannot be taken, which is found out by taking it.
+        """
+        own = self.rng_state()
+        try:
+            if not isinstance(generators, list | tuple):
+                raise TypeError(f"it is {generators!r}")
+            if len(generators) != self._registration.context.world_size:
+                return ()
+            for state in generators:
+                self.set_rng_state(state)
+        except Exception as error:
+            raise CheckpointError(
+                "The state's data['rng'] must be the states of the workers' random number "
+                f"generators: {error!r}"
+            ) from error
+        finally:
+            self.set_rng_state(own)
+        return cast(Sequence[Mapping[str, Any]], generators)
 
     def restart_state(self) -> dict[str, Any] | None:
         """Return the state for workers that start anew; None where there is none to go on from."""

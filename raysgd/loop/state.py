@@ -78,7 +78,13 @@ def check_position(state: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"The state's data['loader_seeds'] must be a dict of counts, but it is {seeds!r}."
             )
+        if "seed" in data:
+            counts["data['seed']"] = data["seed"]
+        if not isinstance(data.get("trains_on", ""), str):
+            raise CheckpointError(
+                f"The state's data['trains_on'] must be a name, but it is {data['trains_on']!r}."
+            )
         counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
     for key, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")

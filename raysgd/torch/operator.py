@@ -178,7 +178,10 @@ class TrainingOperator(OperatorBase):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned; what it raises refuses all of a loaded state.
+
+        It is called before anything else is taken, so check all before you take any.
+        """
 
     # ---- what users call in setup
 

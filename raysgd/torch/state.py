@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
+from raysgd.torch.rehearsal import step_problem
 from raysgd.trees import deep_copied, map_leaves
 
 __all__ = [
@@ -132,11 +134,23 @@ def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     if missing or unknown:
         return _differing(missing, unknown)
     for key, value in held.items():
-        found = state[key].shape if isinstance(state[key], torch.Tensor) else None
-        if isinstance(value, torch.Tensor) and found != value.shape:
+        if not isinstance(value, torch.Tensor):
+            continue
+        found = state[key].shape if _is_like(state[key], value) else None
+        if found != value.shape:
             shape = "no tensor" if found is None else f"of shape {tuple(found)}"
             return f"{key} is {shape}, not of shape {tuple(value.shape)}"
     return ""
+
+
+def _is_like(given: Any, value: torch.Tensor) -> bool:
+    """Whether it is a tensor that can be copied to another, if their shapes are the same."""
+    return (
+        isinstance(given, torch.Tensor)
+        and given.layout == value.layout
+        and not given.is_meta
+        and not given.is_quantized
+    )
 
 
 def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
@@ -145,6 +159,9 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         return "it has no 'param_groups' and 'state'"
     if not all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
         return "its 'param_groups' have no lists of 'params'"
+    ids = [each for group in groups for each in group["params"]]
+    if strays := [key for key in state["state"] if isinstance(key, int) and key not in ids]:
+        return f"a state of parameter {strays[0]}, which is in none of its groups"  # torch drops it
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
@@ -152,7 +169,10 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     for own, group in zip(held.param_groups, groups, strict=True):
         if problem := _kind_problem(held, own, group):
             return f"groups {problem}"
-    return ""
+        rate = group.get("lr", 0.0)
+        if isinstance(rate, float) and not math.isfinite(rate):
+            return f"a learning rate of {rate}"
+    return step_problem(held, state)
 
 
 def _kind_problem(
@@ -174,8 +194,12 @@ def _scheduler_problem(held: Any, state: Any) -> str:
     """Find what torch would fail on; for the rest, what is in a state is the scheduler's affair."""
     # by the method and not by the class: a subclass may load in a way of its own
     key = _TAKEN_OUT.get(getattr(type(held), "load_state_dict", None))
+    if type(held).__module__ == lr_scheduler.__name__ and isinstance(state, Mapping):
+        for name in vars(held).keys() & state.keys():
+            if problem := _number_problem(vars(held)[name], state[name]):
+                return f"its {name!r} is {state[name]!r}, and must be {problem}"
     if key is None:
-        return ""
+        return "" if isinstance(state, Mapping) else "it is no dict"
     if not isinstance(state, Mapping) or key not in state:
         return f"it has no {key!r}"
     if key != "_schedulers":
@@ -188,6 +212,21 @@ def _scheduler_problem(held: Any, state: Any) -> str:
         if problem := _scheduler_problem(scheduler, saved):
             return f"in the {type(scheduler).__name__} {key}[{index}], {problem}"
     return ""
+
+
+def _number_problem(own: Any, given: Any) -> str:
+    """Say what a number, or a list of numbers, has to be that a scheduler has; nothing if it is."""
+    if isinstance(own, list) and own and all(map(_is_number, own)):
+        fits = isinstance(given, list | tuple) and all(map(_is_number, given))
+        return "" if fits else "a list of numbers"
+    is_number = _is_number(own) and not isinstance(own, bool)
+    return "a number" if is_number and not _is_number(given) else ""
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float)
 
 
 def _is_measure(value: Any) -> bool:

@@ -30,7 +30,7 @@ def test_a_place_that_is_cut_off_is_an_error(key):
         check_position({"epoch": 3, "data": data})
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None, [1]])
+@pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None, [1], 2**62])
 @pytest.mark.parametrize("key", ["epoch", "global_step"])
 def test_what_is_no_count_is_named_with_its_value(key, wrong):
     with pytest.raises(CheckpointError) as caught:

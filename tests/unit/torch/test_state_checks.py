@@ -156,6 +156,48 @@ def test_an_option_newer_than_the_file_is_left_to_the_optimizer_to_fill_in():
     assert held.param_groups[0]["momentum"] == 0
 
 
+def first_moment(state):
+    return state["state"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s["param_groups"][0].update(lr="0.1"), "a step with it raises TypeError"),
+        (lambda s: s["param_groups"][0].update(lr=float("nan")), "a learning rate of nan"),
+        (lambda s: s["param_groups"][0].update(betas=0.9), "a step with it raises TypeError"),
+        (lambda s: s["param_groups"][0]["params"].reverse(), "a step with it raises RuntimeError"),
+        (lambda s: s["param_groups"][0].update(params=[7, 8]), "a state of parameter 0, which is"),
+        (lambda s: first_moment(s).update(exp_avg=torch.ones(3, 2)), "raises RuntimeError"),
+        (lambda s: first_moment(s).update(exp_avg="text"), "a step with it raises"),
+        (lambda s: first_moment(s).pop("exp_avg"), "a step with it raises KeyError('exp_avg')"),
+    ],
+)
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_a_state_that_an_optimizer_could_not_step_with_is_told(change, said, has_stepped):
+    """torch takes it, and the next step fails."""
+    held = trained(Optim.Adam)[1] if has_stepped else Optim.Adam(linear().parameters())
+    state = copy.deepcopy(trained(Optim.Adam)[1].state_dict())
+    check_fits("optimizers", [held], [state])
+    change(state)
+    assert said in problem("optimizers", [held], [state])
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused", "capturable"])
+@pytest.mark.parametrize("kind", [Optim.SGD, Optim.Adam])
+def test_with_which_kernel_a_state_was_made_does_not_matter(kind, kernel):
+    state = copy.deepcopy(trained(kind)[1].state_dict())
+    state["param_groups"][0][kernel] = True
+    check_fits("optimizers", [trained(kind)[1]], [state])
+
+
+def test_a_trial_changes_nothing():
+    (_, held), state = trained(Optim.Adam), trained(Optim.Adam)[1].state_dict()
+    before = copy.deepcopy((held.state_dict(), state))
+    check_fits("optimizers", [held], [state])
+    assert str((held.state_dict(), state)) == str(before)
+
+
 class Lookahead(Optim.Optimizer):
     """A wrapper like those in use: it shares the groups, and adds options of its own to them."""
 
