@@ -323,7 +323,7 @@ class OperatorTrainer:
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"The state's {key!r} must be a dict, but it is {value!r}.")
         # a snapshot's "call" is for the workers of that run
-        own = {key: state[key] for key in state.keys() - of_driver.keys() - {"call"}}
+        own = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
         with self._callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
         self._controller.snapshots.set(own)

@@ -274,7 +274,7 @@ class OperatorRunner(ABC):
             raise TypeError(f"The state of Python's generator has {gauss!r}, which is no number.")
         random.setstate((version, tuple(internal), gauss))
         kind, keys, place, *rest = state["numpy"]
-        if not 0 <= place <= _NUM_KEYS:  # numpy would read beyond its keys
+        if not 0 <= place <= _NUM_KEYS:  # numpy takes any, and reads there
             raise ValueError(f"The state of numpy's generator has place {place!r}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 

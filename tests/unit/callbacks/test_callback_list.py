@@ -586,9 +586,8 @@ def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
         CheckpointError, match="of the callback Unloadable raised KeyError"
     ) as caught:
         trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
-    assert "Unloadable failed in load_state_dict" in caught.value.__cause__.__notes__[0], (
-        "the other"
-    )
+    (note,) = caught.value.__cause__.__notes__
+    assert "Unloadable failed in load_state_dict" in note, "the other one"
     assert good.loaded == [{"best": 2}, {"best": 9}], "what it had, again"
     assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 9}}
     assert trainer.train()["epoch"] == 2

@@ -8,6 +8,7 @@ import threading
 
 import cloudpickle
 import numpy as np
+import pytest
 import torch
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -39,6 +40,14 @@ def test_random_states_load_without_code():
     buffer.seek(0)
     RUNNER.set_rng_state(torch.load(buffer, weights_only=True))
     assert draws() == expected
+
+
+@pytest.mark.parametrize("place", [-1, 625, 10**6, "1"])
+def test_a_place_beyond_the_numbers_of_a_generator_is_refused(place):
+    state = RUNNER.rng_state()
+    kind, keys, _, *rest = state["numpy"]
+    with pytest.raises((TypeError, ValueError)):
+        RUNNER.set_rng_state({**state, "numpy": (kind, keys, place, *rest)})
 
 
 def test_a_copy_stays_as_it_was():
