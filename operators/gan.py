@@ -15,7 +15,6 @@ from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.frechet import moments
 from raysgd.operators.options import Option, any_of, integer, number
 from raysgd.operators.supervised import in_full_precision
-from raysgd.torch.ddp import unwrap
 
 __all__ = ["GAN"]
 
@@ -141,7 +140,7 @@ class GAN(ConfiguredOperator):
         self.backward(loss_fake, num_samples=count)
         self.optimizer_step(self.discriminator_optimizer)
 
-        judge = unwrap(self.discriminator)
+        judge = self.unwrapped(self.discriminator)
         with _frozen(judge):
             with self.timers.record("fwd"), self.autocast():
                 loss = _loss(in_full_precision(judge(fake)), 1.0)
@@ -188,7 +187,7 @@ class GAN(ConfiguredOperator):
             seed: of the noise; None for torch's random numbers.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        model = unwrap(self.generator)
+        model = self.unwrapped(self.generator)
         was_training = model.training
         model.eval()
         try:

@@ -14,7 +14,6 @@ from raysgd.operators.causal_transformer import CausalTransformer
 from raysgd.operators.options import Option, any_of, flag, integer, number
 from raysgd.operators.supervised import SupervisedOperator, in_full_precision
 from raysgd.operators.token_windows import TokenWindows
-from raysgd.torch.ddp import unwrap
 
 __all__ = ["LanguageModel"]
 
@@ -157,7 +156,7 @@ class LanguageModel(SupervisedOperator):
             The added tokens.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        model, text = unwrap(self.model), list(tokens)
+        model, text = self.unwrapped(self.model), list(tokens)
         was_training = model.training
         model.eval()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,17 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch.state import saved_name
 from raysgd.torch.undo import BufferLog
 
 __all__ = [
-    "ReplicatedCriterion",
     "ReplicatedModel",
     "averaged_parameters",
+    "check_exchanged",
     "communication_hooks",
     "no_forward_sync",
     "only_running_statistics",
+    "plain",
     "rebuild",
     "replicated",
     "required_gradients",
@@ -44,10 +46,20 @@ class ReplicatedModel(DistributedDataParallel):
 
     Large buffers on a CPU are broadcast where a rank has changed one: most are tables, masks and
     queues, and to ask all ranks takes far less than to send them.
+
+    It has the attributes of the module, as where there is one worker.
     """
 
     _buffer_log: BufferLog | None = None
     _buffer_slots: Sequence[int] = ()
+    _has_forward = False
+    """Whether a forward pass has announced gradients since an optimizer last stepped."""
+    _stepped: Collection[int] = ()
+    """Which optimizers have stepped since then, by their ids."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._wrapped = True
 
     def ask_before_broadcast(self, log: BufferLog) -> None:
         """Broadcast the buffers in a forward pass only where `log` knows of a change on a rank."""
@@ -81,19 +93,12 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if torch.is_grad_enabled():
+            self._has_forward = True
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self.module(*inputs, **kwargs)
 
-
-class ReplicatedCriterion(ReplicatedModel):
-    """A loss that learns, with the attributes of the loss."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._wrapped = True
-
     def __getattr__(self, name: str) -> Any:
-        """Give access to what the loss has, as where there is one worker."""
+        """Give access to what the module has."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -102,7 +107,7 @@ class ReplicatedCriterion(ReplicatedModel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set there what the loss has, as where there is one worker."""
+        """Set there what the module has."""
         own = vars(self)
         # its constructor sets what is the wrapper's
         is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
@@ -116,7 +121,7 @@ def wrapped(
     model: torch.nn.Module,
     device: torch.device,
     arguments: Mapping[str, Any],
-    kind: type[ReplicatedModel] = ReplicatedModel,
+    is_criterion: bool = False,
 ) -> torch.nn.Module:
     """Return a model in a wrapper, unless user code has wrapped it, or nothing in it is trained."""
     if isinstance(model, DistributedDataParallel) or not any(
@@ -125,10 +130,46 @@ def wrapped(
         return model  # DistributedDataParallel refuses a model that is not trained
     given = {"device_ids": None if device.index is None else [device.index], **arguments}
     # a loss may be called several times in a step, which must not change what it holds
-    stays = kind is ReplicatedCriterion or only_running_statistics(model)
+    stays = is_criterion or only_running_statistics(model)
     if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
-    return kind(model, **given)
+    return ReplicatedModel(model, **given)
+
+
+def check_exchanged(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+) -> None:
+    """Refuse steps of `optimizers` whose gradients no wrapper of `models` has averaged.
+
+    A wrapper averages those that follow from its own forward pass. Of a method of the module, or
+    of the module itself, it knows nothing, and each worker would train for itself.
+    """
+    replicated = [model for model in models if isinstance(model, ReplicatedModel)]
+    for model in replicated:
+        model._stepped = {id(optimizer) for optimizer in optimizers}
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for model in replicated:
+            if model._has_forward:
+                model._has_forward, model._stepped = False, set()
+            elif id(optimizer) in model._stepped:
+                _check_no_gradient(optimizer, model)
+            model._stepped = {*model._stepped, id(optimizer)}
+
+    for optimizer in optimizers if replicated else ():
+        optimizer.register_step_pre_hook(check)
+
+
+def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel) -> None:
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(p.grad is not None and id(p) in stepped for p in model.module.parameters()):
+        kind = type(model.module).__name__
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() with gradients of {kind} that the workers have not "
+            f"averaged: they average those that follow from calling the registered model, as in "
+            f"self.model(...), and not those of its methods or of self.unwrapped(self.model). "
+            f"Compute the loss from what {kind}.forward returns, or let forward call the method."
+        )
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:
@@ -151,9 +192,16 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module: not in DistributedDataParallel, and not what torch.compile made."""
+    module = unwrap(model)
+    plain: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return plain
+
+
 def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return what a state dict of `model` has beside buffers."""
-    buffers = {name for name, _ in unwrap(model).named_buffers()}
+    buffers = {saved_name(name) for name, _ in unwrap(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
 
 

@@ -26,6 +26,7 @@ import torch
 from raysgd.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch.ddp import plain
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
 
@@ -333,6 +334,18 @@ class TrainingOperator(OperatorBase):
                 last batch of a group had no `backward`.
         """
         self._registration.optimization.step(optimizer)
+
+    def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module as you made it, with one worker as with several.
+
+        With several a registered model is in DistributedDataParallel, and has the attributes and
+        methods of the module all the same. Train by calling the registered model: workers average
+        gradients that follow from its forward pass, and refuse a step with others.
+
+        Args:
+            model: a registered model, also one that ``torch.compile`` made.
+        """
+        return plain(model)
 
     def step_schedulers(self) -> None:
         """Step every registered scheduler."""

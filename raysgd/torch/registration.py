@@ -28,7 +28,7 @@ from raysgd.torch.loading import wrap_loader
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
-from raysgd.torch.state import copied, on_cpu, state_problem, to_cpu
+from raysgd.torch.state import copied, model_state, on_cpu, renamed, state_problem, to_cpu
 from raysgd.torch.undo import BufferLog
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
@@ -144,10 +144,11 @@ class TorchRegistration(Registration):
             self.models = [
                 *(ddp.wrapped(model, device, ddp_args) for model in self.models[:count]),
                 *(
-                    ddp.wrapped(criterion, device, ddp_args, ddp.ReplicatedCriterion)
+                    ddp.wrapped(criterion, device, ddp_args, is_criterion=True)
                     for criterion in self.models[count:]
                 ),
             ]
+            ddp.check_exchanged(self.optimizers, self.models)
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""
@@ -338,7 +339,7 @@ class TorchRegistration(Registration):
 
     def training_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "models": [ddp.unwrap(model).state_dict() for model in self.models],
+            "models": [model_state(ddp.unwrap(model)) for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.schedulers:
@@ -350,7 +351,7 @@ class TorchRegistration(Registration):
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects in self._stateful(state):
-            check_parts(name, objects, state.get(name, []), state_problem)
+            check_parts(name, objects, self._saved(name, objects, state), state_problem)
         key = self._scaler_key(state)
         if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
             raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
@@ -358,11 +359,19 @@ class TorchRegistration(Registration):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
         for name, objects in self._stateful(state):
-            for held, saved in zip(objects, state.get(name, []), strict=True):
-                held.load_state_dict(saved)
+            saved = self._saved(name, objects, state)
+            for held, each in zip(objects, saved, strict=True):
+                held.load_state_dict(each)
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
         self._buffers.remember()
+
+    def _saved(self, name: str, objects: list[Any], state: dict[str, Any]) -> Any:
+        """Return the states in `state` of what is held."""
+        saved = state.get(name, [])
+        if name != "models" or not isinstance(saved, list | tuple) or len(saved) != len(objects):
+            return saved
+        return [renamed(each, like=held) for held, each in zip(objects, saved, strict=True)]
 
     def _scaler_key(self, state: dict[str, Any]) -> str | None:
         """Return where in a state there is something for this precision's scaler."""

@@ -67,8 +67,8 @@ class TorchRunner(OperatorRunner):
             scheduler.step(metric)
 
     def models(self) -> Any:
-        """Return copies of the models on CPU, without DistributedDataParallel."""
-        return [copied_to_cpu(ddp.unwrap(model)) for model in self._registration.given_models]
+        """Return copies of the models on CPU, as the user made them."""
+        return [copied_to_cpu(ddp.plain(model)) for model in self._registration.given_models]
 
     def rng_state(self) -> dict[str, Any]:
         state = super().rng_state()

@@ -19,7 +19,10 @@ from raysgd.trees import deep_copied, map_leaves
 __all__ = [
     "copied",
     "copied_to_cpu",
+    "model_state",
     "on_cpu",
+    "renamed",
+    "saved_name",
     "state_problem",
     "to_cpu",
 ]
@@ -106,6 +109,36 @@ def _parametrize(module: Any, state: Any) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
+
+
+# ---- names in the state of a model
+
+
+def saved_name(name: str) -> str:
+    """Return the name of a tensor without what ``torch.compile`` adds to those of a module.
+
+    So that what a compiled model saves is loaded by one that is not, and the other way round.
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of `model`, by the names that are saved."""
+    state: dict[str, Any] = model.state_dict()
+    if all(name == saved_name(name) for name in state):
+        return state  # which knows the versions of its modules
+    return {saved_name(name): value for name, value in state.items()}
+
+
+def renamed(state: Any, like: torch.nn.Module) -> Any:
+    """Return the state of a model by the names that `like` has for what it holds."""
+    if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
+        return state
+    own = {saved_name(name): name for name in like.state_dict()}
+    return {
+        own.get(saved_name(name), name) if isinstance(name, str) else name: value
+        for name, value in state.items()
+    }
 
 
 # ---- whether a state fits, found out before anything is changed

@@ -476,7 +476,7 @@ class Margin(torch.nn.Module):
 
 def test_what_is_set_on_a_wrapped_loss_is_set_on_the_loss(process_group):
     loss = Margin()
-    wrapped = ddp.ReplicatedCriterion(loss)
+    wrapped = ddp.ReplicatedModel(loss)
     for _ in range(2):
         wrapped.margin = wrapped.margin + 0.2
         wrapped.weight = wrapped.weight * 2
@@ -486,3 +486,72 @@ def test_what_is_set_on_a_wrapped_loss_is_set_on_the_loss(process_group):
     assert wrapped.note == "of the wrapper"
     assert not hasattr(loss, "note")
     assert wrapped(torch.zeros(1), torch.zeros(1)).item() == pytest.approx(2.0)
+
+
+# ---- a wrapped model is used as one that is not
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 2))
+        self.temperature = 1.0
+
+    def encode(self, x):
+        return x @ self.weight
+
+    def forward(self, x):
+        return self.encode(x) / self.temperature
+
+
+def test_what_a_model_has_is_to_be_had_and_set_on_its_wrapper(process_group):
+    model = Encoder()
+    wrapped = ddp.ReplicatedModel(model)
+    wrapped.temperature = 2.0
+    assert wrapped.weight is model.weight
+    assert model.temperature == 2.0
+    assert torch.equal(wrapped.encode(torch.eye(2)), model.weight)
+    assert ddp.plain(wrapped) is ddp.plain(model) is model
+    assert ddp.plain(ddp.ReplicatedModel(torch.compile(model, backend="eager"))) is model
+    with pytest.raises(AttributeError, match="tempperature"):
+        _ = wrapped.tempperature
+    copied = pickle.loads(pickle.dumps(wrapped))
+    assert copied.temperature == 2.0
+
+
+@pytest.mark.parametrize("bypass", [lambda m, x: m.encode(x), lambda m, x: ddp.plain(m)(x)])
+def test_a_step_whose_gradients_the_workers_have_not_averaged_is_refused(process_group, bypass):
+    model = ddp.ReplicatedModel(Encoder())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    ddp.check_exchanged(optimizers, [model])
+    x = torch.eye(2)
+    for _ in range(2):
+        model(x).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[0].zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()  # with no gradient there is nothing to average
+    (model(x).sum() + bypass(model, x).sum()).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    bypass(model, x).sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"gradients of Encoder that the workers have not"):
+        optimizers[0].step()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_closure_that_calls_the_model_in_the_step_is_no_such_thing(process_group):
+    model = ddp.ReplicatedModel(Encoder())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    ddp.check_exchanged([optimizer], [model])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.eye(2)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
