@@ -28,6 +28,7 @@ EXTRAS = {
         "pytest-xdist",
         "ruff",
         "scikit-learn",
+        "torchdata",
         "types-psutil",
         "types-tqdm",
     ],

@@ -298,9 +298,27 @@ def wrap_loader(
             seed=seed,
             batch_share=batch_share,
         )
+    if shard and world_size > 1 and not isinstance(loader, DataLoader):
+        _check_no_data_set(loader)
     # torch says of the length of an IterableDataset that it is a guess
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return Source(loader, has_length=not guessed)
+
+
+def _check_no_data_set(loader: Any) -> None:
+    """Refuse a loader of an unknown kind over data that could be shared out."""
+    data, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
+    if (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not hasattr(sampler, "num_replicas")
+    ):
+        raise TypeError(
+            f"A {type(loader).__name__} was registered, which is no torch.utils.data.DataLoader "
+            "and cannot be shared out: every worker would read all of its dataset. Register a "
+            "DataLoader (of its dataset, say), or pass add_dist_sampler=False to the trainer and "
+            "let each worker read a part of its own, by self.world_rank and self.world_size."
+        )
 
 
 def _content_of(dataset: Any) -> str:
@@ -334,9 +352,11 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads an IterableDataset, or has a batch sampler of the user's."""
     if isinstance(loader.dataset, IterableDataset):
         return True
+    batches: Any = loader.batch_sampler
+    # torchdata's StatefulDataLoader has one of its own; the place in the data is kept here
+    known = isinstance(batches, BatchSampler) and type(batches).__module__.startswith("torch")
     # for a batch sampler that it is given torch sets batch_size to None, and sampler to a dummy
-    by_torch = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
-    return loader.batch_sampler is not None and not by_torch
+    return batches is not None and not (known and loader.batch_size is not None)
 
 
 def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:

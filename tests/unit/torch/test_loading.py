@@ -966,3 +966,40 @@ def test_each_item_goes_to_one_worker_and_is_downloaded_once():
     ranks = group_batches(items, 2)
     assert [indices(batches) for batches in ranks] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert sorted(downloads) == list(range(8))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stateful_loader_of_torchdata_is_shared_out(num_workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = torchdata.StatefulDataLoader(
+        Numbers(20), batch_size=2, shuffle=True, num_workers=num_workers
+    )
+    ranks = [
+        wrap_loader(loader, training=True, shard=True, world_size=2, rank=rank, seed=1)
+        for rank in range(2)
+    ]
+    for epoch in range(2):
+        read = [torch.cat(list(rank.batches(epoch, 0))).tolist() for rank in ranks]
+        assert sorted(read[0] + read[1]) == list(range(20))
+    assert torch.cat(list(ranks[0].batches(1, 8))).tolist() == read[0][4:]
+
+
+def test_a_loader_of_an_unknown_kind_over_a_data_set_is_refused_where_each_would_read_all():
+    class Prefetching:
+        def __init__(self, loader):
+            self.dataset = loader.dataset
+            self.sampler = loader.sampler
+            self._loader = loader
+
+        def __iter__(self):
+            return iter(self._loader)
+
+    given = Prefetching(DataLoader(Numbers(20), batch_size=2))
+    options = {"training": True, "rank": 0, "seed": 1}
+    with pytest.raises(TypeError, match="A Prefetching was registered"):
+        wrap_loader(given, world_size=2, shard=True, **options)
+    wrap_loader(given, world_size=1, shard=True, **options)
+    wrap_loader(given, world_size=2, shard=False, **options)
+    given.sampler = DistributedSampler(given.dataset, 2, 0)
+    wrap_loader(given, world_size=2, shard=True, **options)
