@@ -257,14 +257,22 @@ class AverageMeterCollection:
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
         """Add the metrics of one batch of `n` samples.
 
-        Numbers are averaged, mergeable metrics merged; of other values the newest counts.
+        Numbers are averaged, also those of dicts within, as ``outer/inner``; mergeable metrics are
+        merged; of texts and other values the newest counts.
+
+        Raises:
+            TypeError: if a metric is a list, which may be meant as anything.
         """
         self.batch_count += 1
         n = _plain(n)
         self.num_samples += n
+        self._add(metrics, n)
+
+    def _add(self, metrics: Mapping[str, Any], n: float, prefix: str = "") -> None:
         for name, value in metrics.items():
-            if name == NUM_SAMPLES:
+            if name == NUM_SAMPLES and not prefix:
                 continue
+            name = f"{prefix}{name}" if prefix else name
             if is_number(value):
                 if name not in self._meters:
                     self._meters[name] = AverageMeter()
@@ -272,6 +280,14 @@ class AverageMeterCollection:
             elif isinstance(value, MergeableMetric):
                 held = self._mergeable.get(name)
                 self._mergeable[name] = (held[0].merge(value) if held else value), value
+            elif isinstance(value, Mapping):
+                self._add(value, n, f"{name}/")
+            elif isinstance(value, list | tuple | set):
+                raise TypeError(
+                    f"The metric {name!r} is {value!r}. A {type(value).__name__} cannot be "
+                    "averaged: give its numbers names, in a dict, or return a tensor or an array, "
+                    "which is averaged element by element, or a raysgd.metrics.MergeableMetric."
+                )
             else:
                 self._others[name] = value
 

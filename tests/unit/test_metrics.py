@@ -237,6 +237,20 @@ def test_num_samples_may_be_a_tensor(kind):
     assert not isinstance(result["num_samples"], torch.Tensor)
 
 
+def test_numbers_in_dicts_are_averaged_as_others_are():
+    meters = AverageMeterCollection()
+    meters.update({"f1": {"cat": 1.0, "dog": {"big": 2.0}}, "num_samples": 3}, n=3)
+    meters.update({"f1": {"cat": 5.0, "dog": {"big": 6.0}}, "num_samples": 1}, n=1)
+    merged = merge_workers([meters.summary(), meters.summary()])
+    assert (merged["f1/cat"], merged["f1/dog/big"], merged["last_f1/cat"]) == (2.0, 3.0, 5.0)
+
+
+@pytest.mark.parametrize("value", [[1.0], (1, 2), {3}], ids=str)
+def test_what_cannot_be_averaged_is_refused_by_its_name(value):
+    with pytest.raises(TypeError, match=r"The metric 'parts' is .*cannot be averaged"):
+        AverageMeterCollection().update({"parts": value})
+
+
 def test_tensors_of_several_elements_are_averaged_element_by_element():
     meters = AverageMeterCollection()
     meters.update({"k": torch.tensor([1, 2])}, n=1)
