@@ -322,8 +322,10 @@ class Controller:
                     "call", call.method, packed, frequent=call.is_frequent
                 )
             attempt = Attempt(futures, self._clock)
-            hang_timeout_s = self._elastic.hang_timeout_s if call.has_batches else None
-            monitor = HealthMonitor(attempt, self._ranks, hang_timeout_s, self._clock)
+            hang_timeout_s = self._elastic.hang_timeout_s
+            monitor = HealthMonitor(
+                attempt, self._ranks, hang_timeout_s, self._clock, call.has_batches
+            )
             while attempt.under_way:
                 self._check_open()
                 busy = call.on_wait is not None or self._scale_up.under_way

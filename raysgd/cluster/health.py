@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _UNEVEN_S = 30.0
 """After how long to say that workers which are done wait for others."""
+_STANDSTILL_S = 60.0
+"""After how long without a batch to show what all workers are doing."""
 _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
 _IN_VAIN_S = 0.7
@@ -65,8 +67,10 @@ class HealthMonitor:
     Args:
         attempt: the attempt.
         ranks: of the members, for messages.
-        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck.
+        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck; None
+            for never.
         clock: by which it measures them.
+        has_batches: whether the call has batches at all.
     """
 
     def __init__(
@@ -75,11 +79,14 @@ class HealthMonitor:
         ranks: Mapping[Member, int],
         hang_timeout_s: float | None,
         clock: Clock,
+        has_batches: bool = True,
     ) -> None:
         self._clock = clock
         self._attempt = attempt
         self._ranks = ranks
         self._hang_timeout_s = hang_timeout_s
+        self._has_batches = has_batches
+        self._has_shown = False
         self._moved_at = self._mentioned_at = self._clock.monotonic()
         self._seen: dict[Member, tuple[int, int]] = {}
         self._waiting: dict[Member, int | None] = {}
@@ -133,22 +140,31 @@ class HealthMonitor:
 
         The list is empty where all wait for each other.
         """
-        if self._hang_timeout_s is None:
+        if not self._has_batches:
             return None
         seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
         now = self._clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
-        if now - self._moved_at < self._hang_timeout_s:
-            return None
-        self._moved_at = now
-        return self._find_stuck()
+            self._has_shown = False
+        stood_s = now - self._moved_at
+        if self._hang_timeout_s is not None and stood_s >= self._hang_timeout_s:
+            stuck = self._find_stuck()
+            self._moved_at = now
+            return stuck
+        if stood_s >= _STANDSTILL_S and not self._has_shown:
+            self._has_shown = True
+            self._show_stacks()
+        return None
+
+    def _show_stacks(self) -> dict[Member, str | None]:
+        stacks = _ask_stacks(self._attempt.pending, self._clock)
+        seconds, text = self._clock.monotonic() - self._moved_at, _described(stacks, self._ranks)
+        logger.warning("No batch finished for %.0f s. %s", seconds, text)
+        return stacks
 
     def _find_stuck(self) -> list[Member]:
-        stacks = _ask_stacks(self._attempt.pending, self._clock)
-        logger.warning(
-            "No batch finished for %g s. %s", self._hang_timeout_s, _described(stacks, self._ranks)
-        )
+        stacks = self._show_stacks()
         silent = [member for member, text in stacks.items() if text is None]
         apart = [
             member

@@ -43,11 +43,11 @@ def clock():
     return ManualClock()
 
 
-def watched(clock, *members, hang_timeout_s=TIMEOUT_S):
+def watched(clock, *members, hang_timeout_s=TIMEOUT_S, has_batches=True):
     futures = {member: Future() for member in members}
     attempt = Attempt(futures, clock)
     ranks = {member: rank for rank, member in enumerate(members)}
-    return HealthMonitor(attempt, ranks, hang_timeout_s, clock), attempt, futures
+    return HealthMonitor(attempt, ranks, hang_timeout_s, clock, has_batches), attempt, futures
 
 
 def steps(members, *counts):
@@ -86,6 +86,27 @@ def test_without_a_timeout_nobody_is_ever_stuck(clock):
     monitor.stuck(steps([member], 3))
     clock.now += 1e9
     assert monitor.stuck(steps([member], 3)) is None
+
+
+def test_a_standstill_is_shown_once_though_nobody_counts_as_stuck(clock, caplog):
+    member = FakeMember(WAITING)
+    monitor, *_ = watched(clock, member, hang_timeout_s=None)
+    for step in range(2):
+        for _ in range(3):
+            assert monitor.stuck(steps([member], step)) is None
+            clock.now += 40
+    shown = [record.getMessage() for record in caplog.records]
+    assert len(shown) == 2
+    assert all("No batch finished for 80 s. Worker 0" in text and WAITING in text for text in shown)
+
+
+def test_a_call_without_batches_may_take_its_time(clock):
+    member = FakeMember()
+    monitor, *_ = watched(clock, member, has_batches=False)
+    monitor.stuck(steps([member], 3))
+    clock.now += 1e9
+    assert monitor.stuck(steps([member], 3)) is None
+    assert member.num_asked == 0
 
 
 def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
