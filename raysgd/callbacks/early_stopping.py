@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 class EarlyStopping(Callback):
     """Asks ``fit()`` to stop when a metric has not improved for `patience` values in a row.
 
+    Without training in between, further values do not count: they may only be better.
+
     What it has seen is saved with the trainer's state: a run that is resumed stops when it would
     have stopped, and one that had stopped trains no more.
 
@@ -54,6 +56,8 @@ class EarlyStopping(Callback):
         """Values since then."""
         self._of_validation = False
         self._num_epochs_missing = 0
+        self._counted_at: int | None = None
+        """The step of the newest value that counted."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Stop at once where the run had stopped before it was resumed."""
@@ -98,8 +102,9 @@ class EarlyStopping(Callback):
             )
         if self._is_better(value):
             self.best, self.num_waited = value, 0
-        else:
+        elif self._counted_at != trainer.global_step:
             self.num_waited += 1
+        self._counted_at = trainer.global_step
         if self.num_waited >= self._patience:
             self._stop(trainer)
         return True
@@ -110,7 +115,7 @@ class EarlyStopping(Callback):
         return self._sign * (self.best - value) > self._min_delta  # which NaN never is
 
     def _stop(self, trainer: Trainer) -> None:
-        best = "no number so far" if self.best is None else f"it is {self.best:.6g} at best"
+        best = "it was nan each time" if self.best is None else f"it is {self.best:.6g} at best"
         trainer.request_stop(
             f"{self._monitor} has not improved for {self.num_waited} values in a row; {best}."
         )

@@ -54,6 +54,25 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
         assert history.stop_reason.startswith("score has not improved")
 
 
+def test_values_without_training_in_between_do_not_count(make_trainer):
+    stopping = EarlyStopping("score", patience=2)
+    trainer = make_trainer(callbacks=[Scripted([1, 2, 3]), stopping])
+    trainer.train()
+    for _ in range(3):
+        trainer.validate()
+    assert stopping.num_waited == 0
+    trainer.train()
+    for _ in range(3):
+        trainer.validate()
+    assert stopping.num_waited == 1
+    assert trainer.stop_reason is None
+
+
+def test_a_metric_that_never_was_a_number_is_named_as_that(make_trainer):
+    trainer = make_trainer(callbacks=[Scripted([NAN] * 4), EarlyStopping("score")])
+    assert "it was nan each time" in trainer.fit(4).stop_reason
+
+
 def test_it_watches_metrics_of_training_as_well(make_trainer):
     stopping = EarlyStopping("num_workers_seen", patience=1)
 
