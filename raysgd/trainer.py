@@ -18,7 +18,7 @@ from raysgd.arguments import check_hook, checked_config, suggests, unknown_argum
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
-from raysgd.callbacks.values import scalars
+from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
@@ -32,7 +32,7 @@ from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.fit import Validations, run_epochs
 from raysgd.options import Options
-from raysgd.trainer_calls import Calls
+from raysgd.trainer_calls import CallResult, Calls
 
 __all__ = ["OperatorTrainer"]
 
@@ -166,12 +166,24 @@ class OperatorTrainer:
         """
         _check_count("num_steps", num_steps, 1)
         _check_info("validate", info)
+        result = self._validate(info, num_steps=num_steps, profile=profile)
+        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
+
+    def _validate(
+        self,
+        info: Mapping[str, Any] | None,
+        num_steps: int | None = None,
+        profile: bool = False,
+        from_start: bool = False,
+    ) -> CallResult:
         self._check_open(moves=True)
         with self._callback_list.calling(self):
-            result = self._calls.validate(self, num_steps, profile=profile, info=info)
+            result = self._calls.validate(
+                self, num_steps, profile=profile, info=info, from_start=from_start
+            )
             self._validations.note_validated()
             self._show("on_validation_end", result.merged, result.call)
-        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
+        return result
 
     @suggests
     def fit(
@@ -235,7 +247,8 @@ class OperatorTrainer:
                     self._validations,
                     completed=lambda: self._controller.progress.epoch,
                     train=lambda: self.train(max_retries=max_retries, info=info),
-                    validate=lambda: self.validate(info=info),
+                    # all of the loader, wherever validate(num_steps=...) has stopped in it
+                    validate=lambda: self._validate(info, from_start=True).merged,
                 )
 
     def request_stop(self, reason: str) -> None:
@@ -264,8 +277,9 @@ class OperatorTrainer:
         returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
         or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
         data, and the states of the workers' random number generators, ``callbacks``, what
-        callbacks want to be saved, and between an epoch of `fit` and its validation, also where
-        an exception has ended `fit` there, ``validation_due``, the newest metrics.
+        callbacks want to be saved, ``config``, the numbers and texts of the config, and between an
+        epoch of `fit` and its validation, also where an exception has ended `fit` there,
+        ``validation_due``, the newest metrics.
 
         Args:
             copy: False leaves large tensors and arrays of workers that are Ray actors in Ray's
@@ -283,6 +297,7 @@ class OperatorTrainer:
         state = self._workers_state(own)
         if callbacks:
             state["callbacks"] = callbacks
+        state["config"] = self._shown_config()
         if self._validations.missing:
             # with what was measured before, which callbacks look at when they see a validation
             state["validation_due"] = scalars(self.latest_metrics)
@@ -318,7 +333,7 @@ class OperatorTrainer:
         ]
         if missing:
             raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
-        of_driver = {key: state.get(key, {}) for key in ("callbacks", "validation_due")}
+        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"The state's {key!r} must be a dict, but it is {value!r}.")
@@ -328,8 +343,28 @@ class OperatorTrainer:
             self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
         self._controller.snapshots.set(own)
         self._latest_metrics.update(of_driver["validation_due"])
+        self._tell_of_changes(of_driver["config"])
         # also where it is empty: saved before anything had been measured
         self._validations.note_owed("validation_due" in state)
+
+    def _shown_config(self) -> dict[str, float | int | str]:
+        """Return what can be told of the config: numbers and texts, without secrets."""
+        return scalars(shown_config(self._options.config))
+
+    def _tell_of_changes(self, saved: Mapping[str, Any]) -> None:
+        """Say where the config is another than that of a state which was loaded."""
+        own = self._shown_config()
+        changed = [
+            f"{name} {saved[name]!r} → {own[name]!r}"
+            for name in own
+            if name in saved and saved[name] != own[name]
+        ]
+        if changed:
+            logger.warning(
+                "The config differs from the checkpoint's: %s. Models, optimizers and schedulers, "
+                "with their learning rates, come from the checkpoint; all else from the config.",
+                ", ".join(changed),
+            )
 
     def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
         """Write the state to one file, whole or not at all.

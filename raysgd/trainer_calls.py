@@ -145,12 +145,20 @@ class Calls:
         *,
         profile: bool,
         info: Mapping[str, Any] | None,
+        from_start: bool = False,
     ) -> CallResult:
         """Make one call of validate; after one that failed it is the same call to the workers.
 
         So it begins where that one did, also on workers on which all had gone well.
+
+        Args:
+            trainer: that makes the call.
+            num_steps: steps to validate; None: to the end of the loader.
+            profile: whether to measure.
+            info: for the operator.
+            from_start: begin with the first batch, wherever the call before has stopped.
         """
-        number = self._failed_validation
+        number = None if from_start else self._failed_validation
         if number is None:
             number = self._failed_validation = next(self._numbers)
         arguments = {
@@ -158,6 +166,7 @@ class Calls:
             "profile": profile,
             "info": dict(info or {}),
             "num_steps": num_steps,
+            "from_start": from_start,
         }
         call = Call(
             method="validate",

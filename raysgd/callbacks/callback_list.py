@@ -141,6 +141,8 @@ class CallbackList:
         """Surround a call of the trainer: start callbacks, tell of exceptions, raise failures.
 
         A call within a call, as of ``train()`` in ``fit()``, leaves telling to the outer one.
+
+        After Ctrl-C the traceback ends here: it would be of how the driver waits for workers.
         """
         self._depth += 1
         try:
@@ -154,6 +156,8 @@ class CallbackList:
             if self._depth == 1:
                 self.call("on_exception", trainer, error)
                 self.note_failures(error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise _interrupted(trainer, error) from None
             raise
         finally:
             self._depth -= 1
@@ -312,6 +316,17 @@ class CallbackList:
             raise first
         for entry in claiming:
             del self._loaded[entry.key]
+
+
+def _interrupted(trainer: Trainer, error: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Return what Ctrl-C raises, with how far training is and the notes of callbacks."""
+    told = KeyboardInterrupt(
+        f"Interrupted at epoch {trainer.epoch}, step {trainer.global_step}. No finished step is "
+        "lost as long as this trainer lives: the next call goes on from here."
+    )
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told
 
 
 def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
+from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
 
 __all__ = ["CheckpointCallback"]
@@ -76,6 +77,7 @@ class CheckpointCallback(Callback):
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
+        self._newest: str | None = None
         self.restored_from: str | None = None
         """The checkpoint that training went on from."""
         self.passed_over: list[tuple[str, str]] = []
@@ -99,6 +101,7 @@ class CheckpointCallback(Callback):
                 f"anew. {error}"
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
+        self._newest = restored.shown
         # seen by default: the script's own learning rate, for one, has no effect now
         logger.warning(
             "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
@@ -144,6 +147,11 @@ class CheckpointCallback(Callback):
                 f"are: {', '.join(trainer.latest_metrics)}."
             )
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Say from where another run of the script would go on."""
+        if self._newest is not None and self._resume:
+            error.add_note(f"Started again, the script goes on from {self._newest}.")
+
     def on_train_end(self, trainer: Trainer) -> None:
         """Wait for the write that is under way."""
         self._writer.wait()
@@ -163,7 +171,11 @@ class CheckpointCallback(Callback):
             trainer.operator_name,
             of_training,
         )
+
+        def write() -> None:
+            self._newest = locate(save()).shown
+
         if self._blocking:
-            save()
+            write()
         else:
-            self._writer.submit(save, f"step {trainer.global_step}")
+            self._writer.submit(write, f"step {trainer.global_step}")

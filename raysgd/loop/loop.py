@@ -306,7 +306,12 @@ class Loop:
     # ---- validate
 
     def validate(
-        self, call: int, num_steps: int | None, info: dict[str, Any] | None, profile: bool
+        self,
+        call: int,
+        num_steps: int | None,
+        info: dict[str, Any] | None,
+        profile: bool,
+        from_start: bool,
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps, round and round.
 
@@ -318,7 +323,7 @@ class Loop:
         registration, operator = self._registration, self.operator
         source = self.read = registration.source("validation")
         if self._validation_start is None or self._validation_start[0] != call:
-            self._validation_start = call, registration.validation_offset
+            self._validation_start = call, 0 if from_start else registration.validation_offset
         offset, left = self._validation_start[1], num_steps
         with registration.validating():
             while left is None or left > 0:

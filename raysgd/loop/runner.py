@@ -238,9 +238,10 @@ class OperatorRunner(ABC):
         num_steps: int | None = None,
         info: dict[str, Any] | None = None,
         profile: bool = False,
+        from_start: bool = False,
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps of it."""
-        return self._running.validate(call, num_steps, info, profile)
+        return self._running.validate(call, num_steps, info, profile, from_start)
 
     # ---- other calls
 

@@ -2,10 +2,11 @@
 
 import logging
 import signal
+import traceback
 
 import pytest
 
-from raysgd.callbacks import Callback, History
+from raysgd.callbacks import Callback, CheckpointCallback, History
 from raysgd.errors import CallbackError
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
@@ -343,6 +344,34 @@ def test_ctrl_c_leaves_a_trainer_that_can_be_used_on(make_trainer, where):
     trainer.get_local_operator().fail = lambda *arguments: None
     assert [entry["epoch"] for entry in trainer.fit(3)] == ([2, 3] if where == "training" else [3])
     assert trainer.get_local_operator().trained == [*range(40)] * 3
+
+
+def test_ctrl_c_says_how_far_training_is_and_shows_nothing_of_ours(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path)])
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == 7 and when == "before":
+            signal.raise_signal(signal.SIGINT)
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.fit(3)
+    lines = traceback.format_exception(caught.value)
+    assert len("".join(lines).splitlines()) < 20
+    assert "Interrupted at epoch 2, step 7." in lines[-2]
+    assert lines[-1].strip().endswith("epoch-00001-step-00000005.ckpt.")
+
+
+def test_it_validates_all_data_wherever_a_validation_has_stopped_before(make_trainer):
+    trainer = make_trainer()
+    whole = trainer.validate()["num_samples"]
+    trainer.validate(num_steps=2)
+    assert trainer.fit(1)[0]["val_loss"] == pytest.approx(trainer.latest_metrics["val_loss"])
+    spy = Spy()
+    trainer.validate(num_steps=2)
+    trainer.fit(2, callbacks=[spy])
+    assert trainer.latest_metrics["num_samples"] == whole
+    assert spy.hooks.count("on_validation_end") == 1
 
 
 def test_ctrl_c_in_the_end_still_ends_the_others(make_trainer):

@@ -667,3 +667,41 @@ def test_a_loader_with_a_sampler_that_shares_out_is_in_no_doubt():
     ) as trainer:
         assert trainer.train()["num_samples"] == 20
         assert not trainer._controller.progress.unshared
+
+
+class Compiled(Classifier):
+    """With a model, or a layer of it, that torch.compile has made."""
+
+    def register(self, *, models, **given):
+        layers = self.config["compiled"]
+        if layers == "all":
+            models = torch.compile(models, backend="eager")
+        elif layers:
+            models[0] = torch.compile(models[0], backend="eager")
+        return super().register(models=models, **given)
+
+
+@pytest.mark.parametrize("saved", ["none", "all", "one"])
+@pytest.mark.parametrize("loaded", ["none", "all", "one"])
+def test_what_a_compiled_model_saves_has_the_names_of_the_users_model(make_trainer, saved, loaded):
+    config = {"compiled": "" if saved == "none" else saved}
+    state = make_trainer(Compiled, config).state_dict()
+    assert state["models"][0].keys() == make_trainer().state_dict()["models"][0].keys()
+    other = make_trainer(Compiled, {"compiled": "" if loaded == "none" else loaded})
+    for held in state["models"][0].values():
+        held += 1
+    other.load_state_dict(state)
+    assert equal(other.state_dict()["models"][0], state["models"][0])
+    old = [{f"_orig_mod.{name}": value + 1 for name, value in state["models"][0].items()}]
+    other.load_state_dict({**state, "models": old})
+    assert not equal(other.state_dict()["models"][0], state["models"][0])
+
+
+def test_a_config_that_has_changed_since_the_checkpoint_is_told(make_trainer, caplog):
+    before = make_trainer(config={"lr": 0.1, "api_key": "a", "note": "x"}).state_dict()
+    assert before["config"]["api_key"] == "***"
+    make_trainer(config={"lr": 0.1, "api_key": "b", "note": "x"}).load_state_dict(before)
+    assert not caplog.messages
+    make_trainer(config={"lr": 0.5, "note": "y", "new": 1}).load_state_dict(before)
+    (message,) = caplog.messages
+    assert "The config differs from the checkpoint's: lr 0.1 → 0.5, note 'x' → 'y'." in message
