@@ -114,9 +114,8 @@ class TorchRegistration(Registration):
         elif isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.settings.device)
         self._buffers = BufferLog(self.models)
-        for model in self.models:
-            if isinstance(model, ddp.ReplicatedModel):
-                model.ask_before_broadcast(self._buffers)
+        for model in self._replicated_models:
+            model.ask_before_broadcast(self._buffers)
         self.registered = True
         given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
@@ -266,7 +265,7 @@ class TorchRegistration(Registration):
         with_horovod = bool(self.optimization.exchanges)
         buffers: list[torch.Tensor] = []
         for model in self.models:
-            if isinstance(model, ddp.ReplicatedModel) and not model.take_changed_buffers():
+            if isinstance(model, ddp.ReplicatedModel) and model.lacks_changes:
                 buffers += ddp.running_statistics(model)
             elif with_horovod or ddp.replicated(model):
                 buffers += model.buffers()
@@ -274,6 +273,8 @@ class TorchRegistration(Registration):
                 buffers += ddp.running_statistics(model)
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
+            for model in self._replicated_models:
+                model.note_broadcast()
             self._buffers.remember()
 
     def minimum(self, value: int) -> int:
@@ -321,6 +322,12 @@ class TorchRegistration(Registration):
         buffers = self.from_rank(self._buffers.tensors, leader)
         if follows:
             self._buffers.set(buffers)
+        for model in self._replicated_models:
+            model.ask_before_broadcast(self._buffers)  # the leader's may have other sizes
+
+    @property
+    def _replicated_models(self) -> list[ddp.ReplicatedModel]:
+        return [model for model in self.models if isinstance(model, ddp.ReplicatedModel)]
 
     @property
     def replicated(self) -> bool:

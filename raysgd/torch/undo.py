@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn import SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 
 from raysgd.trees import map_leaves
 
@@ -105,7 +104,7 @@ class BufferLog:
     counts the changes of a tensor (``_version``), but not those by its normalization layers, which
     are always copied, and not those through ``tensor.data``. A buffer that changes in such a way in
     one of the first steps is always copied from then on. In any other, what a failed step has
-    changed without torch's knowledge stays.
+    changed without torch's knowledge stays, and is not sent to other ranks for it.
 
     Buffers are known by module and name, since a forward pass may put another tensor in a place.
     """
@@ -125,6 +124,8 @@ class BufferLog:
         # buffers as all ranks had the same, and those that were overwritten for that
         self._equal: dict[int, tuple[weakref.ref[torch.Tensor], int] | None] = {}
         self._overwritten: set[int] = set()
+        # what they were overwritten by, while it is compared with what a step leaves
+        self._received: dict[int, torch.Tensor] = {}
         self._num_steps = 0
         self.remember()
 
@@ -161,21 +162,15 @@ class BufferLog:
             self._copies[index] = copy
             self._note(index, buffer)
         self._overwritten.clear()
+        self._received.clear()
 
-    def slots_of(self, model: torch.nn.Module) -> list[int]:
-        """Return the buffers of a model that a forward pass may need to be the same on all ranks.
-
-        What batch normalization has measured is not among them: training does not read it.
-        """
-        modules = {
-            id(module)
-            for module in model.modules()
-            if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm)
-        }
-        return [index for index, (module, _) in enumerate(self._slots) if id(module) in modules]
+    def slots_of(self, modules: Iterable[torch.nn.Module]) -> list[int]:
+        """Return the buffers of some modules."""
+        ids = {id(module) for module in modules}
+        return [index for index, (module, _) in enumerate(self._slots) if id(module) in ids]
 
     def have_changed(self, slots: Iterable[int]) -> bool:
-        """Whether any of these may have changed since `note_equal`."""
+        """Whether any of these may have changed since `note_overwritten`."""
         for index in slots:
             module, name = self._slots[index]
             buffer, equal = module._buffers.get(name), self._equal.get(index)
@@ -183,12 +178,14 @@ class BufferLog:
                 return True
         return False
 
-    def note_equal(self, slots: Iterable[int]) -> None:
+    def note_overwritten(self, slots: Iterable[int]) -> None:
         """Note that these have been overwritten by those of rank 0, which torch has not counted."""
         for index in slots:
             module, name = self._slots[index]
             if (buffer := module._buffers.get(name)) is not None:
                 self._equal[index] = _version_of(buffer)
+                if self._num_steps < _NUM_COMPARED:
+                    self._received[index] = buffer.detach().clone()
         self._overwritten.update(slots)
 
     def _is_unchanged(self, index: int, buffer: torch.Tensor) -> bool:
@@ -200,7 +197,9 @@ class BufferLog:
     def _compare(self) -> None:
         for index, (module, name) in enumerate(self._slots):
             buffer, copy = module._buffers.get(name), self._copies[index]
-            if buffer is None or copy is None or index in self._overwritten:
+            if index in self._overwritten:
+                copy = self._received.get(index)
+            if buffer is None or copy is None:
                 continue
             if not self._is_unchanged(index, buffer):
                 continue

@@ -88,6 +88,21 @@ def test_what_torch_does_not_count_is_found_out_in_the_first_steps(first):
     torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
 
 
+def test_what_torch_does_not_count_is_found_out_where_buffers_are_broadcast_in_each_step():
+    model = Model()
+    log = BufferLog([model])
+    slots = log.slots_of(model.modules())
+    for _ in range(4):
+        log.note_overwritten(slots)
+        in_place(model)
+        through_data(model)
+        log.remember_step()
+    expected = values(model)
+    through_data(model)
+    log.restore()
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+
+
 def test_what_torch_does_not_count_later_on_stays_as_it_is():
     """To take it back to what it was at first would be worse than a step too much."""
     model = Model()
@@ -187,6 +202,7 @@ from raysgd.torch.undo import BufferLog
 join()
 module = torch.nn.Linear(2, 2)
 module.register_buffer("table", torch.zeros(2**19))
+module.register_buffer("late", None)
 model = ddp.ReplicatedModel(module)
 log = BufferLog([model])
 model.ask_before_broadcast(log)
@@ -197,9 +213,18 @@ for step in range(5):
         module.table[7] = 5.0
     model(torch.ones(1, 2)).sum().backward()
     log.remember_step()
-assert sent == [0, 3], sent
+    if step == 4:
+        module.late = torch.full((3,), float(rank))
+for step in range(5, 7):
+    model(torch.ones(1, 2)).sum().backward()
+    log.remember_step()
+assert sent == [0, 3, 5, 6], sent
+assert module.late.tolist() == [0.0] * 3
 assert module.table[7] == 5.0
 log.restore()
 assert module.table[7] == 5.0
+with model.join():
+    for step in range(7, 9 + rank):
+        model(torch.ones(1, 2)).sum().backward()
 print("good")
 """
