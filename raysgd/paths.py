@@ -16,7 +16,9 @@ HIDDEN = "***"
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
 # bounded, as a text of somebody else's may be long and made of beginnings
-_PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)[^\s'"]{0,2000}@""")
+_PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)\S{0,2000}@""")
+# a name alone may be a token
+_USER = re.compile(r"""//[^/:@\s'"]+@""")
 _QUERY_IN_TEXT = re.compile(r"""\?[^\s'"=]{0,200}=[^\s'"]*""")
 
 
@@ -25,8 +27,11 @@ def shown_url(url: str) -> str:
 
     >>> shown_url("simplecache::s3://me:pa@ss@host/x.pt?sig=abc")
     'simplecache::s3://me:***@host/x.pt?***'
+    >>> shown_url("https://token@host/x.pt")
+    'https://***@host/x.pt'
     """
-    return _QUERY.sub(f"?{HIDDEN}", _PASSWORD.sub(rf"//\1:{HIDDEN}@", url))
+    url = _PASSWORD.sub(rf"//\1:{HIDDEN}@", url)
+    return _QUERY.sub(f"?{HIDDEN}", _USER.sub(f"//{HIDDEN}@", url))
 
 
 def without_secrets(text: str) -> str:
@@ -34,8 +39,11 @@ def without_secrets(text: str) -> str:
 
     >>> without_secrets("403, url='https://me:pass@host/x?sig=abc'. Is this yours?")
     "403, url='https://me:***@host/x?***'. Is this yours?"
+    >>> without_secrets("git+https://token@host/x, and s3://me:it's@host")
+    'git+https://***@host/x, and s3://me:***@host'
     """
-    return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _PASSWORD_IN_TEXT.sub(rf"//\1:{HIDDEN}@", text))
+    text = _PASSWORD_IN_TEXT.sub(rf"//\1:{HIDDEN}@", text)
+    return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _USER.sub(f"//{HIDDEN}@", text))
 
 
 def checked_path(argument: str, given: Any, advice: str = "Mount what is elsewhere.") -> Path:

@@ -14,7 +14,9 @@ from raysgd.paths import HIDDEN, without_secrets
 __all__ = ["json_dict", "jsonable", "numbers_in", "scalars", "shown_config"]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
-_MAYBE_SECRET = re.compile(r"(?i:key|token)s?(?![a-z])")
+_MAYBE_SECRET = re.compile(
+    r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
+)
 """In names of what is a secret unless it is a number, as num_tokens is; a tokenizer is none."""
 
 
@@ -23,6 +25,8 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> shown_config({"lr": 0.5, "wandb": {"apiKey": "abc"}, "max_tokens": 5, "db_password": 1})
     {'lr': 0.5, 'wandb': {'apiKey': '***'}, 'max_tokens': 5, 'db_password': '***'}
+    >>> shown_config({"db_pass": "abc", "auth": ["abc"], "num_passes": "all", "author": "me"})
+    {'db_pass': '***', 'auth': '***', 'num_passes': 'all', 'author': 'me'}
     """
     shown = {}
     for name, value in config.items():
