@@ -156,7 +156,7 @@ class CallbackList:
             if self._depth == 1:
                 self.call("on_exception", trainer, error)
                 self.note_failures(error)
-                if isinstance(error, KeyboardInterrupt):
+                if isinstance(error, KeyboardInterrupt) and not error.args:  # by Ctrl-C
                     raise _interrupted(trainer, error) from None
             raise
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
@@ -401,14 +402,24 @@ def _arguments_of(
     train_epoch: Callable[..., Any], info: Any, **others: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return what a ``train_epoch`` takes, by position and by name: older ones end at ``info``."""
-    accepted = inspect.signature(train_epoch).parameters
-    kinds = [parameter.kind for parameter in accepted.values()]
+    function = getattr(train_epoch, "__func__", None)
+    # of a method it is asked once, since to ask takes as long as a small step
+    accepted = _parameters(train_epoch) if function is None else _parameters_once(function)[1:]
+    kinds = [parameter.kind for parameter in accepted]
     # by position, since older overrides call it what they like
     by_position = len(kinds) > 1 and kinds[1] in _POSITIONAL
     by_name = others if by_position else {"info": info, **others}
     if inspect.Parameter.VAR_KEYWORD not in kinds:
-        by_name = {name: value for name, value in by_name.items() if name in accepted}
+        names = {parameter.name for parameter in accepted}
+        by_name = {name: value for name, value in by_name.items() if name in names}
     return [info] if by_position else [], by_name
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
+
+
+_parameters_once = functools.lru_cache(maxsize=16)(_parameters)
 
 
 def _empty(name: str, source: Source) -> RuntimeError:

@@ -16,7 +16,7 @@ from tests.unit.recorder import Recorder
 
 DELETED = object()
 JUNK = ["junk", ["junk"], {"junk": 0}]
-FREE = ("monitor", "of_validation", "validation_due", "initial_lr")
+FREE = ("config", "monitor", "of_validation", "validation_due", "initial_lr")
 """What may be anything: it is compared with what there is, or only shown."""
 
 
