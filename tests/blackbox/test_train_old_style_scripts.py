@@ -250,7 +250,8 @@ def test_callbacks(trainer, capsys):
     logged = json.loads(as_json.log_path.read_text())
     assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
     assert list(trainer.latest_run_dir.glob("events.out.tfevents*"))
-    assert "loss=1" in capsys.readouterr().out
+    printed = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [[result["loss"] for result in results] for results in printed] == [[0, 1], [1, 2]]
     with pytest.raises(ValueError, match="no more"):
         trainer.run(train_func, config={"n": 1, "fails": True}, callbacks=[average])
     assert average.log[-1] is True

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.paths import checked_path
-from raysgd.train.callbacks.preprocessors import IndexedResultsPreprocessor, ResultsPreprocessor
+from raysgd.train.callbacks.preprocessors import (
+    ExcludedKeysResultsPreprocessor,
+    IndexedResultsPreprocessor,
+    ResultsPreprocessor,
+)
+from raysgd.train.constants import ALL_RESERVED_KEYS
 
 __all__ = ["FileCallback", "TrainingCallback"]
 
@@ -17,6 +22,8 @@ class TrainingCallback:
 
     results_preprocessor: ResultsPreprocessor | None = None
     """Applied to results before `handle_result` gets them."""
+    _hides: ResultsPreprocessor = ExcludedKeysResultsPreprocessor(ALL_RESERVED_KEYS)
+    """Applied before that: leaves out by what parts of this library talk to each other."""
 
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
@@ -31,6 +38,7 @@ class TrainingCallback:
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Called with what the workers reported, by rank; hands it, preprocessed, on."""
+        results = self._hides.preprocess(results)
         if self.results_preprocessor is not None:
             results = self.results_preprocessor.preprocess(results)
         self.handle_result(results, **info)

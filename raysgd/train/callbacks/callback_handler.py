@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,26 +15,33 @@ __all__ = ["CallbackHandler"]
 
 logger = logging.getLogger(__name__)
 
+_METHODS = (("start_training",), ("process_results", "handle_result"), ("finish_training",))
+"""What a callback has: of each line one."""
+
 
 class CallbackHandler:
     """The callbacks of one run.
 
     Raises:
-        TypeError: if one is no TrainingCallback.
+        TypeError: if one is no TrainingCallback, and has not its methods either.
     """
 
-    def __init__(self, callbacks: Sequence[TrainingCallback] | None) -> None:
+    def __init__(self, callbacks: Sequence[Any] | None) -> None:
         if callbacks is not None and not isinstance(callbacks, Sequence):
             raise TypeError(f"callbacks={callbacks!r}: must be a list of TrainingCallbacks.")
         self._callbacks = list(callbacks or ())
         for callback in self._callbacks:
-            if not isinstance(callback, TrainingCallback):
-                raise TypeError(f"callbacks=[{callback!r}]: each must be a TrainingCallback.")
+            is_one = all(any(hasattr(callback, name) for name in names) for names in _METHODS)
+            if inspect.isclass(callback) or not is_one:
+                raise TypeError(
+                    f"callbacks=[{callback!r}]: each must be a TrainingCallback, or have its "
+                    "start_training, finish_training, and process_results or handle_result."
+                )
 
     @contextlib.contextmanager
     def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:
         """Tell them that a run begins, and in the end that it is over, and how."""
-        begun: list[TrainingCallback] = []
+        begun: list[Any] = []
         failed = True
         try:
             for callback in self._callbacks:
@@ -47,9 +55,13 @@ class CallbackHandler:
     def handle(self, results: list[dict[str, Any]]) -> None:
         """Show them what the workers reported; each gets dicts of its own."""
         for callback in self._callbacks:
-            callback.process_results([dict(result) for result in results])
+            own = [dict(result) for result in results]
+            if hasattr(callback, "process_results"):
+                callback.process_results(own)
+            else:  # no relative of ours
+                callback.handle_result(TrainingCallback._hides.preprocess(own))
 
-    def _finish(self, begun: Sequence[TrainingCallback], failed: bool) -> None:
+    def _finish(self, begun: Sequence[Any], failed: bool) -> None:
         """Tell all of them, also where one raises."""
         raised: BaseException | None = None
         for callback in begun:

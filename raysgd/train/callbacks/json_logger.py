@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.callbacks.values import json_dict
 from raysgd.train.callbacks.callback import FileCallback
-from raysgd.train.callbacks.profiler import without_traces
+from raysgd.train.constants import RESULT_FILE_JSON
 
 __all__ = ["JsonLoggerCallback"]
 
@@ -32,14 +32,14 @@ class JsonLoggerCallback(FileCallback):
         workers_to_log: int | list[int] | None = 0,
     ) -> None:
         super().__init__(logdir, workers_to_log)
-        self._filename = filename or "results.json"
+        self._filename = filename or RESULT_FILE_JSON
 
     def _begin(self, config: dict[str, Any]) -> None:
         self.log_path.write_text("[]", encoding="utf-8")
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Add the results to the list."""
-        text = json.dumps([json_dict(without_traces(result), repr) for result in results])
+        text = json.dumps([json_dict(result, repr) for result in results])
         with self.log_path.open("rb+") as file:
             # over the bracket at the end, so that a long log costs no more than a short one
             end = file.seek(-1, os.SEEK_END)

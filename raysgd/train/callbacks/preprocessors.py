@@ -81,21 +81,24 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
 
 
 class _Aggregating(ResultsPreprocessor):
-    """Adds a number over all workers to the results of each."""
+    """Adds a number over the workers that have reported it to the results of each."""
 
     def __init__(self, keys: Iterable[str] | None = None) -> None:
         self._keys = None if keys is None else list(keys)
 
     def _aggregated(
-        self, results: Results, name: str, aggregate: Callable[[list[float]], float]
+        self, results: Results, name: str, aggregate: Callable[[dict[int, float]], float]
     ) -> Results:
+        """Add what `aggregate` makes of the workers' numbers, by rank."""
         numbers = [numbers_in(result) for result in results]
         found: dict[str, float] = {}
         for key in self._keys or list(dict.fromkeys(key for each in numbers for key in each)):
-            if all(key in each for each in numbers):
-                found[name.format(key)] = aggregate([each[key] for each in numbers])
-            else:
-                logger.warning("No %s: not every worker has reported a number.", name.format(key))
+            held = {rank: each[key] for rank, each in enumerate(numbers) if key in each}
+            if held:
+                found[name.format(key)] = aggregate(held)
+            if len(held) < len(results):
+                said = "%s counts ranks %s alone, since the others have reported no number."
+                logger.warning(said, name.format(key), list(held))
         return [{**result, **found} for result in results]
 
 
@@ -108,7 +111,7 @@ class AverageResultsPreprocessor(_Aggregating):
 
     def preprocess(self, results: Results) -> Results:
         """Return the results with the means."""
-        return self._aggregated(results, "avg({})", lambda values: sum(values) / len(values))
+        return self._aggregated(results, "avg({})", lambda held: sum(held.values()) / len(held))
 
 
 class MaxResultsPreprocessor(_Aggregating):
@@ -120,7 +123,7 @@ class MaxResultsPreprocessor(_Aggregating):
 
     def preprocess(self, results: Results) -> Results:
         """Return the results with the largest values."""
-        return self._aggregated(results, "max({})", max)
+        return self._aggregated(results, "max({})", lambda held: max(held.values()))
 
 
 class WeightedAverageResultsPreprocessor(_Aggregating):
@@ -144,7 +147,10 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
             logger.warning("Workers count alike: %r is no weight.", self._weight_key)
             known = [1.0] * len(results)
 
-        def mean(values: list[float]) -> float:
-            return sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
+        def mean(held: dict[int, float]) -> float:
+            total = sum(known[rank] for rank in held)
+            if total == 0:
+                return sum(held.values()) / len(held)
+            return sum(value * known[rank] for rank, value in held.items()) / total
 
         return self._aggregated(results, f"weight_avg_{self._weight_key}({{}})", mean)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from raysgd.callbacks.values import json_dict
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.callbacks.profiler import without_traces
 
 __all__ = ["PrintCallback"]
 
 
 class PrintCallback(TrainingCallback):
-    """Prints what the workers report."""
+    """Prints what the workers report: a line of JSON, the list of their results by rank.
+
+    What JSON has no form for is printed as text.
+    """
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Print the results, one worker a line."""
-        for rank, result in enumerate(results):
-            print(
-                f"worker {rank}: "
-                + ", ".join(f"{k}={v}" for k, v in without_traces(result).items())
-            )
+        """Print the results."""
+        print(json.dumps([json_dict(result, repr) for result in results]))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from raysgd.train.callbacks.callback import FileCallback
+from raysgd.train.callbacks.preprocessors import ResultsPreprocessor
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
-__all__ = ["PROFILE_TRACES", "TorchTensorboardProfilerCallback", "without_traces"]
-
-PROFILE_TRACES = "_train_torch_profiler"
-"""Under which name a worker reports its traces: pairs of a file name and the content."""
+__all__ = ["TorchTensorboardProfilerCallback"]
 
 
 class TorchTensorboardProfilerCallback(FileCallback):
@@ -23,6 +21,7 @@ class TorchTensorboardProfilerCallback(FileCallback):
     """
 
     _subfolder = "pytorch_profiler"
+    _hides = ResultsPreprocessor()
 
     def __init__(
         self,
@@ -34,10 +33,5 @@ class TorchTensorboardProfilerCallback(FileCallback):
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Write the traces that have come with a report."""
         for result in results:
-            for name, content in result.get(PROFILE_TRACES, ()):
+            for name, content in result.get(PYTORCH_PROFILER_KEY, ()):
                 (self.logdir / os.path.basename(name)).write_text(content, encoding="utf-8")
-
-
-def without_traces(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was reported but for the profiler's traces, which are long files."""
-    return {key: value for key, value in result.items() if key != PROFILE_TRACES}

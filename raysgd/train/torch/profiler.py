@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.profiler import exported
 from raysgd.train.api import world_rank
-from raysgd.train.callbacks.profiler import PROFILE_TRACES
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 __all__ = ["TorchWorkerProfiler"]
 
@@ -21,11 +22,15 @@ class TorchWorkerProfiler:
         with torch.profiler.profile(on_trace_ready=collector.trace_handler) as profiler:
             ...
             train.report(loss=loss, **collector.get_and_clear_profile_traces())
+
+    Args:
+        trace_dir: a folder of the worker's node in which the traces are kept as well.
     """
 
     WORKER_TRACE_DIR_NAME = "pytorch_profiler"
 
-    def __init__(self) -> None:
+    def __init__(self, trace_dir: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if trace_dir is None else Path(trace_dir).expanduser()
         self._traces: list[tuple[str, str]] = []
 
     def trace_handler(self, p: Any) -> None:
@@ -33,8 +38,11 @@ class TorchWorkerProfiler:
         content = exported(p).decode()
         name = f"worker_{world_rank()}_{os.getpid()}.step_{p.step_num}.pt.trace.json"
         self._traces.append((name, content))
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_text(content, encoding="utf-8")
 
     def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
         """Return the traces since the last call, as arguments of ``train.report``."""
         traces, self._traces = self._traces, []
-        return {PROFILE_TRACES: traces}
+        return {PYTORCH_PROFILER_KEY: traces}

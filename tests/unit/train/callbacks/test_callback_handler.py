@@ -6,6 +6,7 @@ import pytest
 
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.callbacks.callback_handler import CallbackHandler
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 
 class Told(TrainingCallback):
@@ -73,7 +74,33 @@ def test_of_several_that_fail_in_the_end_the_first_is_raised_and_the_others_are_
     assert [record.getMessage() for record in caplog.records] == ["Fails failed as it ended."]
 
 
+def test_one_that_is_no_relative_of_ours_is_told_the_same(tmp_path):
+    class Seen:
+        told = ()
+
+        def start_training(self, logdir, config, **info):
+            self.told += ((logdir, config),)
+
+        def handle_result(self, results, **info):
+            self.told += (results,)
+
+        def finish_training(self, error=False, **info):
+            self.told += (error,)
+
+    class Processes(Seen):
+        process_results = Seen.handle_result
+
+    seen, processes = Seen(), Processes()
+    callback_handler = CallbackHandler([seen, processes])
+    with callback_handler.run(tmp_path, {"lr": 1}):
+        callback_handler.handle([{"a": 1, PYTORCH_PROFILER_KEY: []}])
+    assert seen.told == ((str(tmp_path), {"lr": 1}), [{"a": 1}], False)
+    assert processes.told[1] == [{"a": 1, PYTORCH_PROFILER_KEY: []}]
+
+
 def test_what_is_no_callback_is_refused():
+    with pytest.raises(TypeError, match="or have its start_training, finish_training, and"):
+        CallbackHandler([object()])
     with pytest.raises(TypeError, match=r"callbacks=\[<class.*Told.*>\]: each must be a Training"):
         CallbackHandler([Told(), Told])
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.train.callbacks import JsonLoggerCallback
-from raysgd.train.callbacks.profiler import PROFILE_TRACES
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 
 def test_the_json_log_is_whole_after_each_report(tmp_path):
@@ -54,5 +54,5 @@ def test_a_run_begins_a_log_of_its_own(tmp_path):
 def test_traces_of_the_profiler_are_not_written(tmp_path):
     callback = JsonLoggerCallback()
     callback.start_training(logdir=str(tmp_path), config={})
-    callback.process_results([{"loss": 1.0, PROFILE_TRACES: [("trace.json", "{}")]}])
+    callback.process_results([{"loss": 1.0, PYTORCH_PROFILER_KEY: [("trace.json", "{}")]}])
     assert json.loads(callback.log_path.read_text()) == [[{"loss": 1.0}]]

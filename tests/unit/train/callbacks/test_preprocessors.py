@@ -48,10 +48,19 @@ def test_without_names_all_numbers_are_taken():
     }
 
 
-def test_what_not_every_worker_reports_is_left_out(caplog):
-    results = [{"a": 1}, {"b": 1}]
-    assert MaxResultsPreprocessor(["a"]).preprocess(results) == results
-    assert "max(a)" in caplog.text
+@pytest.mark.parametrize(
+    ("preprocessor", "name", "value"),
+    [
+        (AverageResultsPreprocessor(["a", "c"]), "avg(a)", 3),
+        (MaxResultsPreprocessor(["a", "c"]), "max(a)", 4),
+        (WeightedAverageResultsPreprocessor(["a", "c"], "n"), "weight_avg_n(a)", 3.5),
+    ],
+)
+def test_workers_count_that_have_reported_a_number(preprocessor, name, value, caplog):
+    results = [{"a": 2, "n": 1}, {"b": 1, "n": 5}, {"a": 4, "n": 3}]
+    assert preprocessor.preprocess(results) == [{**result, name: value} for result in results]
+    assert f"{name} counts ranks [0, 2] alone" in caplog.text
+    assert f"{name.replace('(a)', '(c)')} counts ranks [] alone" in caplog.text
 
 
 def test_one_after_the_other():
