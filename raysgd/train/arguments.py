@@ -20,6 +20,7 @@ __all__ = [
     "bound_function",
     "checked_dict",
     "checked_size",
+    "env_flag",
     "made_folder",
     "pickled_function",
     "run_folder",
@@ -92,7 +93,7 @@ def worker_resources(
             f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
             "{'CPU': 2}."
         )
-    if not isinstance(use_gpu, bool):
+    if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
     others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
@@ -107,6 +108,11 @@ def worker_resources(
             "number of GPUs."
         )
     return num_cpus, num_gpus, others
+
+
+def env_flag(name: str, default: bool = False) -> bool:
+    """Return whether a variable of the environment switches something on, or off."""
+    return os.environ.get(name, str(int(default))) in ("1", "true", "True")
 
 
 def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:

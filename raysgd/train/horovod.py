@@ -36,7 +36,8 @@ class HorovodConfig(BackendConfig):
     """
 
     nics: set[str] | None = None
-    """Network interface by which the workers talk, one name; None: that of the node's address."""
+    """Names of the network interfaces by which the workers talk: gloo by the first of them in
+    alphabetical order, NCCL by all. None: that of the node's address."""
     verbose: int = 1
     """How much Horovod logs: 0 errors, 1 warnings, 2 what it does, 3 all."""
     key: str | None = None
@@ -47,14 +48,17 @@ class HorovodConfig(BackendConfig):
     ssh_str: str | None = None
     timeout_s: float = 300
     """Bound of the workers' setup, in seconds."""
+    placement_group_timeout_s: float = 100
+    """Taken for older scripts, where it had no effect either: ``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``
+    in the environment is the bound of the wait for room."""
 
     backend_cls = HorovodBackend
 
     def __post_init__(self) -> None:
         check_horovod()
-        if self.nics is not None and (isinstance(self.nics, str) or len(self.nics) != 1):
+        if self.nics is not None and (isinstance(self.nics, str) or not self.nics):
             raise ValueError(
-                f'HorovodConfig(nics={self.nics!r}): must be a set of one name, such as {{"eth0"}}.'
+                f'HorovodConfig(nics={self.nics!r}): must be a set of names, such as {{"eth0"}}.'
             )
         check_timeout(type(self).__name__, self.timeout_s)
 
@@ -63,7 +67,8 @@ class HorovodConfig(BackendConfig):
         level = _LOG_LEVELS[max(0, min(int(self.verbose), len(_LOG_LEVELS) - 1))]
         variables = {"HOROVOD_LOG_LEVEL": level}
         if self.nics:
-            variables["HOROVOD_GLOO_IFACE"] = next(iter(self.nics))
+            names = sorted(self.nics)
+            variables |= {"HOROVOD_GLOO_IFACE": names[0], "NCCL_SOCKET_IFNAME": ",".join(names)}
         return FunctionHorovod(self.timeout_s, variables)
 
 

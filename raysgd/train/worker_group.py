@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +14,13 @@ from raysgd.cluster.members import Member
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.config import env_seconds
 from raysgd.elastic.policies import WorkerInfo
-from raysgd.train.arguments import checked_size
+from raysgd.train.arguments import checked_size, env_flag
+from raysgd.train.constants import (
+    TRAIN_ENABLE_WORKER_SPREAD_ENV,
+    TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV,
+)
 
 __all__ = ["HostedGroup", "WorkerGroup", "group_options"]
-
-_TIMEOUT = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
-_SPREAD = "TRAIN_ENABLE_WORKER_SPREAD"
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,12 @@ class WorkerGroup:
         num_cpus_per_worker: CPUs that each reserves.
         num_gpus_per_worker: GPUs that each reserves; a fraction shares one.
         additional_resources_per_worker: further Ray resources of each.
+        actor_cls: refused: the actors are ours.
+        placement_group: refused: a group that is made inside of a placement group is placed there.
 
     Raises:
         ValueError: if a number is out of its range.
+        TypeError: if one of the last two is given.
         InsufficientResourcesError: if the cluster has no room for them within 100 s
             (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
     """
@@ -52,7 +55,19 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
+        actor_cls: Any = None,
+        placement_group: Any = None,
     ) -> None:
+        if actor_cls is not None:
+            raise TypeError(
+                f"WorkerGroup(actor_cls={actor_cls!r}): the actors are raysgd's own. Make objects "
+                "of a class of yours on them by Trainer.to_worker_group(cls), or by execute()."
+            )
+        if placement_group is not None:
+            raise TypeError(
+                "WorkerGroup(placement_group=...): a group takes the room of the placement group "
+                "that it is made in. Make it in a task or an actor that is scheduled there."
+            )
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
@@ -110,6 +125,21 @@ class WorkerGroup:
     def __len__(self) -> int:
         """Number of workers."""
         return len(self._group.members)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self)
+
+    @property
+    def num_cpus_per_worker(self) -> float:
+        """CPUs that each reserves."""
+        return self._group.options.num_cpus
+
+    @property
+    def num_gpus_per_worker(self) -> float:
+        """GPUs that each reserves."""
+        return self._group.options.num_gpus
 
     @property
     def workers(self) -> list[Worker]:
@@ -175,15 +205,14 @@ def group_options(
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
             raise ValueError(f"{amount!r} of {name} per worker: must be a number of at least 0.")
-    spread = os.environ.get(_SPREAD, "0") in ("1", "true", "True")
     options = GroupOptions(
         num_workers=most,
         min_workers=fewest,
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=dict(resources or {}),
-        start_timeout_s=env_seconds(_TIMEOUT, 100.0),
-        strategy="SPREAD" if spread else strategy or "PACK",
+        start_timeout_s=env_seconds(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100.0),
+        strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
     )
     if not options.bundle:
         raise ValueError("A worker must reserve something: CPUs, GPUs or another resource.")
@@ -249,32 +278,40 @@ class HostedWorker:
 
     def __init__(self, group: HostedGroup | None, actor: Any, hosted_id: str) -> None:
         self._group = group  # which lives as long as this; None where it was sent elsewhere
-        self._actor = actor
+        self.actor = actor
+        """Ray's handle of the worker that it is in, for ``ray.kill``."""
         self._id = hosted_id
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reach the same object from another process."""
-        return HostedWorker, (None, self._actor, self._id)
+        return HostedWorker, (None, self.actor, self._id)
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return HostedMethod(self, self._actor, self._id, name)
+        return HostedMethod(self, self.actor, self._id, name)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, worker: HostedWorker, actor: Any, hosted_id: str, name: str) -> None:
+    def __init__(
+        self, worker: HostedWorker, actor: Any, hosted_id: str, name: str, **options: Any
+    ) -> None:
         self._worker = worker  # which lives as long as this
         self._actor = actor
         self._id = hosted_id
         self._name = name
+        self._options = options
+
+    def options(self, **options: Any) -> HostedMethod:
+        """Return the method with Ray's options for its calls, such as ``num_returns``."""
+        return HostedMethod(self._worker, self._actor, self._id, self._name, **options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method; returns a reference for ``ray.get``."""
-        bound = self._actor.execute.options(concurrency_group="work")
+        """Start the method; returns a reference for ``ray.get``, or as many as `options` says."""
+        bound = self._actor.execute.options(**self._options, concurrency_group="work")
         return bound.remote(_call_hosted, self._id, self._name, *args, **kwargs)
 
 

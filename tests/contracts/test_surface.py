@@ -167,6 +167,7 @@ SURFACE = {
         "WeightedAverageResultsPreprocessor",
     ],
     "raysgd.train.torch": [
+        "TorchBackend",
         "TorchConfig",
         "TorchTrainer",
         "TorchWorkerProfiler",

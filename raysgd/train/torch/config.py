@@ -21,7 +21,10 @@ _INIT_METHODS = ("env", "tcp")
 
 
 class TorchBackend(Backend):
-    """Has nothing to do beside the process group, of which each generation has one."""
+    """Has nothing to do beside the process group, which is `TorchConfig`'s.
+
+    Subclass it to set up more: a subclass of TorchConfig names yours as ``backend_cls``.
+    """
 
     share_cuda_visible_devices = True
 
@@ -46,8 +49,10 @@ class TorchConfig(BackendConfig):
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "gloo", "nccl"):
+            why = ' (A group of "mpi" is that of mpirun: Ray cannot start it.)'
             raise ValueError(
                 f'TorchConfig(backend={self.backend!r}): must be "gloo", "nccl" or None.'
+                f"{why if self.backend == 'mpi' else ''}"
             )
         if self.init_method not in _INIT_METHODS:
             raise ValueError(

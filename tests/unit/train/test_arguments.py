@@ -51,6 +51,13 @@ def test_resources_of_a_worker():
     assert worker_resources(True, {"GPU": 0.5}) == (1, 0.5, {})
 
 
+def test_one_and_zero_say_whether_there_are_gpus():
+    assert worker_resources(1, None) == worker_resources(True, None)
+    assert worker_resources(0, None) == worker_resources(False, None)
+    with pytest.raises(TypeError, match="use_gpu='yes': must be True or False"):
+        worker_resources("yes", None)
+
+
 def test_resources_that_contradict_use_gpu_say_how_to_agree():
     with pytest.raises(ValueError, match=r"'GPU': 0\.5.*pass use_gpu=True, or leave GPU out"):
         worker_resources(False, {"GPU": 0.5})

@@ -64,6 +64,21 @@ def test_wrong_settings_of_torch_are_errors(arguments):
         TorchConfig(**arguments)
 
 
+def test_mpi_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="mpirun: Ray cannot start it"):
+        TorchConfig(backend="mpi")
+
+
+def test_what_older_scripts_say_to_horovod_is_taken(monkeypatch):
+    monkeypatch.setattr(horovod, "check_horovod", lambda: None)
+    transport = HorovodConfig(nics={"eth1", "eth0"}, placement_group_timeout_s=30).transport()
+    assert transport._variables["HOROVOD_GLOO_IFACE"] == "eth0"
+    assert transport._variables["NCCL_SOCKET_IFNAME"] == "eth0,eth1"
+    for nics in (set(), "eth0"):
+        with pytest.raises(ValueError, match="must be a set of names"):
+            HorovodConfig(nics=nics)
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True, None])
 @pytest.mark.parametrize("config_cls", [TorchConfig, TensorflowConfig, HorovodConfig])
 def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch, config_cls, timeout_s):

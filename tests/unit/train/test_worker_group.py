@@ -136,6 +136,21 @@ def test_when_some_are_removed_the_others_move_up(workers):
     assert (worker.metadata.node_id, worker.metadata.gpu_ids) == ("node11", ("0",))
 
 
+def test_a_group_says_what_its_workers_reserve(workers):
+    """For a Backend of one's own."""
+    assert (workers.num_workers, workers.num_cpus_per_worker) == (3, 1)
+    assert workers.num_gpus_per_worker == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"actor_cls": object}, "to_worker_group"), ({"placement_group": 1}, "that it is made in")],
+)
+def test_actors_and_room_of_ones_own_are_refused_with_the_way(given, said):
+    with pytest.raises(TypeError, match=said):
+        WorkerGroup(1, **given)
+
+
 def test_a_group_that_is_shut_down_says_how_to_start_it(workers):
     with pytest.raises(RuntimeError, match="started already; shut them down first"):
         workers.start()
