@@ -2,7 +2,8 @@
 
 A trial is an actor of Tune's, in the first bundle of its placement group; the function's workers
 are in the others. One step of the trial is one report of worker 0; where a checkpoint came with
-it, or before it, Tune is asked to keep that.
+it, or before it, Tune is asked to keep that. It is asked as well by a last step, which gives the
+last report once more, where a checkpoint came after that.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, checked_scaling
+from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 __all__ = ["FunctionTrainable", "function_trainable", "trainer_trainable"]
 
-_STATE = "function.checkpoint"
+_EARLIER_NAME = "function.checkpoint"
 _NOTHING = pickle.dumps(None)
 
 
@@ -58,6 +60,7 @@ class FunctionTrainable(Trainable):
         self._own.setup()
         self._start: Any = None
         self._reported = 0
+        self._last: dict[str, Any] = {}
         self._start_workers()
 
     def _start_workers(self) -> None:
@@ -85,11 +88,13 @@ class FunctionTrainable(Trainable):
         saved = {SHOULD_CHECKPOINT: True} if self._checkpoints.number != number else {}
         if results is None:
             self._executor.finish_training()
-            # it stands for the result before, of which there is none where nothing was reported
-            last = {RESULT_DUPLICATE: True} if self._reported else {}
-            return {**last, DONE: True, **saved}
+            # Tune does not look whether a result that stands for the one before has a checkpoint;
+            # where nothing was reported there is none before
+            is_new = saved or not self._reported
+            return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
         self._reported += 1
-        return {**results[0], **saved}
+        self._last = results[0]
+        return {**self._last, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save the function's newest checkpoint."""
@@ -97,11 +102,12 @@ class FunctionTrainable(Trainable):
         if blob is None:
             blob = packed_checkpoint(self._start)
         manifest = Manifest(global_step=self._reported)
-        write_pickle(blob or _NOTHING, Path(checkpoint_dir) / _STATE, manifest)
+        write_pickle(blob or _NOTHING, Path(checkpoint_dir) / TUNE_CHECKPOINT_FILE_NAME, manifest)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Start the function, in the next step, from what `save_checkpoint` wrote."""
-        blob, manifest = read_pickle(Path(checkpoint) / _STATE)
+        path = Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME)
+        blob, manifest = read_pickle(path if path.exists() else Path(checkpoint, _EARLIER_NAME))
         self._reported = 0 if manifest is None else manifest.global_step
         self._start = None if blob == _NOTHING else Checkpoint(blob=blob)
         if self._checkpoints is not None:  # a trial that takes over another's state

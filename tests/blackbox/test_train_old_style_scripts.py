@@ -478,6 +478,7 @@ def test_a_search_with_tune(module_cluster, tmp_path):
     def tune_func(config):
         for step in range(3):
             train.report(loss=config["lr"] * (3 - step))
+        train.save_checkpoint(lr=config["lr"])
 
     trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path / "logs")
     trainable = trainer.to_tune_trainable(tune_func)
@@ -495,3 +496,5 @@ def test_a_search_with_tune(module_cluster, tmp_path):
     )
     assert analysis.best_config == {"lr": 0.1}
     assert analysis.best_result["_training_iteration"] == 3
+    file = os.path.join(analysis.best_checkpoint.path, "checkpoint")
+    assert trainer.load_checkpoint_from_path(file)["lr"] == 0.1
