@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import operator
 import pickle
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Packed", "dumps", "pack", "unpicklable_key"]
+__all__ = ["Packed", "Portable", "dumps", "pack", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
 
@@ -54,10 +55,14 @@ def unpicklable_key(values: Mapping[Any, Any]) -> Any:
     return None
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any, portable: bool = False) -> Packed:
     """Pickle a value, but for its large tensors and arrays.
 
     Until Ray has taken the result over, nothing may change these.
+
+    Args:
+        value: the value.
+        portable: whether any process shall be able to read it, see `Portable`.
     """
     beside: list[pickle.PickleBuffer] = []
 
@@ -67,17 +72,39 @@ def pack(value: Any) -> Packed:
         beside.append(buffer)
         return False
 
-    return Packed(_pickled(value, is_small), beside)
+    return Packed(_pickled(value, is_small, portable), beside)
 
 
-def _pickled(value: Any, is_small: Any) -> bytes:
+class Portable:
+    """A mixin of picklers: what they write can be read where there is no GPU and no process group.
+
+    A tensor of a device arrives on the CPU, and of a DistributedDataParallel the model in it.
+    Reading it takes torch alone.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how `obj` is pickled."""
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            storages = torch.UntypedStorage | torch.storage.TypedStorage
+            if isinstance(obj, storages) and _location(obj, torch) != "cpu":
+                file = io.BytesIO()
+                torch.save(obj, file, _use_new_zipfile_serialization=False)
+                load = functools.partial(torch.load, map_location="cpu", weights_only=False)
+                return load, (io.BytesIO(file.getvalue()),)
+            if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                return operator.itemgetter(0), ((obj.module,),)
+        return super().reducer_override(obj)  # type: ignore[misc]
+
+
+def _pickled(value: Any, is_small: Any, portable: bool = False) -> bytes:
     with io.BytesIO() as file:
-        _pickler()(file, protocol=5, buffer_callback=is_small).dump(value)
+        _pickler(portable)(file, protocol=5, buffer_callback=is_small).dump(value)
         return file.getvalue()
 
 
 @functools.cache
-def _pickler() -> Any:
+def _pickler(portable: bool) -> Any:
     from ray.cloudpickle import Pickler  # not at the top: a worker in the driver needs no Ray
 
     class WithTensors(Pickler):
@@ -88,7 +115,13 @@ def _pickler() -> Any:
                 return _tensor, (flat, obj.dtype, tuple(obj.shape))
             return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
-    return WithTensors
+    return type("PortableWithTensors", (Portable, WithTensors), {}) if portable else WithTensors
+
+
+def _location(storage: Any, torch: Any) -> str:
+    """Return where the memory of a tensor is, as ``torch.save`` names it."""
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return str(torch.serialization.location_tag(untyped))
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:

@@ -105,6 +105,7 @@ class Worker:
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             gpu_ids=gpu_ids,
+            hostname=_host(),
         )
 
     def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
@@ -336,7 +337,7 @@ def _unpickled(value: Any) -> Any:
 
 def _packed(value: Any) -> Packed:
     try:
-        return pack(value)
+        return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
         # runners may say which part of their own it is, in words that users know
         say = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")

@@ -33,6 +33,7 @@ class WorkerInfo:
     pid: int = 0
     gpu_ids: tuple[str, ...] = ()
     in_driver: bool = False
+    hostname: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ _HOMES = {
     "TrainingIterator": "iterator",
 }
 """In which module a name is; all others are in `api`."""
-_PARTS = ("backend", "callbacks", "horovod", "tensorflow", "torch")
+_PARTS = ("backend", "callbacks", "constants", "horovod", "session", "tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,6 @@ __all__ = [
     "world_size",
 ]
 
-logger = logging.getLogger(__name__)
-
 _WARNED: set[str] = set()
 
 
@@ -39,10 +37,10 @@ def _within_run(name: str) -> Session | None:
     session = current()
     if session is None and name not in _WARNED:
         _WARNED.add(name)
-        logger.warning(
-            "raysgd.train.%s() does nothing here: it is meant for a training function, which a "
-            "Trainer runs on its workers.",
-            name,
+        warnings.warn(
+            f"raysgd.train.{name}() does nothing here: it is meant for a training function, which "
+            "a Trainer runs on its workers.",
+            stacklevel=3,
         )
     if session is not None and session.is_foreign_thread:
         raise RuntimeError(
@@ -99,7 +97,9 @@ def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint, on every worker and equally often; that of worker 0 is kept.
 
     Returns when the driver has it, so that it survives whatever happens to workers from then on.
-    Outside of a run it warns once and does nothing.
+    ``_timestamp`` (seconds since the epoch) is added. Tensors of a GPU are read back on the CPU,
+    and of a DistributedDataParallel the model in it. Outside of a run it warns once and does
+    nothing.
 
     Args:
         state: anything that can be pickled, by name; `load_checkpoint` returns it as a dict.
@@ -151,24 +151,35 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's part of a data set that the trainer was given.
 
     It stays the same over restarts with as many workers; with others it is shared out anew.
-    Outside of a run it warns once and returns None.
+    Outside of a run, and where the trainer was given no data set, it warns once and returns None.
 
     Args:
         dataset_name: which one, where the trainer was given several by name.
 
     Raises:
         RuntimeError: if the name is missing although there are several data sets.
+        KeyError: if none of them has that name.
     """
     session = _within_run("get_dataset_shard")
-    shards = None if session is None else session.shards
+    if session is None:
+        return None
+    shards = session.shards
+    if shards is None:
+        warnings.warn(
+            "get_dataset_shard() returns None, because the trainer was given no data set.",
+            stacklevel=2,
+        )
     if not isinstance(shards, dict):
         return shards
+    names = ", ".join(map(repr, shards))
     if dataset_name is None:
         raise RuntimeError(
             "get_dataset_shard() needs the name of one of the data sets that the trainer was "
-            f"given: {', '.join(map(repr, shards))}."
+            f"given: {names}."
         )
-    return shards.get(dataset_name)
+    if dataset_name not in shards:
+        raise KeyError(f"get_dataset_shard({dataset_name!r}): the trainer was given {names}.")
+    return shards[dataset_name]
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,19 @@ class Backend:
         """Clean up, before the workers are ended; not where they were lost."""
 
     @staticmethod
-    def encode_data(data_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what is reported or saved as it shall travel. Runs on the worker."""
+    def encode_data(data_dict: dict[str, Any]) -> Any:
+        """Return what is reported or saved as it shall travel: a dict, bytes. Runs on the worker.
+
+        Beside that, tensors of a device travel to the CPU, and models without their
+        DistributedDataParallel.
+        """
         return data_dict
 
     @staticmethod
-    def decode_data(data_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what has travelled as the driver shall see it."""
-        return data_dict
+    def decode_data(data_dict: Any) -> dict[str, Any]:
+        """Return what has travelled as the driver shall see it: a dict."""
+        decoded: dict[str, Any] = data_dict
+        return decoded
 
 
 class BackendConfig:

@@ -329,7 +329,7 @@ class BackendExecutor:
                     run.values = [turn.value for turn in turns]
                 elif self._is_kept(run, turns) and turns[0].kind == "report" and not run.paused:
                     decode = self._backend.decode_data
-                    return [decode(dict(turn.metrics or {})) for turn in turns]
+                    return [decode(turn.metrics) for turn in turns]
         return None
 
     def pause_reporting(self) -> None:
@@ -402,8 +402,9 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None before a run."""
-        return self._checkpoints.folder
+        """Folder of the newest run's checkpoints; None where there are none on disk."""
+        folder = self._checkpoints.folder
+        return folder if folder is not None and folder.is_dir() else None
 
     @property
     def latest_checkpoint_path(self) -> Path | None:

@@ -32,8 +32,8 @@ class Turn:
     """What a function hands over at one point: all workers have to come to the same ones."""
 
     kind: TurnKind
-    metrics: Mapping[str, Any] | None = None
-    """What was reported; None where nothing was."""
+    metrics: Any = None
+    """What was reported, as the backend has encoded it; None where nothing was."""
     checkpoint: bytes | None = None
     """A pickled checkpoint, from worker 0 alone."""
     has_checkpoint: bool = False
@@ -46,9 +46,12 @@ class Turn:
     value: Any = None
     """What the function returned, at its end."""
 
+    is_portable = True
+    """So that the driver can read it where it has neither a GPU nor a process group."""
+
     def unpicklable_part(self) -> str:
         """Say which part of it cannot be pickled, where one cannot."""
-        name = unpicklable_key(self.metrics or {})
+        name = unpicklable_key(self.metrics) if isinstance(self.metrics, Mapping) else None
         return "what the training function returned" if name is None else f"the metric {name!r}"
 
 

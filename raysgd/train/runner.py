@@ -8,6 +8,8 @@ from typing import Any
 
 from raysgd.context import Progress, WorkerContext
 from raysgd.train import session
+from raysgd.train.arguments import env_flag
+from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue, Turn
 from raysgd.train.session import Plan, Session
 
@@ -21,7 +23,8 @@ class FunctionRunner:
     restart. The driver takes what it reports by `next`, one turn at a time.
 
     Args:
-        share_gpus: whether each worker sees the GPUs of all workers of its node.
+        share_gpus: whether each worker sees the GPUs of all workers of its node, unless
+            ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` says otherwise.
         encode: of the user's backend; None where it does nothing.
     """
 
@@ -30,7 +33,8 @@ class FunctionRunner:
     def __init__(
         self, share_gpus: bool, encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> None:
-        self._share_gpus = share_gpus
+        # on the driver: its environment decides
+        self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
         self._encode = encode
         self._context = WorkerContext()
         self._plan: Plan | None = None

@@ -5,19 +5,36 @@ A worker process has one session at a time, for all of its threads.
 
 from __future__ import annotations
 
+import importlib
+import io
+import os
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import cloudpickle
 
 from raysgd.callbacks.values import numbers_in
+from raysgd.cluster.serialization import Portable
 from raysgd.context import WorkerContext
+from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.constants import (
+    DATE,
+    ENABLE_DETAILED_AUTOFILLED_METRICS_ENV,
+    HOSTNAME,
+    NODE_IP,
+    PID,
+    TIME_THIS_ITER_S,
+    TIME_TOTAL_S,
+    TIMESTAMP,
+    TRAINING_ITERATION,
+)
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 
 __all__ = [
@@ -32,9 +49,16 @@ __all__ = [
     "worker_context",
 ]
 
-TIMESTAMP = "_timestamp"
-TIME_THIS_ITER_S = "_time_this_iter_s"
-TRAINING_ITERATION = "_training_iteration"
+_FUNCTIONS = (
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+)
+"""Of `raysgd.train`; older scripts import them from this module."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,8 @@ class Plan:
     """What the trainer was given, for `get_context`."""
     experiment: Mapping[str, str] = field(default_factory=dict)
     """Names of the experiment and the trial."""
+    detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
+    """Whether reports say of themselves where they come from; the driver's environment does."""
 
     @property
     def name(self) -> str:
@@ -91,7 +117,7 @@ class Session:
         """The newest checkpoint as it is sent to the driver; None if none has been made here."""
         self._checkpoint = plan.checkpoint
         self._encode = encode
-        self._reported_at = time.monotonic()
+        self._began_at = self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
         # but for those that Python has not started, which may call back for any run, as autograd's
         self._older_threads = weakref.WeakSet(
@@ -133,12 +159,22 @@ class Session:
         """Hand metrics, and a checkpoint where there is one, to the driver."""
         now = time.monotonic()
         self.iteration += 1
-        encode = self._encode or dict
-        encoded = encode(dict(metrics)) | {
+        encoded: Any = {
+            **metrics,
             TIMESTAMP: time.time(),
             TIME_THIS_ITER_S: now - self._reported_at,
             TRAINING_ITERATION: self.iteration,
         }
+        if self.plan.detailed:
+            encoded |= {
+                DATE: f"{datetime.now():%Y-%m-%d_%H-%M-%S}",
+                HOSTNAME: os.uname().nodename,
+                NODE_IP: self.context.node_ip,
+                PID: os.getpid(),
+                TIME_TOTAL_S: now - self._began_at,
+            }
+        if self._encode is not None:
+            encoded = self._encode(encoded)
         self._reported_at = now
         if checkpoint is None:
             self._hand_over("report", encoded)
@@ -147,7 +183,7 @@ class Session:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
-        self._hand_over("checkpoint", None, state, dict(state))
+        self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: time.time()})
 
     def load(self) -> Checkpoint | None:
         """Return the newest checkpoint, with what `save` or `report` was given."""
@@ -156,7 +192,7 @@ class Session:
     def _hand_over(
         self,
         kind: TurnKind,
-        metrics: Mapping[str, Any] | None,
+        metrics: Any,
         scores: Mapping[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
@@ -182,15 +218,26 @@ class Session:
         return self.sent
 
 
-def _pickled(state: Mapping[str, Any]) -> bytes:
+class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes checkpoints so that the driver can read them, and whoever opens their files."""
+
+
+def _pickled(state: Any) -> bytes:
+    file = io.BytesIO()
     try:
-        blob: bytes = cloudpickle.dumps(state)
+        _Pickler(file).dump(state)
     except Exception as error:
         raise TypeError(
             f"A checkpoint must be picklable, and this one is not: {error}. Save state_dict() of "
             "models and optimizers, and plain values."
         ) from error
-    return blob
+    return file.getvalue()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module("raysgd.train.api"), name)
+    raise AttributeError(f"module 'raysgd.train.session' has no attribute {name!r}")
 
 
 # ---- the session of this process

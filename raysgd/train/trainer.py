@@ -165,8 +165,9 @@ class Trainer:
     ) -> TrainingIterator:
         """Start a training function, and return an iterator over what the workers report.
 
-        Arguments and errors are those of `run`; the errors come as one goes through it. The next
-        run ends this one where nobody goes through the iterator any more.
+        Arguments and errors are those of `run`. What goes wrong as the function starts is raised
+        here, a loss of workers as well, all else as one goes through the iterator. The next run
+        ends this one where nobody goes through it any more.
         """
         function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
@@ -230,7 +231,7 @@ class Trainer:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None before a run."""
+        """Folder of the newest run's checkpoints; None where there are none on disk."""
         return self._executor.latest_checkpoint_dir
 
     @property
@@ -250,13 +251,13 @@ class Trainer:
         return None if path is None else self.load_checkpoint_from_path(path)
 
     @staticmethod
-    def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint. That runs code from it, as unpickling does: read what you trust.
 
         Raises:
             CheckpointError: if the file is missing or damaged.
         """
-        found: dict[str, Any] = pickle.loads(read_pickle(path)[0])
+        found: dict[str, Any] = pickle.loads(read_pickle(checkpoint_file_path)[0])
         return found
 
     @property

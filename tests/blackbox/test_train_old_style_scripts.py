@@ -23,14 +23,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import train
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks import (
+from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,
     MLflowLoggerCallback,
-    PrintCallback,
     TBXLoggerCallback,
-    TorchTensorboardProfilerCallback,
 )
 from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
+from raysgd.train.callbacks.print import PrintCallback
+from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
+from raysgd.train.constants import TRAINING_ITERATION
+from raysgd.train.session import report, world_rank
 from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until
 
@@ -157,7 +159,7 @@ def test_digits(trainer):
 def test_an_iterator_over_results(trainer):
     def train_func(config):
         for epoch in range(config["epochs"]):
-            train.report(epoch=epoch, rank=train.world_rank())
+            report(epoch=epoch, rank=world_rank())
         return "done"
 
     iterator = trainer.run_iterator(train_func, config={"epochs": 3})
@@ -204,7 +206,7 @@ def test_checkpoints_with_a_strategy(trainer):
     assert trainer.best_checkpoint["loss"] == 1.0
     with trainer.best_checkpoint_path.open("rb") as file:
         assert cloudpickle.load(file)["loss"] == 1.0
-    best = trainer.load_checkpoint_from_path(trainer.best_checkpoint_path)
+    best = trainer.load_checkpoint_from_path(checkpoint_file_path=trainer.best_checkpoint_path)
     assert best["epoch"] == 2
     path = trainer.best_checkpoint_path
     assert trainer.run(checkpoint_func, config, checkpoint=best) == [3, 3]
@@ -213,7 +215,9 @@ def test_checkpoints_with_a_strategy(trainer):
     none = CheckpointStrategy(num_to_keep=0)
     trainer.run(checkpoint_func, config, checkpoint_strategy=none)
     assert trainer.best_checkpoint_path is None
+    assert trainer.latest_checkpoint_dir is None
     assert trainer.latest_checkpoint["epoch"] == 3
+    assert trainer.latest_checkpoint["_timestamp"] >= best["_timestamp"]
 
 
 # ---- callbacks
@@ -280,7 +284,8 @@ def test_several_datasets(trainer):
         train_shard = train.get_dataset_shard("train")
         val_shard = train.get_dataset_shard("val")
         train.report(num_train=train_shard.count(), num_val=val_shard.count())
-        return train.get_dataset_shard("test")
+        with pytest.raises(KeyError, match="'train', 'val'"):
+            train.get_dataset_shard("test")
 
     counts = []
 
@@ -332,8 +337,8 @@ def test_mixed_precision(trainer):
 # ---- profiles
 
 
-def profiled_func():
-    twp = TorchWorkerProfiler()
+def profiled_func(config):
+    twp = TorchWorkerProfiler(trace_dir=config["trace_dir"])
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         schedule=torch.profiler.schedule(wait=0, warmup=0, active=1),
@@ -350,9 +355,11 @@ def profiled_func():
             train.report(epoch=epoch, **twp.get_and_clear_profile_traces())
 
 
-def test_profiles_of_the_workers(trainer):
-    trainer.run(profiled_func, callbacks=[TorchTensorboardProfilerCallback()])
+def test_profiles_of_the_workers(trainer, tmp_path):
+    config = {"trace_dir": str(tmp_path / "traces")}
+    trainer.run(profiled_func, config, callbacks=[TorchTensorboardProfilerCallback()])
     traces = sorted((trainer.latest_run_dir / "pytorch_profiler").iterdir())
+    assert sorted(os.listdir(tmp_path / "traces")) == [trace.name for trace in traces]
     assert {trace.name.split("_")[1] for trace in traces} == {"0", "1"}
     assert all("traceEvents" in json.loads(trace.read_text()) for trace in traces)
 
@@ -433,23 +440,57 @@ def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(trainer):
     assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
     assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
     assert [size for _, _, size in found] == [len(line()) // 2] * 2
+    parts = workers[0].what.options(num_returns=3).remote()
+    assert tuple(ray.get(parts)) == found[0]
 
 
 # ---- a worker that dies
 
 
+on_gpu = set()
+"""On a worker: where the memory of tensors is that count as those of a GPU."""
+
+
+def on_a_gpu(tensor):
+    """Give a tensor a location that is known in this process alone, as GPUs are where there are."""
+    if not on_gpu:
+        torch.serialization.register_package(
+            0,
+            lambda storage: "gpu:0" if storage.data_ptr() in on_gpu else None,
+            lambda storage, location: storage if location == "gpu:0" else None,
+        )
+    on_gpu.add(tensor.untyped_storage().data_ptr())
+    return tensor
+
+
 def fragile_func(config):
     state = train.load_checkpoint() or {"epoch": -1}
+    model = train.torch.prepare_model(nn.Linear(1, 1))
     for epoch in range(state["epoch"] + 1, 4):
         if epoch == 2 and state["epoch"] == -1 and train.world_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        train.save_checkpoint(epoch=epoch)
-        train.report(epoch=epoch)
-    return state["epoch"]
+        weight = on_a_gpu(torch.tensor([float(epoch)]))
+        train.save_checkpoint(epoch=epoch, weight=weight, model=model)
+        train.report(epoch=epoch, weight=weight, model=model)
+    return state["epoch"], state["weight"], type(state["model"]), on_a_gpu(torch.ones(2))
 
 
 def test_a_worker_dies_and_the_function_goes_on(trainer):
-    assert trainer.run(fragile_func, config={}) == [1, 1]
+    """The driver has neither the GPU of its tensors nor the process group of its model."""
+    seen = []
+
+    class Callback(TrainingCallback):
+        def handle_result(self, results, **info):
+            seen.append((results[0]["weight"].item(), type(results[0]["model"])))
+
+    results = trainer.run(fragile_func, config={}, callbacks=[Callback()])
+    assert [result[:3] for result in results] == [(1, 1.0, nn.Linear)] * 2
+    assert results[0][3].tolist() == [1.0, 1.0]
+    assert seen[-2:] == [(2.0, nn.Linear), (3.0, nn.Linear)]
+    assert trainer.latest_checkpoint["weight"] == 3.0
+    assert trainer.load_checkpoint_from_path(trainer.best_checkpoint_path)["weight"] == 3.0
+    with trainer.best_checkpoint_path.open("rb") as file:
+        assert isinstance(cloudpickle.load(file)["model"], nn.Linear)
 
 
 # ---- the end of the workers
@@ -463,11 +504,14 @@ class Busy:
 
 def test_workers_that_stay_busy_are_killed_when_patience_is_at_its_end(trainer, tmp_path):
     workers = trainer.to_worker_group(Busy)
-    call = workers[1].wait_for_ever.remote(tmp_path / "begun")
-    wait_until((tmp_path / "begun").exists)
+    calls = [workers[i].wait_for_ever.remote(tmp_path / f"begun{i}") for i in range(2)]
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    ray.kill(workers[0].actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(calls[0])
     workers.shutdown(patience_s=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(call)
+        ray.get(calls[1])
 
 
 # ---- Ray Tune
@@ -495,6 +539,6 @@ def test_a_search_with_tune(module_cluster, tmp_path):
         verbose=0,
     )
     assert analysis.best_config == {"lr": 0.1}
-    assert analysis.best_result["_training_iteration"] == 3
+    assert analysis.best_result[TRAINING_ITERATION] == 3
     file = os.path.join(analysis.best_checkpoint.path, "checkpoint")
     assert trainer.load_checkpoint_from_path(file)["lr"] == 0.1

@@ -31,11 +31,12 @@ class Stamping(Backend):
 
     @staticmethod
     def encode_data(data):
-        return {**data, "encoded_in": os.getpid()}
+        return os.getpid(), data
 
     @staticmethod
-    def decode_data(data):
-        decoded.append(data.pop("encoded_in"))
+    def decode_data(encoded):
+        pid, data = encoded
+        decoded.append(pid)
         return data
 
 
@@ -65,6 +66,8 @@ def saves_twice():
 def test_the_hook_runs_on_every_worker_and_functions_return_by_rank(executor):
     hooked = executor.run(lambda: os.environ["RAYSGD_HOOK"])
     assert hooked == [str(pid) for pid in executor.run(os.getpid)]
+    hosts = [worker.metadata.hostname for worker in executor.worker_group.workers]
+    assert hosts == [os.uname().nodename] * 2
     executor.start_training(lambda: (train.world_rank(), train.local_rank()))
     assert executor.finish_training() == [(0, 0), (1, 1)]
 
@@ -107,8 +110,8 @@ def test_data_is_encoded_on_the_worker_and_decoded_on_the_driver(executor):
     assert [result["a"] for result in executor.fetch_next_result()] == [1, 1]
     first, second = executor.run(os.getpid)
     assert decoded == [first, second]
-    assert executor.finish_training() == [{"b": 2}, {"b": 2}]
-    assert executor.latest_checkpoint == {"b": 2}
+    assert [checkpoint["b"] for checkpoint in executor.finish_training()] == [2, 2]
+    assert executor.latest_checkpoint["b"] == 2
     assert decoded == [first, second, first]
 
 
@@ -116,7 +119,7 @@ def test_checkpoints_are_numbered_from_the_id_that_was_given(executor, tmp_path)
     executor.start_training(saves_twice, tmp_path, latest_checkpoint_id=100)
     executor.finish_training()
     assert executor.latest_checkpoint_id == 102
-    assert executor.latest_checkpoint == {"epoch": 1}
+    assert executor.latest_checkpoint["epoch"] == 1
     assert executor.latest_checkpoint_dir == tmp_path / "checkpoints"
     assert executor.latest_checkpoint_path.name == "checkpoint_000102"
     assert executor.best_checkpoint_path == executor.latest_checkpoint_path

@@ -13,6 +13,7 @@ class Taken:
     def __init__(self):
         self.turns = []
         self.safe = []
+        self.waited = []
 
     def put(self, turn):
         self.turns.append(turn)
@@ -20,6 +21,9 @@ class Taken:
     def put_safely(self, turn):
         self.turns.append(turn)
         self.safe.append(turn)
+
+    def until_dealt_with(self, turn, timeout_s=None):
+        self.waited.append(turn)
 
 
 @pytest.fixture

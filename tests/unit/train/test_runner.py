@@ -171,8 +171,13 @@ def test_a_new_generation_forgets_the_function(make):
 
 
 def test_gpus_of_a_node_are_visible_to_all_its_workers_where_that_is_asked_for(monkeypatch):
-    for shares, seen in ((True, "0,1"), (False, "1")):
+    name = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"  # of the driver; the last word
+    asked = ((True, None, "0,1"), (False, None, "1"), (True, "0", "1"), (False, "1", "0,1"))
+    for shares, switch, seen in asked:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        monkeypatch.delenv(name, raising=False)
+        if switch is not None:
+            monkeypatch.setenv(name, switch)
         context = WorkerContext(visible_gpus=("0", "1"), gpu_index=1)
         FunctionRunner(shares).prepare(context)
         assert __import__("os").environ["CUDA_VISIBLE_DEVICES"] == seen

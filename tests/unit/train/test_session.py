@@ -1,12 +1,19 @@
 """What a training function calls, with a handover that needs no driver."""
 
+import os
 import pickle
 
 import pytest
 
 from raysgd import train
-from raysgd.train import session
+from raysgd.train import constants, session
 from raysgd.train.checkpoint import Checkpoint
+
+
+def own(state):
+    """Return what was saved, without the time that is added."""
+    assert state["_timestamp"] > 1e9
+    return {name: value for name, value in state.items() if name != "_timestamp"}
 
 
 def test_only_worker_0_sends_what_it_saves_and_every_one_waits_until_it_is_safe(run):
@@ -17,7 +24,7 @@ def test_only_worker_0_sends_what_it_saves_and_every_one_waits_until_it_is_safe(
         assert turn.has_checkpoint
         assert (turn.checkpoint is not None) == (rank == 0)
         assert turn.numbers["epoch"] == rank
-        assert train.load_checkpoint() == {"epoch": rank, "model": {"w": [1, 2]}}
+        assert own(train.load_checkpoint()) == {"epoch": rank, "model": {"w": [1, 2]}}
 
 
 def test_a_checkpoint_is_as_it_was_when_it_was_saved(run):
@@ -25,8 +32,8 @@ def test_a_checkpoint_is_as_it_was_when_it_was_saved(run):
     weights = [1.0]
     train.save_checkpoint(weights=weights)
     weights[0] = 2.0
-    assert pickle.loads(taken.turns[0].checkpoint) == {"weights": [1.0]}
-    assert train.load_checkpoint() == {"weights": [1.0]}
+    assert own(pickle.loads(taken.turns[0].checkpoint)) == {"weights": [1.0]}
+    assert own(train.load_checkpoint()) == {"weights": [1.0]}
 
 
 def test_what_cannot_be_pickled_is_an_error_in_the_function(run):
@@ -57,9 +64,21 @@ def test_a_report_with_a_checkpoint_is_held_until_it_is_safe(run):
 
 
 def test_what_a_backend_encodes_is_sent_and_what_was_saved_is_loaded(run):
-    taken = run(encode=lambda data: {key: str(value) for key, value in data.items()})
+    taken = run(encode=pickle.dumps)
     train.save_checkpoint(epoch=1)
     train.report(epoch=1)
-    assert pickle.loads(taken.turns[0].checkpoint) == {"epoch": "1"}
-    assert train.load_checkpoint() == {"epoch": 1}
-    assert taken.turns[1].metrics["epoch"] == "1"
+    assert own(pickle.loads(pickle.loads(taken.turns[0].checkpoint))) == {"epoch": 1}
+    assert own(train.load_checkpoint()) == {"epoch": 1}
+    reported = pickle.loads(taken.turns[1].metrics)
+    assert reported.keys() == {"epoch", *constants.BASIC_AUTOFILLED_KEYS}
+
+
+def test_where_a_report_comes_from_is_said_if_the_drivers_environment_asks_for_it(run, monkeypatch):
+    monkeypatch.setenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS", "1")
+    taken = run()
+    monkeypatch.undo()  # as on a worker
+    train.report(a=1)
+    found = taken.turns[0].metrics
+    names = constants.BASIC_AUTOFILLED_KEYS | constants.DETAILED_AUTOFILLED_KEYS
+    assert found.keys() == {"a", *names}
+    assert (found["_pid"], found["_hostname"]) == (os.getpid(), os.uname().nodename)
