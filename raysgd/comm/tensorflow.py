@@ -87,7 +87,7 @@ class TensorflowBackend(Backend):
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
         os.environ.update(self._environment)
         host = LOOPBACK if rendezvous.single_node else context.node_ip
-        self._held = _held_port(host)
+        self._held = _held_port()
         address = f"{host}:{self._held.getsockname()[1]}"
         store = StoreClient(rendezvous.store)
         store.set([str(context.world_rank)], [address])
@@ -139,16 +139,17 @@ class TensorflowBackend(Backend):
             server.close()
 
 
-def _held_port(host: str) -> socket.socket:
+def _held_port() -> socket.socket:
     """Return a socket on a free port, on which TensorFlow's server can listen and no other gets.
 
+    It is bound to all addresses, as TensorFlow's will be: one of them might be taken.
     TensorFlow listens when it makes the strategy, seconds after all know the address. Linux gives
     a port that is bound to nobody who asks for any free one, and lets a second socket listen on it
     where both allow that (SO_REUSEADDR, as gRPC's servers do) and the first does not listen.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
+    held.bind(("0.0.0.0", 0))
     return held
 
 
