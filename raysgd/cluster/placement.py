@@ -121,10 +121,14 @@ class Slot:
     Args:
         group: a placement group.
         index: of a bundle in it; -1: any that is free.
+        labels: what the labels of its node have to be.
     """
 
-    def __init__(self, group: PlacementGroup, index: int) -> None:
+    def __init__(
+        self, group: PlacementGroup, index: int, labels: Mapping[str, str] | None = None
+    ) -> None:
         self.group = group
+        self.labels = dict(labels or {})
         self._index = index
         self.last_node_id: str | None = None
         """Ray's id of the node of the worker that has left it."""
@@ -157,10 +161,20 @@ class Slot:
 class Reservation:
     """Room for workers: placement groups of our own, or the caller's (Tune's)."""
 
-    def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
+    def __init__(
+        self,
+        group: PlacementGroup,
+        indexes: Iterable[int],
+        owned: bool,
+        labels: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self.groups = [group] if owned else []
         """Those of our own."""
-        self.slots = [Slot(group, index) for index in indexes]
+        self._labels = labels
+        self.slots = [
+            Slot(group, index, labels[place] if labels else None)
+            for place, index in enumerate(indexes)
+        ]
         self._is_released = False
         _reservations.add(self)
 
@@ -168,12 +182,16 @@ class Reservation:
         """Request room for one more worker; None where the room is the caller's."""
         if not self.groups:
             return None
-        group = placement_group([dict(bundle)], strategy="SPREAD")
+        vacant = list(self._labels)
+        for slot in self.slots:
+            if slot.labels in vacant:
+                vacant.remove(slot.labels)
+        group = _requested([dict(bundle)], "SPREAD", vacant[:1])
         self.groups.append(group)
         if self._is_released:  # by another thread meanwhile
             remove_placement_group(group)
             return None
-        slot = Slot(group, 0)
+        slot = Slot(group, 0, vacant[0] if vacant else None)
         self.slots.append(slot)
         return slot
 
@@ -203,6 +221,16 @@ class Reservation:
                 time.sleep(_POLL_S)
 
 
+def _requested(
+    bundles: list[dict[str, float]], strategy: str, labels: Sequence[Mapping[str, str]]
+) -> PlacementGroup:
+    selectors = [dict(selector) for selector in labels] or None
+    group: PlacementGroup = placement_group(
+        bundles, strategy=strategy, bundle_label_selector=selectors
+    )
+    return group
+
+
 _reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 """Those of this process that have not been released."""
 
@@ -225,6 +253,7 @@ def reserve(
     min_workers: int,
     timeout_s: float,
     strategy: str = "SPREAD",
+    label_selectors: Sequence[Mapping[str, str]] = (),
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
@@ -240,6 +269,7 @@ def reserve(
         timeout_s: how long to wait for room for these. There is no wait where the cluster is this
             process's own, and too small.
         strategy: how Ray shall place them, such as "SPREAD" or "PACK".
+        label_selectors: what the labels of each worker's node have to be; empty for whatever.
         is_wanted: whether to go on waiting.
 
     Raises:
@@ -258,10 +288,12 @@ def reserve(
         # the last one is the least that will do
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, _SETTLE_S)
-        group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted)
+        labels = label_selectors[:size]
+        group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted, labels)
         if group is not None:
-            return _topped_up(Reservation(group, range(size), owned=True), bundle, num_workers)
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
+            reservation = Reservation(group, range(size), owned=True, labels=label_selectors)
+            return _topped_up(reservation, bundle, num_workers)
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors)
 
 
 def _topped_up(
@@ -310,12 +342,13 @@ def _granted(
     strategy: str,
     timeout_s: float,
     is_wanted: Callable[[], bool],
+    labels: Sequence[Mapping[str, str]],
 ) -> PlacementGroup | None:
     """Request room and wait for it; returns None where it does not come in time.
 
     The request is taken back then, and also where the wait ends by an exception, such as Ctrl-C.
     """
-    group: PlacementGroup = placement_group(list(bundles), strategy=strategy)
+    group = _requested(list(bundles), strategy, labels)
     is_granted = False
     try:
         started = mentioned = time.monotonic()
@@ -357,12 +390,19 @@ def _advice() -> list[str]:
 
 
 def _no_room(
-    when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
+    when: str,
+    bundle: Mapping[str, float],
+    min_workers: int,
+    num_workers: int,
+    labels: Sequence[Mapping[str, str]] = (),
 ) -> InsufficientResourcesError:
     total = ray.cluster_resources()
     said = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
         said.append(f"This is the least to start with, of up to {_plural(num_workers)}.")
+    if labels:
+        told = "; ".join(dict.fromkeys(str(dict(selector)) for selector in labels))
+        said.append(f"Of the nodes only those count whose labels are {told} (label_selector).")
     if when:
         said += _advice()
     said.append(

@@ -43,6 +43,8 @@ class GroupOptions:
     start_timeout_s: float = 100.0
     strategy: str = "SPREAD"
     """How Ray places the workers on nodes."""
+    label_selectors: Sequence[Mapping[str, str]] = ()
+    """For each worker, what the labels of its node have to be; none where that is the same."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -113,6 +115,7 @@ class WorkerGroup:
             min_workers=min_workers,
             timeout_s=timeout_s,
             strategy=self.options.strategy,
+            label_selectors=self.options.label_selectors,
             is_wanted=lambda: self._is_wanted,
         )
 

@@ -39,6 +39,9 @@ class ScalingConfig:
     """What each reserves; ``CPU`` and ``GPU`` take the place of one each."""
     placement_strategy: str = "PACK"
     """How Ray places them on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
+    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+    """What the labels of their nodes have to be, in Ray's words; or a list with that of each
+    worker."""
 
 
 @dataclass

@@ -77,6 +77,7 @@ class BackendExecutor:
         max_retries: how often workers may be lost in one run before it fails; -1: without end.
         elastic: how to wait for room; its ``in_place`` and ``snapshot_every`` have no meaning here.
         placement_strategy: how Ray places the workers; None for what the environment says.
+        label_selector: what the labels of their nodes have to be.
 
     Raises:
         TypeError: if `elastic` is no ElasticConfig.
@@ -94,6 +95,7 @@ class BackendExecutor:
         *,
         elastic: ElasticConfig | None = None,
         placement_strategy: str | None = None,
+        label_selector: Any = None,
     ) -> None:
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < -1:
             raise ValueError(
@@ -105,6 +107,7 @@ class BackendExecutor:
             num_gpus_per_worker,
             additional_resources_per_worker,
             placement_strategy,
+            label_selector,
         )
         """What the workers reserve."""
         self._backend_config = backend_config
@@ -543,6 +546,7 @@ def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendEx
         getattr(failure, "max_failures", 0),
         elastic=getattr(failure, "elastic", None),
         placement_strategy=getattr(scaling, "placement_strategy", None),
+        label_selector=getattr(scaling, "label_selector", None),
     )
 
 

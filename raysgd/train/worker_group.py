@@ -199,6 +199,7 @@ def group_options(
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
     strategy: str | None = None,
+    label_selector: Any = None,
 ) -> GroupOptions:
     """Return what a group reserves, and how, by the arguments and the environment."""
     fewest, most = checked_size(num_workers)
@@ -212,11 +213,27 @@ def group_options(
         num_gpus=num_gpus,
         resources=dict(resources or {}),
         start_timeout_s=env_seconds(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100.0),
+        label_selectors=_label_selectors(label_selector, most),
         strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
     )
     if not options.bundle:
         raise ValueError("A worker must reserve something: CPUs, GPUs or another resource.")
     return options
+
+
+def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
+    """Return what ``label_selector`` asks for, for each worker; nothing where it asks nothing."""
+    each = [given] * num_workers if isinstance(given, Mapping) else given or []
+    if not isinstance(each, list | tuple) or len(each) not in (0, num_workers):
+        raise ValueError(
+            f"label_selector={given!r}: must be a dict, such as {{'region': 'eu'}}, or a list of "
+            f"as many dicts as there are workers, {num_workers}."
+        )
+    for selector in each:
+        texts = [*selector, *selector.values()] if isinstance(selector, Mapping) else [selector]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"label_selector={given!r}: must be of texts by the names of labels.")
+    return [dict(selector) for selector in each]
 
 
 # ---- a class of the user on every worker

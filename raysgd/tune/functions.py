@@ -50,9 +50,11 @@ class FunctionTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the room of a trial: its workers, and a CPU for its own process."""
         workers = cls.trial_trainer(config).executor().options
-        return PlacementGroupFactory(
-            [{"CPU": 1}, *([workers.bundle] * workers.num_workers)], strategy="PACK"
-        )
+        bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
+        if not workers.label_selectors:
+            return PlacementGroupFactory(bundles, strategy="PACK")
+        labels = [{}, *workers.label_selectors]
+        return PlacementGroupFactory(bundles, strategy="PACK", bundle_label_selector=labels)
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers; the function starts with the first step, when it is loaded."""

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from raysgd import ElasticConfig, train
+from raysgd.errors import InsufficientResourcesError
 from raysgd.train.backend import (
     Backend,
     BackendConfig,
@@ -261,6 +262,14 @@ def test_without_retries_a_loss_ends_the_run_and_the_workers_can_be_started_agai
         assert executor.run(train.world_size) == [1]
     finally:
         executor.shutdown()
+
+
+def test_workers_start_on_nodes_with_their_labels_alone(module_cluster, monkeypatch):
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "0.1")
+    here = module_cluster.get_runtime_context().get_node_id()
+    executor = BackendExecutor(BackendConfig(), 1, label_selector={"ray.io/node-id": f"!{here}"})
+    with pytest.raises(InsufficientResourcesError, match=r"labels are .*label_selector"):
+        executor.start()
 
 
 def test_workers_come_and_go_in_a_group_of_ones_own(module_cluster):

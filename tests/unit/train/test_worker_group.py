@@ -151,6 +151,20 @@ def test_actors_and_room_of_ones_own_are_refused_with_the_way(given, said):
         WorkerGroup(1, **given)
 
 
+def test_labels_of_nodes_are_asked_for_by_one_dict_or_one_for_each_worker():
+    assert group_options(2).label_selectors == []
+    one = {"region": "eu"}
+    assert group_options((1, 2), label_selector=one).label_selectors == [one, one]
+    assert group_options(2, label_selector=[one, {}]).label_selectors == [one, {}]
+    for wrong, said in (
+        ([one], "as many dicts as there are workers, 2"),
+        ({"region": 1}, "must be of texts"),
+        ("eu", "must be a dict"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            group_options(2, label_selector=wrong)
+
+
 def test_a_group_that_is_shut_down_says_how_to_start_it(workers):
     with pytest.raises(RuntimeError, match="started already; shut them down first"):
         workers.start()
