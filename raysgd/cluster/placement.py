@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
 import weakref
@@ -426,18 +427,17 @@ def _reserve_within(
     group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
 ) -> Reservation:
     """Take room in the placement group that the caller runs in, which never gets more."""
-    taken = ray.get_runtime_context().get_assigned_resources()
-    bundles = group.bundle_specs
-    num_beside = _num_beside(bundles, taken, bundle)
+    held = ray.get_runtime_context().worker.core_worker.resource_ids()
+    left = _left_beside(group.bundle_specs, held)
+    num_beside = sum(workers_that_fit(each, bundle) for each in left)
     if num_beside < min_workers:
-        total = _sum(bundles)
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
             f"group that this trainer runs in: its bundles hold {num_beside} beside the caller. "
             "Give it a bundle for each worker.",
             requested=bundle,
-            total=total,
-            available={name: amount - taken.get(name, 0) for name, amount in total.items()},
+            total=_sum(group.bundle_specs),
+            available=_sum(left),
         )
     if num_beside < num_workers:
         logger.warning(
@@ -451,22 +451,21 @@ def _reserve_within(
     return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
 
 
-def _num_beside(
-    bundles: Iterable[Mapping[str, float]],
-    taken: Mapping[str, float],
-    bundle: Mapping[str, float],
-) -> int:
-    """Return how many workers fit into `bundles` beside the caller, who has `taken` in one of them.
+def _left_beside(
+    bundles: Iterable[Mapping[str, float]], held: Mapping[str, Sequence[tuple[int, float]]]
+) -> list[dict[str, float]]:
+    """Return what a process leaves of the bundles of its placement group.
 
-    Ray does not say in which: in that where the fewest workers have to make way.
+    Ray's names of what it holds, ``CPU_group_2_ID``, say of which bundle that is. A process that
+    asked for no certain bundle may have CPUs of one and GPUs of another; what is called ``bundle``
+    may be of a third, and says nothing.
     """
-    counts, fewer = [], []
-    for held in bundles:
-        counts.append(workers_that_fit(held, bundle))
-        left = {name: held.get(name, 0) - taken.get(name, 0) for name in {*held, *taken}}
-        if all(amount >= 0 for amount in left.values()):
-            fewer.append(counts[-1] - workers_that_fit(left, bundle))
-    return sum(counts) - min(fewer, default=0)
+    left = [dict(bundle) for bundle in bundles]
+    for name, parts in held.items():
+        match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
+        if match is not None:
+            left[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
+    return left
 
 
 def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -273,18 +273,17 @@ def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
     assert found == (1003, 2, 4, 1)
 
 
-@pytest.mark.parametrize(
-    ("bundles", "taken", "beside"),
-    [
-        ([{"CPU": 1}, {"CPU": 2}, {"CPU": 4}], {"CPU": 1}, 3),  # Tune's way: the caller comes first
-        ([{"CPU": 4}, {"CPU": 4}, {"CPU": 1}], {"CPU": 1}, 4),
-        ([{"CPU": 3}, {"CPU": 2}], {"CPU": 1}, 2),
-        ([{"CPU": 2}, {"CPU": 2}], {}, 2),
-        ([{"CPU": 2}, {"CPU": 2}], {"CPU": 2}, 1),
-        ([{"CPU": 2}, {"CPU": 2, "GPU": 1}], {"CPU": 1, "GPU": 1}, 1),
-    ],
-)
-def test_as_many_workers_fit_into_a_placement_group_as_its_bundles_hold_beside_the_caller(
-    bundles, taken, beside
-):
-    assert placement._num_beside(bundles, taken, {"CPU": 2}) == beside
+def test_a_caller_holds_what_the_names_of_its_resources_say_and_of_no_other_bundle():
+    bundles = [{"CPU": 1}, {"CPU": 4}, {"CPU": 4, "GPU": 1, "big_group_1_a": 2}]
+    assert placement._left_beside(bundles, {}) == bundles
+    held = {
+        "CPU_group_5f": [(0, 1.5)],
+        "CPU_group_1_5f": [(0, 1.5)],
+        "GPU_group_2_5f": [(3, 0.5), (4, 0.25)],
+        "big_group_1_a_group_2_5f": [(0, 2.0)],
+        "bundle_group_5f": [(0, 0.001)],
+        "bundle_group_0_5f": [(0, 0.001)],
+        "CPU": [(0, 2.0)],
+    }
+    left = [{"CPU": 1}, {"CPU": 2.5}, {"CPU": 4, "GPU": 0.25, "big_group_1_a": 0}]
+    assert placement._left_beside(bundles, held) == left
