@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -59,6 +59,8 @@ class NumberedCheckpoints:
         self._attribute = attribute
         self._order = order
         self._held: list[NumberedCheckpoint] = []
+        self._awaited: Collection[int] = ()
+        """Numbers of those that are still measured, and stay until that is known."""
 
     def save(
         self,
@@ -83,6 +85,19 @@ class NumberedCheckpoints:
         self._held = [held for held in self._held if held.number != number] + [saved]
         self._tidy(saved)
 
+    def note(self, measured: Mapping[int, Mapping[str, float]], awaited: Collection[int]) -> None:
+        """Add to what is known of checkpoints, by their numbers.
+
+        Args:
+            measured: what was measured since they were saved.
+            awaited: which ones are still measured; they are kept until that is known.
+        """
+        self._awaited = awaited
+        self._held = [
+            held._replace(numbers={**held.numbers, **measured.get(held.number, {})})
+            for held in self._held
+        ]
+
     def finish(self) -> None:
         """Note that nothing will be restarted from the newest any more."""
         self._tidy(None)
@@ -95,6 +110,10 @@ class NumberedCheckpoints:
     def by_goodness(self) -> list[NumberedCheckpoint]:
         """Return those on disk, the best first."""
         return sorted(self._held, key=self._goodness, reverse=True)
+
+    def by_number(self) -> list[NumberedCheckpoint]:
+        """Return those on disk, the oldest first."""
+        return sorted(self._held, key=lambda held: held.number)
 
     @property
     def newest(self) -> NumberedCheckpoint | None:
@@ -138,6 +157,8 @@ class NumberedCheckpoints:
 
     def _tidy(self, newest: NumberedCheckpoint | None) -> None:
         for held in surplus(self._held, self._keep, self._goodness, newest):
+            if held.number in self._awaited:
+                continue
             self._held.remove(held)
             try:
                 LocalFile(str(held.path)).remove()

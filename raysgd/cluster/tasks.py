@@ -5,6 +5,7 @@ For `raysgd.train`, whose users get Ray's references.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from raysgd.cluster.members import Member, is_loss, loss_cause
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
-__all__ = ["are_idle", "results", "start"]
+__all__ = ["are_idle", "cancel", "finished", "results", "start", "start_task"]
 
 _ROOT_CAUSE_S = 0.5
 """How long to look for a loss that has caused an error: the peers of a dead worker see a broken
@@ -27,6 +28,44 @@ def start(
 ) -> list[Any]:
     """Start a function on workers; returns one reference of Ray's a worker, for ``ray.get``."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
+
+
+def start_task(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Start a function in a process of its own, with options of ``ray.remote``; no worker is."""
+    import ray
+
+    remote: Any = ray.remote
+    return remote(**{"max_calls": 1, **options})(function).remote(*arguments)
+
+
+def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
+    """Wait for tasks to end, at most `timeout_s` seconds; return what those that have returned.
+
+    In place of it the exception, where one has raised.
+    """
+    import ray
+
+    found: dict[Any, Any] = {}
+    if references:
+        wait_s = None if timeout_s is None else max(0.0, timeout_s)
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=wait_s)
+        for reference in ready:
+            try:
+                found[reference] = ray.get(reference)
+            except Exception as error:
+                found[reference] = error
+    return found
+
+
+def cancel(references: Sequence[Any]) -> None:
+    """End tasks that `start_task` started."""
+    import ray
+
+    for reference in references:
+        with contextlib.suppress(Exception):  # one that has ended, or whose cluster has
+            ray.cancel(reference, force=True)
 
 
 def are_idle(members: Sequence[Member], patience_s: float) -> bool:

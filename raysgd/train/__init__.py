@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysgd.train.api import (
         TrainContext,
+        get_all_reported_checkpoints,
         get_checkpoint,
         get_context,
         get_dataset_shard,
@@ -45,14 +46,26 @@ if TYPE_CHECKING:
     from raysgd.train.iterator import TrainingIterator
     from raysgd.train.result import Result
     from raysgd.train.trainer import Trainer
+    from raysgd.train.uploads import CheckpointUploadMode
+    from raysgd.train.validation import (
+        CheckpointConsistencyMode,
+        ReportedCheckpoint,
+        ReportedCheckpointStatus,
+        ValidationConfig,
+        ValidationTaskConfig,
+    )
 
 __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointConsistencyMode",
     "CheckpointStrategy",
+    "CheckpointUploadMode",
     "DataParallelTrainer",
     "FailureConfig",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
@@ -60,6 +73,9 @@ __all__ = [
     "Trainer",
     "TrainingCallback",
     "TrainingIterator",
+    "ValidationConfig",
+    "ValidationTaskConfig",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
@@ -75,15 +91,21 @@ _HOMES = {
     "BackendConfig": "backend",
     "Checkpoint": "checkpoint",
     "CheckpointConfig": "configs",
+    "CheckpointConsistencyMode": "validation",
     "CheckpointStrategy": "checkpoint",
+    "CheckpointUploadMode": "uploads",
     "DataParallelTrainer": "data_parallel_trainer",
     "FailureConfig": "configs",
+    "ReportedCheckpoint": "validation",
+    "ReportedCheckpointStatus": "validation",
     "Result": "result",
     "RunConfig": "configs",
     "ScalingConfig": "configs",
     "Trainer": "trainer",
     "TrainingCallback": "callbacks.callback",
     "TrainingIterator": "iterator",
+    "ValidationConfig": "validation",
+    "ValidationTaskConfig": "validation",
 }
 """In which module a name is; all others are in `api`."""
 _PARTS = ("backend", "callbacks", "constants", "horovod", "session", "tensorflow", "torch")

@@ -11,9 +11,12 @@ from typing import Any
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import Session, current, worker_context
+from raysgd.train.uploads import ReportOptions
+from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
 __all__ = [
     "TrainContext",
+    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
@@ -70,13 +73,26 @@ def report(
             means the same where it is the only one.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all; that of the lowest rank is
             kept.
-        named: the metrics themselves.
+        named: the metrics themselves. Beside a dict of metrics, these five are none, but options
+            of today's Ray Train: ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
+            ``checkpoint_upload_fn(checkpoint, name)``, which returns the checkpoint from where it
+            has put it, and with ASYNC runs beside the function; ``checkpoint_dir_name``, that
+            name; ``delete_local_checkpoint_after_upload``, by default with ASYNC alone; and
+            ``validation``, True or a :class:`ValidationTaskConfig`, to validate the checkpoint as
+            the trainer's :class:`ValidationConfig` says.
 
     Raises:
-        TypeError: if `metrics` is no dict, or `checkpoint` no Checkpoint, or cannot be pickled.
+        TypeError: if `metrics` is no dict, `checkpoint` no Checkpoint, or `validation` none of the
+            two, or something cannot be pickled.
+        ValueError: if an option has a value that is not allowed.
     """
-    if metrics is None and isinstance(named.get("metrics"), Mapping) and len(named) == 1:
-        metrics, named = named["metrics"], {}
+    known = ReportOptions.names()
+    if (
+        metrics is None
+        and isinstance(named.get("metrics"), Mapping)
+        and named.keys() <= {"metrics", *known}
+    ):
+        metrics = named.pop("metrics")
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"report({metrics!r}): takes a dict, or metrics by name: report(loss=0.1).")
     if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
@@ -87,10 +103,13 @@ def report(
             )
         # by name alone it is a metric like any other
         checkpoint, named = None, {"checkpoint": checkpoint, **named}
+    options: dict[str, Any] = {}
+    if metrics is not None:  # without, all names are those of metrics
+        options = {name: named.pop(name) for name in known & named.keys()}
+    given = ReportOptions(**options)
     session = _within_run("report")
     if session is not None:
-        taken = None if checkpoint is None else Checkpoint.taken_from(checkpoint)
-        session.report({**(metrics or {}), **named}, taken)
+        session.report({**(metrics or {}), **named}, checkpoint, given)
 
 
 def save_checkpoint(**state: Any) -> None:
@@ -126,6 +145,28 @@ def get_checkpoint() -> Checkpoint | None:
     """Return the newest checkpoint as a :class:`Checkpoint`, or None, as `load_checkpoint` does."""
     session = _within_run("get_checkpoint")
     return None if session is None else session.load()
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: Any = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
+) -> list[ReportedCheckpoint]:
+    """Return the checkpoints of the run that are on disk, the oldest first.
+
+    Waits until the driver has dealt with all that this worker has reported, for which the other
+    workers have to report as well. Outside of a run it warns once and returns none; there are none
+    in a trial of Tune, which keeps them itself.
+
+    Args:
+        consistency_mode: a :class:`CheckpointConsistencyMode`, ours or Ray's: whether to wait for
+            validations, too.
+        timeout_s: how long to wait, in seconds; what is there then is returned. None for as long
+            as it takes.
+    """
+    mode = CheckpointConsistencyMode(getattr(consistency_mode, "value", consistency_mode))
+    session = _within_run("get_all_reported_checkpoints")
+    if session is None:
+        return []
+    return session.reported_checkpoints(mode is CheckpointConsistencyMode.VALIDATED, timeout_s)
 
 
 def _worker_context() -> WorkerContext:

@@ -24,6 +24,8 @@ _FILES = "_files"
 it ends in a slash."""
 _EXECUTABLE = "_executable"
 """Key of the names of those among them that can be executed, where there are some."""
+_LINK = "_path"
+"""Key of a checkpoint that is a folder elsewhere: its path."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
@@ -110,6 +112,16 @@ class Checkpoint:
     def from_packed(cls, data: Mapping[str, Any]) -> Checkpoint:
         """Make one of what `packed` returned."""
         return cls(data=data)
+
+    @staticmethod
+    def linked(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what stands for the files of a folder that stays where it is."""
+        return {_LINK: os.path.abspath(path), _METADATA: dict(metadata)}
+
+    @staticmethod
+    def link_in(data: Mapping[str, Any]) -> str | None:
+        """Return the folder that `linked` was given; None for what it did not return."""
+        return data[_LINK] if data.keys() == {_LINK, _METADATA} else None
 
     @classmethod
     def taken_from(cls, checkpoint: Any) -> Checkpoint:
@@ -214,6 +226,8 @@ class Checkpoint:
             data = pickle.loads(self._blob)
         else:
             data = dict(self._data or {})
+        if (link := self.link_in(data)) is not None:
+            data = {**Checkpoint(path=link).packed(), _METADATA: data[_METADATA]}
         stored = data.pop(_METADATA, {})
         said = {**(metadata or {}), **(stored if self._metadata is None else self._metadata)}
         return {**data, _METADATA: said} if said else data

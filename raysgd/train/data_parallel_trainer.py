@@ -55,6 +55,8 @@ class DataParallelTrainer:
         datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
         metadata: for ``get_context().get_metadata()``.
         resume_from_checkpoint: what to start from.
+        validation_config: how to validate checkpoints that are reported with ``validation=``, a
+            :class:`raysgd.train.ValidationConfig` or Ray's. `fit` returns when all are.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -62,6 +64,7 @@ class DataParallelTrainer:
     """
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
+    validation_config: Any = None  # trainers that were kept before it was there have none
 
     @suggests
     def __init__(
@@ -76,6 +79,7 @@ class DataParallelTrainer:
         datasets: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Any = None,
+        validation_config: Any = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config: Any = train_loop_config
@@ -86,6 +90,7 @@ class DataParallelTrainer:
         self.dataset_config = dataset_config
         self.metadata: Any = metadata
         self.resume_from_checkpoint = resume_from_checkpoint
+        self.validation_config = validation_config
         self._folder: Path | None = None
         self._check()
 
@@ -98,6 +103,12 @@ class DataParallelTrainer:
         self.metadata = checked_dict("metadata", self.metadata)
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
+        validation = self.validation_config
+        if validation is not None and not callable(getattr(validation, "fn", None)):
+            raise TypeError(
+                f"validation_config={validation!r}: must be a ValidationConfig, such "
+                "as ValidationConfig(function)."
+            )
         bound_function(self.train_loop_per_worker, self.train_loop_config)
         self._callback_handler()
         self.executor()
@@ -138,6 +149,7 @@ class DataParallelTrainer:
                 executor.finish_training()
         finally:
             executor.shutdown()
+        checkpoints.await_validations()  # which may need the room of the workers
         return Result(
             metrics=log.last,
             checkpoint=checkpoints.newest_checkpoint(),
@@ -170,6 +182,7 @@ class DataParallelTrainer:
             Datasets(self.datasets, self._is_split),
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
             strategy_of(getattr(self.run_config, "checkpoint_config", None)),
+            validation=None if folder is None else self.validation_config,
             metadata=self.metadata,
             experiment={**names, **(experiment or {})},
             iteration=iteration,
@@ -318,7 +331,13 @@ class DataParallelTrainer:
 
         Raises:
             RuntimeError: if Ray Tune is not installed.
+            ValueError: if the trainer has a ``validation_config``: Tune knows reports alone.
         """
+        if self.validation_config is not None:
+            raise ValueError(
+                "as_trainable() of a trainer with validation_config=...: a trial has no validation "
+                "beside training. Validate in the function, and report what comes of it."
+            )
         functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.trainer_trainable(self)
         return made

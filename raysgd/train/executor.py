@@ -249,6 +249,7 @@ class BackendExecutor:
         checkpoint_strategy: CheckpointStrategy | None = None,
         latest_checkpoint_id: int | None = None,
         *,
+        validation: Any = None,
         metadata: Mapping[str, Any] | None = None,
         experiment: Mapping[str, str] | None = None,
         iteration: int = 0,
@@ -263,6 +264,7 @@ class BackendExecutor:
             checkpoint: what to start from: a dict, a Checkpoint, or the path of one.
             checkpoint_strategy: which checkpoints stay on disk.
             latest_checkpoint_id: number of the last checkpoint so far; 0 by default.
+            validation: how to validate checkpoints, a ValidationConfig; None for not.
             metadata: for ``get_context().get_metadata()``.
             experiment: names for ``get_context()``.
             iteration: reports that were made before.
@@ -284,6 +286,7 @@ class BackendExecutor:
             checkpoint_strategy,
             latest_checkpoint_id or 0,
             self._overridden("decode_data"),
+            validation,
         )
         if resume and (found := checkpoints.restore()) is not None:
             iteration = found.iteration
@@ -296,6 +299,8 @@ class BackendExecutor:
             iteration,
             dict(metadata or {}),
             dict(experiment or {}),
+            checkpoints.reported(),
+            validation is not None,
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # from here on there is a run: whatever fails must end it
@@ -325,7 +330,7 @@ class BackendExecutor:
         run = self._training("fetch_next_result")
         with self._ending_on_failure(run):
             while run.values is None:
-                turns: list[Turn] = self._call("next")
+                turns: list[Turn] = self._call("next", reported=self._checkpoints.news())
                 if len({turn.kind for turn in turns}) > 1:
                     raise RuntimeError(_uneven(turns))
                 if turns[0].kind == "end":
@@ -364,6 +369,7 @@ class BackendExecutor:
         """End the run, if there is one; the workers can train another function."""
         if self._run is not None:
             self._run = None
+            self._checkpoints.abort()
             self._supervised("abort").stop("end_run")
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
@@ -441,7 +447,10 @@ class BackendExecutor:
             return False
         self._checkpoints.keep(turn, blob, len(turns))
         run.plan = dataclasses.replace(
-            run.plan, checkpoint=self._checkpoints.blob, iteration=turn.iteration
+            run.plan,
+            checkpoint=self._checkpoints.blob,
+            iteration=turn.iteration,
+            reported=self._checkpoints.reported(),
         )
         controller.snapshots.set({"plan": run.plan})
         controller.grow()

@@ -43,6 +43,8 @@ class Turn:
     """All names that came with it, numbers or not."""
     iteration: int = 0
     """Reports that were made up to here, this one included."""
+    validation: Any = False
+    """Whether to validate the checkpoint, or how."""
     value: Any = None
     """What the function returned, at its end."""
 
@@ -83,8 +85,12 @@ class ReportQueue:
     def put_safely(self, turn: Turn) -> None:
         """Lay a turn down, and wait until the driver holds its checkpoint for good."""
         self.put(turn)
+        self.until_dealt_with(turn)
+
+    def until_dealt_with(self, turn: Turn, timeout_s: float | None = None) -> None:
+        """Wait until the driver has done all that a turn asks for; at most `timeout_s`."""
         with self._changed:
-            self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
+            self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)
 
     def end(self, turn: Turn | None, error: BaseException | None = None) -> None:
         """Lay down how the function has ended; the thread's last act."""
@@ -94,10 +100,10 @@ class ReportQueue:
             self._turn, self._error, self._ended = turn, error, True
             self._changed.notify_all()
 
-    def _wait_until(self, reached: Any) -> None:
+    def _wait_until(self, reached: Any, timeout_s: float | None = None) -> None:
         self._waiting = True
         try:
-            self._changed.wait_for(lambda: reached() or self._stopped)
+            self._changed.wait_for(lambda: reached() or self._stopped, timeout_s)
         finally:
             self._waiting = False
         if self._stopped:

@@ -14,6 +14,7 @@ from raysgd.checkpoint.numbered import NumberedCheckpoint, NumberedCheckpoints
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
+from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
 
 __all__ = ["RunCheckpoints", "packed_checkpoint"]
 
@@ -26,6 +27,7 @@ class RunCheckpoints:
         strategy: which ones stay on disk.
         number: number of the newest so far.
         decode: of the user's backend; None where it does nothing.
+        validation: a ValidationConfig; None where nothing is validated.
 
     Raises:
         TypeError: if `strategy` is no CheckpointStrategy.
@@ -36,7 +38,8 @@ class RunCheckpoints:
         folder: Path | None = None,
         strategy: CheckpointStrategy | None = None,
         number: int = 0,
-        decode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        decode: Callable[[Any], dict[str, Any]] | None = None,
+        validation: Any = None,
     ) -> None:
         strategy = CheckpointStrategy() if strategy is None else strategy
         if not isinstance(strategy, CheckpointStrategy):
@@ -60,6 +63,8 @@ class RunCheckpoints:
         self.blob: bytes | None = None
         """The newest, pickled."""
         self._latest: dict[str, Any] | None = None
+        self._validations = Validations(validation)
+        self._told: list[Reported] = []
 
     def restore(self) -> NumberedCheckpoint | None:
         """Go on with what an earlier run has left in the folder; return the newest of that."""
@@ -78,16 +83,49 @@ class RunCheckpoints:
             CheckpointError: if it cannot be written.
         """
         name = self._score
-        if name is not None and name not in turn.numbers:
+        if name is not None and name not in turn.numbers and not turn.validation:
             what = f"this checkpoint has none. It has {', '.join(turn.names) or 'nothing'}."
             if name in turn.names:
                 what = "it must be a number, and in this checkpoint it is none."
             raise ValueError(f"CheckpointStrategy(checkpoint_score_attribute={name!r}): {what}")
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
+        if turn.validation:
+            self._validations.start(self.number + 1, blob, turn.validation)
+        self._measure()
         self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
         self.number += 1
         self.blob, self._latest = blob, None
+
+    def await_validations(self) -> None:
+        """Wait until all are validated; which are the best is known then."""
+        self._measure(wait=True)
+        self.disk.finish()
+
+    def abort(self) -> None:
+        """Note that the run has ended early."""
+        self._validations.cancel()
+
+    def _measure(self, wait: bool = False) -> None:
+        """Note what validations have measured."""
+        measured = self._validations.collect(wait)
+        self.disk.note(measured, self._validations.tasks.keys())
+
+    def reported(self) -> list[Reported]:
+        """Return those on disk, as the workers shall hear of them."""
+        validations, found = self._validations, []
+        for held in self.disk.by_number():
+            status = validations.status.get(held.number, ReportedCheckpointStatus.COMMITTED)
+            task = validations.tasks.get(held.number)
+            if task is not None:
+                status = ReportedCheckpointStatus.PENDING_VALIDATION
+            found.append(Reported(held.path, held.numbers, status, task))
+        return found
+
+    def news(self) -> list[Reported] | None:
+        """Return the same; None where it is what was returned before."""
+        before, self._told = self._told, self.reported()
+        return None if self._told == before else self._told
 
     @property
     def latest(self) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue, Turn
 from raysgd.train.session import Plan, Session
+from raysgd.train.validation import Reported
 
 __all__ = ["FunctionRunner"]
 
@@ -102,9 +103,16 @@ class FunctionRunner:
             self._plan, self._session = plan, None
         self._started()
 
-    def next(self) -> Turn:
-        """Wait for what the function hands over next. The turn before is dealt with."""
-        return self._started().report_queue.take()
+    def next(self, reported: Sequence[Reported] | None = None) -> Turn:
+        """Wait for what the function hands over next. The turn before is dealt with.
+
+        Args:
+            reported: the checkpoints that there are now; None where they are those before.
+        """
+        running = self._started()
+        if reported is not None:
+            running.reported = reported
+        return running.report_queue.take()
 
     def checkpoint(self, rank: int) -> bytes | None:
         """Return the checkpoint that the function has handed over, if this worker has that rank.

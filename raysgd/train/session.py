@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
+import math
 import os
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd.callbacks.values import numbers_in
+from raysgd.cluster import tasks
 from raysgd.cluster.serialization import Portable
 from raysgd.context import WorkerContext
 from raysgd.train.arguments import env_flag
@@ -36,6 +40,8 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
+from raysgd.train.uploads import ReportOptions
+from raysgd.train.validation import Reported, ReportedCheckpoint
 
 __all__ = [
     "Plan",
@@ -49,6 +55,10 @@ __all__ = [
     "worker_context",
 ]
 
+logger = logging.getLogger(__name__)
+
+_MENTION_S = 30.0
+"""After how long to say what is waited for."""
 _FUNCTIONS = (
     "get_dataset_shard",
     "load_checkpoint",
@@ -59,6 +69,7 @@ _FUNCTIONS = (
     "world_size",
 )
 """Of `raysgd.train`; older scripts import them from this module."""
+_DEFAULTS = ReportOptions()
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,10 @@ class Plan:
     """What the trainer was given, for `get_context`."""
     experiment: Mapping[str, str] = field(default_factory=dict)
     """Names of the experiment and the trial."""
+    reported: Sequence[Reported] = ()
+    """The checkpoints on disk."""
+    validates: bool = False
+    """Whether the trainer was told how to validate a checkpoint."""
     detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
     """Whether reports say of themselves where they come from; the driver's environment does."""
 
@@ -115,6 +130,11 @@ class Session:
         """Reports that were made so far, those before a restart included."""
         self.sent: bytes | None = None
         """The newest checkpoint as it is sent to the driver; None if none has been made here."""
+        self.reported = plan.reported
+        """The checkpoints on disk, by their numbers."""
+        self._newest: Turn | None = None
+        self._uploading: Callable[[], None] | None = None
+        """Hands over what was reported last, as soon as it is uploaded."""
         self._checkpoint = plan.checkpoint
         self._encode = encode
         self._began_at = self._reported_at = time.monotonic()
@@ -142,6 +162,7 @@ class Session:
         end, failure = None, None
         try:
             value = pickle.loads(self.plan.function)()
+            self._settle()
             end = Turn("end", value=value, iteration=self.iteration)
         except BaseException as error:
             failure = error
@@ -155,8 +176,24 @@ class Session:
 
     # ---- what it calls
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-        """Hand metrics, and a checkpoint where there is one, to the driver."""
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        checkpoint: Any = None,
+        options: ReportOptions = _DEFAULTS,
+    ) -> None:
+        """Hand metrics, and a checkpoint where there is one, to the driver.
+
+        Raises:
+            ValueError: if the options cannot be meant.
+        """
+        options.check(checkpoint, self.plan.experiment.get("dir", ""))
+        if options.validation and not self.plan.validates:
+            raise ValueError(
+                "report(validation=...): the trainer does not know how to validate. Pass it "
+                "validation_config=ValidationConfig(function)."
+            )
+        self._settle()
         now = time.monotonic()
         self.iteration += 1
         encoded: Any = {
@@ -178,16 +215,61 @@ class Session:
         self._reported_at = now
         if checkpoint is None:
             self._hand_over("report", encoded)
-        else:
-            self._hand_over("report", encoded, metrics, checkpoint.packed(self.plan.metadata))
+            return
+
+        def upload() -> dict[str, Any]:
+            return options.packed(checkpoint, self.iteration, self.plan.metadata)
+
+        def hand_over(data: dict[str, Any]) -> None:
+            self._hand_over("report", encoded, metrics, data, options)
+            options.discard(checkpoint, data)
+
+        if options.waits or options.checkpoint_upload_fn is None:
+            hand_over(upload())
+        else:  # in this thread, since the driver tells by it whether the function waits
+            pool = ThreadPoolExecutor(1)
+            uploaded = pool.submit(upload)
+            pool.shutdown(wait=False)
+            self._uploading = lambda: hand_over(uploaded.result())
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
+        self._settle()
         self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: time.time()})
 
     def load(self) -> Checkpoint | None:
         """Return the newest checkpoint, with what `save` or `report` was given."""
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
+
+    def reported_checkpoints(
+        self, validated: bool, timeout_s: float | None
+    ) -> list[ReportedCheckpoint]:
+        """Return the checkpoints on disk, once the driver has dealt with all that was reported.
+
+        Args:
+            validated: whether to wait for validations as well.
+            timeout_s: how long to wait, in seconds; None for as long as it takes.
+        """
+        self._settle()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._newest is not None:
+            self.report_queue.until_dealt_with(self._newest, timeout_s)
+        pending = [each.task for each in self.reported if validated and each.task is not None]
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        if len(tasks.finished(pending, min(left, _MENTION_S))) < len(pending) and left > _MENTION_S:
+            logger.warning(
+                "get_all_reported_checkpoints() waits for %d validations: they need room beside "
+                "the workers.",
+                len(pending),
+            )
+            tasks.finished(pending, None if deadline is None else left - _MENTION_S)
+        return [each.ended().as_checkpoint() for each in self.reported]
+
+    def _settle(self) -> None:
+        """Hand over what was still being uploaded."""
+        uploading, self._uploading = self._uploading, None
+        if uploading is not None:
+            uploading()
 
     def _hand_over(
         self,
@@ -195,10 +277,15 @@ class Session:
         metrics: Any,
         scores: Mapping[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
+        options: ReportOptions = _DEFAULTS,
     ) -> None:
         """Hand the driver a turn; where it has a checkpoint, `scores` are what it is known by."""
-        blob = None if checkpoint is None else self._held(checkpoint)
-        turn = Turn(
+        blob = None
+        if checkpoint is not None:
+            if self._newest is not None:  # whose checkpoint the driver may still ask for
+                self.report_queue.until_dealt_with(self._newest)
+            blob = self._held(checkpoint)
+        self._newest = turn = Turn(
             kind,
             metrics=metrics,
             checkpoint=blob if self.context.world_rank == 0 else None,
@@ -206,8 +293,10 @@ class Session:
             numbers={TIMESTAMP: time.time(), **numbers_in(scores or {})},
             names=tuple(scores or ()),
             iteration=self.iteration,
+            validation=options.validation,
         )
-        put = self.report_queue.put if blob is None else self.report_queue.put_safely
+        is_safe = blob is not None and options.waits
+        put = self.report_queue.put_safely if is_safe else self.report_queue.put
         put(turn)
 
     def _held(self, state: dict[str, Any]) -> bytes:

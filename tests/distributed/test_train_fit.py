@@ -134,21 +134,48 @@ def test_a_subclass_with_a_backend_of_its_own(run):
 
 
 def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
+    """Also how to validate them, on which node, and how to keep them."""
     import ray.train
 
-    def function():
-        folder = tmp_path / f"rank{train.world_rank()}"
-        folder.mkdir()
-        (folder / "model.txt").write_text("weights")
-        train.report({"a": 1}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+    def validate(checkpoint, scale):
+        with checkpoint.as_directory() as folder:
+            return {"val_loss": scale * float((Path(folder) / "model.txt").read_text())}
 
+    def function():
+        for n, loss in enumerate((3.0, 1.0, 2.0)):
+            folder = tmp_path / f"made{n}"
+            folder.mkdir()
+            (folder / "model.txt").write_text(str(loss))
+            train.report(
+                {"n": n},
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+                validation=ray.train.ValidationTaskConfig(fn_kwargs={"scale": 2 + n // 2}),
+            )
+        mode = ray.train.CheckpointConsistencyMode.VALIDATED
+        found = train.get_all_reported_checkpoints(mode)
+        metrics = {each.metrics["n"]: each.metrics["val_loss"] for each in found}
+        train.report({"found": metrics, "status": [each.status.value for each in found]})
+
+    node_id = module_cluster.get_runtime_context().get_node_id()
+    keep = ray.train.CheckpointConfig(1, "val_loss", "min")
     result = DataParallelTrainer(
         function,
-        scaling_config=ray.train.ScalingConfig(num_workers=1),
-        run_config=ray.train.RunConfig(name="rays", storage_path=str(tmp_path)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=1, label_selector={"ray.io/node-id": node_id}
+        ),
+        run_config=ray.train.RunConfig(
+            name="rays", storage_path=str(tmp_path), checkpoint_config=keep
+        ),
+        validation_config=ray.train.ValidationConfig(validate, ray_remote_kwargs={"num_cpus": 0.5}),
     ).fit()
-    with result.checkpoint.as_directory() as folder:
-        assert (Path(folder) / "model.txt").read_text() == "weights"
+    assert result.metrics["found"].items() >= {(1, 2.0), (2, 6.0)}
+    assert set(result.metrics["status"]) == {"VALIDATED"}
+    ((best, numbers),) = result.best_checkpoints
+    assert (numbers["n"], numbers["val_loss"]) == (1, 2.0)
+    with best.as_directory() as folder:
+        assert (Path(folder) / "model.txt").read_text() == "1.0"
+    assert not list(tmp_path.glob("made*"))
 
 
 class Marking(TrainingCallback):

@@ -4,8 +4,10 @@ import os
 import pickle
 
 import pytest
+import ray.train
 
 from raysgd import train
+from raysgd.errors import CheckpointError
 from raysgd.train import constants, session
 from raysgd.train.checkpoint import Checkpoint
 
@@ -82,3 +84,90 @@ def test_where_a_report_comes_from_is_said_if_the_drivers_environment_asks_for_i
     names = constants.BASIC_AUTOFILLED_KEYS | constants.DETAILED_AUTOFILLED_KEYS
     assert found.keys() == {"a", *names}
     assert (found["_pid"], found["_hostname"]) == (os.getpid(), os.uname().nodename)
+
+
+# ---- how a checkpoint is kept, in the words of today's Ray Train
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "model.txt").write_text("weights")
+    return made
+
+
+def kept(taken):
+    return Checkpoint(blob=taken.turns[-1].checkpoint).to_dict()
+
+
+FILES = {"_files": {"model.txt": b"weights"}}
+
+
+@pytest.mark.parametrize("modes", [train.CheckpointUploadMode, ray.train.CheckpointUploadMode])
+def test_a_checkpoint_is_kept_before_the_report_returns_or_beside_the_function(run, folder, modes):
+    taken, made = run(), Checkpoint.from_directory(folder)
+    train.report({}, checkpoint=made, checkpoint_upload_mode=modes.SYNC)
+    assert taken.safe == taken.turns
+    assert folder.exists()
+    train.report({}, checkpoint=made, checkpoint_upload_mode=modes.ASYNC)
+    assert len(taken.turns) == 2
+    assert len(taken.safe) == 1
+    assert taken.waited == [taken.turns[0]]  # whose checkpoint may still have been asked for
+    assert kept(taken) == FILES
+    assert not folder.exists()
+
+
+def test_a_checkpoint_may_stay_where_it_is(run, folder):
+    taken = run(metadata={"by": "me"})
+    mode = train.CheckpointUploadMode.NO_UPLOAD
+    train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_upload_mode=mode)
+    assert b"weights" not in taken.turns[0].checkpoint
+    assert kept(taken) == train.load_checkpoint() == FILES
+    assert train.get_checkpoint().get_metadata() == {"by": "me"}
+    (folder / "model.txt").unlink()
+    folder.rmdir()
+    with pytest.raises(CheckpointError):
+        train.load_checkpoint()
+    with pytest.raises(ValueError, match="a folder that this node can read"):
+        train.report({}, checkpoint=Checkpoint.from_dict({}), checkpoint_upload_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
+def test_a_function_of_ones_own_puts_a_checkpoint_where_it_shall_be(run, folder, tmp_path, mode):
+    def upload(checkpoint, name):
+        with checkpoint.as_directory() as made:
+            os.rename(made, tmp_path / name)
+        return Checkpoint.from_directory(tmp_path / name)
+
+    taken = run()
+    made = Checkpoint.from_directory(folder)
+    options = {"checkpoint_upload_fn": upload, "checkpoint_upload_mode": mode}
+    train.report(metrics={"a": 1}, checkpoint=made, checkpoint_dir_name="first", **options)
+    train.report({"a": 2})
+    assert [turn.metrics["a"] for turn in taken.turns] == [1, 2]
+    assert [turn.iteration for turn in taken.turns] == [1, 2]
+    assert Checkpoint(blob=taken.turns[0].checkpoint).to_dict() == FILES
+    assert (tmp_path / "first").is_dir()
+
+
+def test_names_of_options_are_metrics_where_these_are_given_by_name(run):
+    taken = run()
+    train.report(validation=0.5, checkpoint_dir_name=3)
+    assert taken.turns[0].metrics["validation"] == 0.5
+    assert taken.turns[0].metrics["checkpoint_dir_name"] == 3
+
+
+def test_options_that_cannot_be_meant_are_refused(run, folder):
+    taken, made = run(experiment={"dir": str(folder / "run")}), Checkpoint.from_directory(folder)
+    for options, said in (
+        ({"checkpoint_upload_mode": "LATER"}, "one of CheckpointUploadMode: ASYNC, SYNC, NO_UPL"),
+        ({"delete_local_checkpoint_after_upload": True}, "has the folder of the run in it"),
+        ({"validation": True}, "validation_config=ValidationConfig"),
+        ({"validation": True, "checkpoint": None}, "pass checkpoint="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train.report({"a": 1}, **{"checkpoint": made, **options})
+    with pytest.raises(TypeError, match="True, False or a ValidationTaskConfig"):
+        train.report({"a": 1}, checkpoint=made, validation=0.5)
+    assert taken.turns == []

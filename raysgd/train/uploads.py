@@ -1,0 +1,130 @@
+"""How a reported checkpoint gets to where the run is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from raysgd.train.checkpoint import Checkpoint
+
+__all__ = ["CheckpointUploadMode", "ReportOptions"]
+
+
+class CheckpointUploadMode(Enum):
+    """When a reported checkpoint is kept."""
+
+    ASYNC = "ASYNC"
+    """While the function goes on: `report` returns at once."""
+    SYNC = "SYNC"
+    """Before `report` returns."""
+    NO_UPLOAD = "NO_UPLOAD"
+    """Never: its folder stays where it is, and the run notes the path. Driver and workers have to
+    see it under that path."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What `report` may be told beside metrics and checkpoint, in the words of today's Ray Train.
+
+    Raises:
+        ValueError: if there is no such mode.
+        TypeError: if `validation` is neither True or False nor a ValidationTaskConfig.
+    """
+
+    checkpoint_dir_name: str | None = None
+    """For `checkpoint_upload_fn`; the files that the run keeps are numbered."""
+    checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC
+    """Ours, or Ray's."""
+    delete_local_checkpoint_after_upload: bool | None = None
+    """Whether its folder is removed then; None: with ASYNC alone."""
+    checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
+    """Takes the checkpoint and a name, puts it where it shall be, and returns it from there."""
+    validation: Any = False
+    """Whether to validate the checkpoint: True, or a ValidationTaskConfig."""
+
+    def __post_init__(self) -> None:
+        if self._mode not in (modes := [mode.value for mode in CheckpointUploadMode]):
+            raise ValueError(
+                f"report(..., checkpoint_upload_mode={self.checkpoint_upload_mode!r}): must be one "
+                f"of CheckpointUploadMode: {', '.join(modes)}."
+            )
+
+        if not isinstance(self.validation, bool) and not hasattr(self.validation, "fn_kwargs"):
+            raise TypeError(
+                f"report(..., validation={self.validation!r}): must be True, False or a "
+                "ValidationTaskConfig."
+            )
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Return the names of the options."""
+        return {field.name for field in fields(cls)}
+
+    @property
+    def _mode(self) -> Any:
+        return getattr(self.checkpoint_upload_mode, "value", self.checkpoint_upload_mode)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `report` returns when the checkpoint is kept, and not before."""
+        return bool(self._mode != CheckpointUploadMode.ASYNC.value)
+
+    @property
+    def deletes(self) -> bool:
+        """Whether the checkpoint's folder is removed when it is kept."""
+        given = self.delete_local_checkpoint_after_upload
+        return not self.waits if given is None else given
+
+    def check(self, checkpoint: Any, run_folder: str) -> None:
+        """Check what cannot be meant.
+
+        Raises:
+            ValueError: if there is nothing to validate, or the folder of the run would be removed.
+        """
+        if self.validation and checkpoint is None:
+            raise ValueError("report(validation=...) validates a checkpoint: pass checkpoint=.")
+        path = getattr(checkpoint, "path", None)
+        if not (self.deletes and path and run_folder):
+            return
+        if Path(run_folder).resolve().is_relative_to(Path(path).resolve()):
+            raise ValueError(
+                f"report(..., delete_local_checkpoint_after_upload=True): {path} has the folder of "
+                f"the run in it, {run_folder}. Write checkpoints elsewhere."
+            )
+
+    def packed(
+        self, checkpoint: Any, iteration: int, metadata: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the checkpoint as it travels, uploaded where there is a function for that.
+
+        Raises:
+            ValueError: if a checkpoint that stays where it is is in no folder that is there.
+        """
+        stays = self._mode == CheckpointUploadMode.NO_UPLOAD.value
+        found = checkpoint
+        if self.checkpoint_upload_fn is not None and not stays:
+            name = self.checkpoint_dir_name or f"checkpoint_{iteration:06d}"
+            found, stays = self.checkpoint_upload_fn(checkpoint, name), True
+        path = getattr(found, "path", None)
+        if not stays:
+            data = Checkpoint.taken_from(found).packed(metadata)
+        elif path is None or not Path(path).is_dir():
+            raise ValueError(
+                f"report(..., checkpoint={found!r}): a checkpoint that is not uploaded, or that "
+                "checkpoint_upload_fn returns, must be a folder that this node can read. For one "
+                "that is elsewhere report a checkpoint that says where."
+            )
+        else:
+            data = Checkpoint.linked(path, metadata)
+        return data
+
+    def discard(self, checkpoint: Any, packed: Mapping[str, Any]) -> None:
+        """Remove the folder of a checkpoint that is kept elsewhere now, where that is asked for."""
+        path = getattr(checkpoint, "path", None)
+        if self.deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,197 @@
+"""Validation of checkpoints beside training, and what a function hears of it.
+
+Each validation is a task of Ray's: driver and workers hold a reference to it, and read its result
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.values import numbers_in
+from raysgd.cluster import tasks
+from raysgd.train.checkpoint import Checkpoint
+
+__all__ = [
+    "CheckpointConsistencyMode",
+    "Reported",
+    "ReportedCheckpoint",
+    "ReportedCheckpointStatus",
+    "ValidationConfig",
+    "ValidationTaskConfig",
+    "Validations",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointConsistencyMode(Enum):
+    """What `get_all_reported_checkpoints` waits for."""
+
+    COMMITTED = "COMMITTED"
+    """Until the driver has all that this worker has reported."""
+    VALIDATED = "VALIDATED"
+    """Until the validations that were asked for have ended as well."""
+
+
+class ReportedCheckpointStatus(Enum):
+    """How far a reported checkpoint is."""
+
+    COMMITTED = "COMMITTED"
+    """It is kept, and no validation was asked for."""
+    PENDING_VALIDATION = "PENDING_VALIDATION"
+    VALIDATED = "VALIDATED"
+    VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
+    VALIDATION_FAILED = "VALIDATION_FAILED"
+
+
+@dataclass
+class ReportedCheckpoint:
+    """A checkpoint that the workers have reported."""
+
+    checkpoint: Checkpoint
+    metrics: dict[str, Any]
+    """The numbers that were reported with it, and those of its validation."""
+    status: ReportedCheckpointStatus
+
+
+@dataclass
+class ValidationTaskConfig:
+    """Settings of one validation.
+
+    Raises:
+        ValueError: if `timeout_s` is not positive.
+    """
+
+    fn_kwargs: dict[str, Any] | None = None
+    """Keywords for the validation function, beside the checkpoint."""
+    timeout_s: float | None = None
+    """How long it may take, in seconds; None for no bound."""
+
+    def __post_init__(self) -> None:
+        self.fn_kwargs = self.fn_kwargs or {}
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(
+                f"ValidationTaskConfig(timeout_s={self.timeout_s!r}): must be a positive number of "
+                "seconds, or None."
+            )
+
+
+@dataclass
+class ValidationConfig:
+    """How checkpoints are validated that are reported with ``validation=``."""
+
+    fn: Callable[..., dict[str, Any]]
+    """Called with a :class:`Checkpoint`, and keywords; returns metrics by name. It runs in a task
+    of Ray's, beside training."""
+    task_config: ValidationTaskConfig | None = None
+    """Settings of each validation; those that `report` is given come before."""
+    ray_remote_kwargs: dict[str, Any] | None = None
+    """Arguments of ``ray.remote`` for the task, such as ``{"num_gpus": 1}``; one CPU by default."""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A checkpoint on disk, as the workers hear of it."""
+
+    path: Path
+    numbers: Mapping[str, float]
+    status: ReportedCheckpointStatus
+    task: Any = None
+    """The task that validates it; None where there is none, or its result is known here."""
+
+    def ended(self) -> Reported:
+        """Return it with the result of its validation, where that has ended."""
+        done = {} if self.task is None else tasks.finished([self.task], 0)
+        if not done:
+            return self
+        status, numbers = _result(done[self.task])
+        return Reported(self.path, {**self.numbers, **numbers}, status)
+
+    def as_checkpoint(self) -> ReportedCheckpoint:
+        """Return it as users get it."""
+        return ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
+
+
+class Validations:
+    """The validations of one run, on the driver.
+
+    Args:
+        config: how to validate; None where nothing is.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        self._config = config
+        self.tasks: dict[int, Any] = {}
+        """Those under way, by the number of the checkpoint."""
+        self.status: dict[int, ReportedCheckpointStatus] = {}
+        """How the others ended."""
+
+    def start(self, number: int, blob: bytes, asked: Any) -> None:
+        """Begin to validate a checkpoint; `asked` is what `report` was given as ``validation``."""
+        config = self._config.task_config or ValidationTaskConfig()
+        own = config if asked is True else asked
+        keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
+        arguments = self._config.fn, blob, keywords, own.timeout_s
+        options = self._config.ray_remote_kwargs or {}
+        self.tasks[number] = tasks.start_task(_validate, arguments, options)
+
+    def collect(self, wait: bool = False) -> dict[int, Mapping[str, float]]:
+        """Return what those that have ended measured; with `wait` when all have."""
+        done = tasks.finished(list(self.tasks.values()), None if wait else 0)
+        found: dict[int, Mapping[str, float]] = {}
+        for number, task in list(self.tasks.items()):
+            if task in done:
+                del self.tasks[number]
+                self.status[number], found[number] = _result(done[task])
+                if self.status[number] is not ReportedCheckpointStatus.VALIDATED:
+                    why = done[task] or "it took longer than its timeout_s"
+                    logger.warning("Checkpoint %d is not validated: %s", number, why)
+        return found
+
+    def cancel(self) -> None:
+        """Give up those under way."""
+        tasks.cancel(list(self.tasks.values()))
+        self.tasks.clear()
+
+
+def _result(value: Any) -> tuple[ReportedCheckpointStatus, Mapping[str, float]]:
+    if isinstance(value, BaseException):
+        return ReportedCheckpointStatus.VALIDATION_FAILED, {}
+    if value is None:
+        return ReportedCheckpointStatus.VALIDATION_TIMEOUT, {}
+    return ReportedCheckpointStatus.VALIDATED, numbers_in(value)
+
+
+def _validate(
+    function: Callable[..., Any], blob: bytes, keywords: Mapping[str, Any], timeout_s: float | None
+) -> Any:
+    """Return the metrics of a checkpoint; None where they are not there in time. Runs in a task."""
+    if timeout_s is None:
+        metrics = function(Checkpoint(blob=blob), **keywords)
+    else:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(Checkpoint(blob=blob), **keywords))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # it ends with the process, which Ray ends with the task
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if not future.done():
+            return None
+        metrics = future.result()
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"A validation function must return a dict of metrics, not {metrics!r}.")
+    return metrics
