@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -21,7 +23,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from raysgd.cluster.worker import is_worker_process
 from raysgd.elastic.policies import start_sizes, workers_that_fit
@@ -159,6 +164,63 @@ class Slot:
         return _is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
+class _Owner:
+    """Makes the placement groups of an actor or a task, and ends when the process of that has.
+
+    Ray gives a driver's groups up with the driver. Those of an actor or a task it keeps until the
+    job ends, unless it is a detached actor that has made them, as this one is.
+    """
+
+    def __init__(self, pid: int) -> None:
+        threading.Thread(target=self._end_with, args=(pid,), daemon=True).start()
+
+    def request(
+        self, bundles: list[dict[str, float]], strategy: str, labels: Any
+    ) -> PlacementGroup:
+        group: PlacementGroup = placement_group(
+            bundles, strategy=strategy, bundle_label_selector=labels
+        )
+        return group
+
+    def _end_with(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait()
+        os._exit(0)
+
+
+def _new_owner() -> Any:
+    """Start an `_Owner` on this node; returns None where this process is a driver."""
+    context = ray.get_runtime_context()
+    if context.worker.mode != ray.WORKER_MODE:
+        return None
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
+    remote: Any = ray.remote  # its types do not know all that it takes
+    owner_cls = remote(num_cpus=0, lifetime="detached", scheduling_strategy=here)(_Owner)
+    return owner_cls.remote(os.getpid())
+
+
+def _end(owner: Any) -> None:
+    """End an `_Owner`, and with it its groups."""
+    if owner is not None:
+        ray.kill(owner)
+
+
+def _requested(
+    owner: Any,
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str,
+    labels: Sequence[Mapping[str, str]],
+) -> PlacementGroup:
+    asked = [dict(bundle) for bundle in bundles]
+    selectors = [dict(selector) for selector in labels] or None
+    group: PlacementGroup
+    if owner is None:
+        group = placement_group(asked, strategy=strategy, bundle_label_selector=selectors)
+    else:
+        group = ray.get(owner.request.remote(asked, strategy, selectors))
+    return group
+
+
 class Reservation:
     """Room for workers: placement groups of our own, or the caller's (Tune's)."""
 
@@ -168,10 +230,12 @@ class Reservation:
         indexes: Iterable[int],
         owned: bool,
         labels: Sequence[Mapping[str, str]] = (),
+        owner: Any = None,
     ) -> None:
         self.groups = [group] if owned else []
         """Those of our own."""
         self._labels = labels
+        self._owners = [owner]
         self.slots = [
             Slot(group, index, labels[place] if labels else None)
             for place, index in enumerate(indexes)
@@ -187,7 +251,7 @@ class Reservation:
         for slot in self.slots:
             if slot.labels in vacant:
                 vacant.remove(slot.labels)
-        group = _requested([dict(bundle)], "SPREAD", vacant[:1])
+        group = _requested(self._owners[0], [bundle], "SPREAD", vacant[:1])
         self.groups.append(group)
         if self._is_released:  # by another thread meanwhile
             remove_placement_group(group)
@@ -207,6 +271,7 @@ class Reservation:
         """Take over the room of another reservation."""
         self.groups += other.groups
         self.slots += other.slots
+        self._owners += other._owners
 
     def release(self, timeout_s: float = 10.0) -> None:
         """Give the room back, and wait until Ray counts it as free."""
@@ -217,19 +282,11 @@ class Reservation:
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
             for group in self.groups:
                 remove_placement_group(group)
+            for owner in self._owners:
+                _end(owner)
             deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline and not all(map(_is_free, self.groups)):
                 time.sleep(_POLL_S)
-
-
-def _requested(
-    bundles: list[dict[str, float]], strategy: str, labels: Sequence[Mapping[str, str]]
-) -> PlacementGroup:
-    selectors = [dict(selector) for selector in labels] or None
-    group: PlacementGroup = placement_group(
-        bundles, strategy=strategy, bundle_label_selector=selectors
-    )
-    return group
 
 
 _reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -285,16 +342,25 @@ def reserve(
     free = workers_that_fit(ray.available_resources(), bundle)
     if capacity < min_workers and _is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
-    for size in start_sizes(num_workers, min_workers, capacity, free):
-        # the last one is the least that will do
-        left = deadline - time.monotonic() if size == min_workers else 0.0
-        wait_s = max(left, _SETTLE_S)
-        labels = label_selectors[:size]
-        group = _granted([dict(bundle)] * size, strategy, wait_s, is_wanted, labels)
-        if group is not None:
-            reservation = Reservation(group, range(size), owned=True, labels=label_selectors)
-            return _topped_up(reservation, bundle, num_workers)
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors)
+    owner = _new_owner()
+    try:
+        for size in start_sizes(num_workers, min_workers, capacity, free):
+            # the last one is the least that will do
+            left = deadline - time.monotonic() if size == min_workers else 0.0
+            wait_s = max(left, _SETTLE_S)
+            labels = label_selectors[:size]
+            group = _granted(owner, [bundle] * size, strategy, wait_s, is_wanted, labels)
+            if group is not None:
+                room = Reservation(
+                    group, range(size), owned=True, labels=label_selectors, owner=owner
+                )
+                return _topped_up(room, bundle, num_workers)
+        raise _no_room(
+            f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors
+        )
+    except BaseException:
+        _end(owner)
+        raise
 
 
 def _topped_up(
@@ -339,7 +405,8 @@ def _is_own_cluster() -> bool:
 
 
 def _granted(
-    bundles: Sequence[dict[str, float]],
+    owner: Any,
+    bundles: Sequence[Mapping[str, float]],
     strategy: str,
     timeout_s: float,
     is_wanted: Callable[[], bool],
@@ -349,7 +416,7 @@ def _granted(
 
     The request is taken back then, and also where the wait ends by an exception, such as Ctrl-C.
     """
-    group = _requested(list(bundles), strategy, labels)
+    group = _requested(owner, bundles, strategy, labels)
     is_granted = False
     try:
         started = mentioned = time.monotonic()

@@ -10,7 +10,9 @@ import pytest
 
 from raysgd import ElasticConfig
 from raysgd.errors import WorkerLostError
-from tests.conftest import wait_until
+from raysgd.train import Trainer
+from raysgd.train.backend import BackendConfig
+from tests.conftest import NUM_CPUS, alive_actors, wait_until
 from tests.faulty import check_epoch, faulty_trainer, order, pids_of
 from tests.operators import NUM_SAMPLES
 
@@ -57,6 +59,24 @@ def test_a_trainer_that_is_dropped_leaves_no_worker(ray_cluster, tmp_path):
     pids = pids_of(trainer)
     del trainer
     wait_for_end(pids)
+
+
+@pytest.mark.slow("an actor starts, and in it two workers")
+def test_an_actor_that_is_killed_leaves_none_of_its_trainers_room_taken(ray_cluster, tmp_path):
+    @ray_cluster.remote(num_cpus=0)
+    class Holder:
+        def hold(self, folder):
+            self.trainers = [Trainer(BackendConfig(), logdir=folder) for _ in range(2)]
+            for trainer in self.trainers:
+                trainer.start()
+            self.trainers[0].shutdown()
+
+    holder = Holder.remote()
+    ray_cluster.get(holder.hold.remote(tmp_path), timeout=60)
+    assert ray_cluster.available_resources()["CPU"] == NUM_CPUS - 1
+    assert len(alive_actors()) == 3  # itself, a worker, and what owns its room
+    ray_cluster.kill(holder)
+    wait_until(lambda: ray_cluster.available_resources()["CPU"] == NUM_CPUS, 5.0)
 
 
 DRIVER = """
