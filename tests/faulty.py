@@ -40,6 +40,7 @@ class Faulty(TrainingOperator):
         )
         self.num_validated = 0
         self.tokens_per_sample = 1
+        self.maybe("setup", step=0)
 
     def make_loader(self, config):
         return DataLoader(self.data, batch_size=config.get("batch_size", 32), shuffle=True)

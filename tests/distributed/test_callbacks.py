@@ -9,6 +9,7 @@ import pytest
 
 from raysgd.callbacks import CheckpointCallback, LearningRateLogger, TorchProfiler
 from raysgd.errors import CallbackError
+from tests.ends import check_that_shutdown_ends
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, order, pids_of
 from tests.operators import NUM_SAMPLES
 from tests.shared import Shared
@@ -147,3 +148,24 @@ def test_a_callback_that_raises_leaves_every_worker_in_the_same_state(two):
     assert two.trainer.train()["epoch"] == 2
     assert two.trainer.global_step == 2 * done
     check_epoch(two.trainer, epoch=2)
+
+
+def test_a_fit_is_ended_by_a_shutdown_in_a_callback(two):
+    trainer, folder = two.trainer, two.folder
+    order(folder, "train", 1, 3, "wait")
+
+    def by_callback(fit, shut_down, is_time):
+        class Ending(Spy):
+            def on_progress(self, trainer, kind, progress):
+                if is_time():
+                    shut_down()
+
+        fit([Ending()])
+
+    check_that_shutdown_ends(
+        lambda callbacks=(): trainer.fit(2, callbacks=callbacks),
+        trainer,
+        by_callback,
+        (folder / "waiting").exists,
+        2,
+    )

@@ -4,15 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
-from raysgd import ElasticConfig
+from raysgd import ElasticConfig, train
 from raysgd.errors import WorkerLostError
-from raysgd.train import Trainer
+from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
 from tests.conftest import NUM_CPUS, alive_actors, wait_until
+from tests.ends import LONG_S, by_coroutine, by_signal, check_that_shutdown_ends
 from tests.faulty import check_epoch, faulty_trainer, order, pids_of
 from tests.operators import NUM_SAMPLES
 
@@ -59,6 +61,39 @@ def test_a_trainer_that_is_dropped_leaves_no_worker(ray_cluster, tmp_path):
     pids = pids_of(trainer)
     del trainer
     wait_for_end(pids)
+
+
+@pytest.mark.slow("a worker starts three times")
+def test_a_start_and_runs_of_functions_are_ended_by_a_shutdown(ray_cluster, tmp_path):
+    trainer, mark = Trainer(BackendConfig(), logdir=tmp_path), tmp_path / "waiting"
+
+    def wait():
+        mark.touch()
+        time.sleep(LONG_S)
+
+    def function():
+        train.report(n=1)
+        wait()
+
+    def by_callback(run, shut_down, is_time):
+        class Ending(TrainingCallback):
+            def handle_result(self, results, **info):
+                wait_until(is_time)
+                shut_down()
+
+        run([Ending()])
+
+    def start():
+        trainer.start(wait)
+
+    def run(callbacks=()):
+        trainer.run(function, callbacks=callbacks)
+
+    check_that_shutdown_ends(start, trainer, by_signal, mark.exists, 0)
+    for source in (by_coroutine, by_callback):
+        mark.unlink()
+        trainer.start()
+        check_that_shutdown_ends(run, trainer, source, mark.exists, 1)
 
 
 @pytest.mark.slow("an actor starts, and in it two workers")

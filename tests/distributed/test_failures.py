@@ -10,6 +10,7 @@ from raysgd import ElasticConfig
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
 from tests.conftest import SOON_S, wait_until
+from tests.ends import by_signal, by_timer, check_that_shutdown_ends, hold
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, interrupted_when, order, pids_of
 from tests.ledger import ledger_of, ledger_trainer
 from tests.operators import NUM_SAMPLES
@@ -131,6 +132,12 @@ def test_the_first_worker_is_killed_and_no_step_is_lost(three):
     assert trainer.validate()["num_samples"] == NUM_SAMPLES
 
 
+def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
+    order(three.folder, "train", 1, 3, "wait")
+    is_waiting = (three.folder / "waiting").exists
+    check_that_shutdown_ends(three.trainer.train, three.trainer, by_signal, is_waiting, 3)
+
+
 def test_a_single_worker_is_interrupted_and_lost_without_a_snapshot(module_cluster, tmp_path):
     elastic = ElasticConfig(snapshot_every=None)
     with faulty_trainer(tmp_path, 1, elastic=elastic) as trainer:
@@ -142,7 +149,7 @@ def test_a_single_worker_is_interrupted_and_lost_without_a_snapshot(module_clust
 
 
 @pytest.mark.slow("all workers but the driver's start twice")
-def test_without_in_place_all_restart(module_cluster):
+def test_without_in_place_all_restart(module_cluster, tmp_path):
     elastic = ElasticConfig(in_place=False, snapshot_every=5)
     with ledger_trainer(2, num_samples=400, elastic=elastic, use_local=True) as trainer:
         trainer.train(num_steps=13)
@@ -153,6 +160,11 @@ def test_without_in_place_all_restart(module_cluster):
         assert set(pids) & set(pids_of(trainer)) <= {os.getpid()}
         assert torch.equal(ledger_of(trainer), torch.ones(400))
         assert [e.step for e in trainer.events if e.kind == "restarted"] == [10]
+
+        # of the driver's own worker as well
+        trainer.apply_all_operators(hold("train_batch", tmp_path / "held", seconds=0.1))
+        is_held = (tmp_path / "held").exists
+        check_that_shutdown_ends(trainer.train, trainer, by_timer, is_held, 1)
 
 
 def snapshot_step(trainer):

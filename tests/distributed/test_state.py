@@ -12,6 +12,7 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.backends import register_backend
 from raysgd.callbacks import CheckpointCallback
 from raysgd.comm.torch import TorchBackend
+from tests.ends import by_coroutine, by_thread, check_that_shutdown_ends, hold
 from tests.faulty import check_epoch, faulty_trainer, order, pids_of
 from tests.operators import Classifier, make_data, parameters, replica_hash
 from tests.shared import Shared
@@ -160,6 +161,14 @@ def slow(pause_s):
     return lambda operator: setattr(operator, "pause_s", pause_s)
 
 
+def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
+    two.apply_all_operators(hold("state_dict", tmp_path / "held"))
+    check_that_shutdown_ends(
+        lambda: two.save(tmp_path / "state.pt"), two, by_thread, (tmp_path / "held").exists, 2
+    )
+    assert not (tmp_path / "state.pt").exists()
+
+
 class OneGroup(TorchBackend):
     """gloo, as a library whose processes can be in one group alone."""
 
@@ -169,7 +178,7 @@ class OneGroup(TorchBackend):
         super().__init__("gloo", timeout_s)
 
 
-@pytest.mark.slow("two workers start, and after a loss two others")
+@pytest.mark.slow("two workers start, and after losses others, twice")
 def test_where_no_process_can_be_in_two_groups_all_start_anew_with_what_a_survivor_has(
     module_cluster, tmp_path
 ):
@@ -182,3 +191,8 @@ def test_where_no_process_can_be_in_two_groups_all_start_anew_with_what_a_surviv
         check_epoch(trainer)
         assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
         assert not {*before} & {*pids_of(trainer)}
+
+        order(tmp_path, "train", 1, trainer.global_step + 1, "die")
+        order(tmp_path, "setup", 0, 0, "wait")  # as all start anew
+        is_starting = (tmp_path / "waiting").exists
+        check_that_shutdown_ends(trainer.train, trainer, by_coroutine, is_starting, 2)

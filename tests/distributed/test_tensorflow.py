@@ -14,6 +14,7 @@ from raysgd.callbacks import LearningRateLogger
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
 from tests.conftest import IN_SOAK, import_horovod, restart_when_created, wait_until
+from tests.ends import by_timer, check_that_shutdown_ends, hold
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
@@ -75,6 +76,31 @@ def check_that_two_learn_the_digits(trainer, path):
     trainer.load(path)
     assert trainer.global_step == step
     assert hashes(trainer) == {held}
+
+
+@pytest.mark.slow("two workers import TensorFlow, and in a soak one after a loss")
+def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tmp_path):
+    """With the older Keras, which is as good for two workers as Keras 3 is, so that both are."""
+    import_horovod()
+    with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
+        check_that_two_work_as_one(trainer, TF_KERAS)
+        if IN_SOAK:  # its workers start anew, all of them
+            check_that_two_learn_the_digits(trainer, tmp_path / "state")
+            step = trainer.global_step
+            num_cpus = int(module_cluster.available_resources().get("CPU", 0)) + 1
+            with (
+                room_for_one(trainer, num_cpus, monkeypatch),
+                chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]),
+            ):
+                result = trainer.train()
+            assert result["num_samples"] == 1440
+            assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
+                "lost",
+                "restarted",
+            ]
+        # last, since all workers start anew after an exception
+        with pytest.raises(CheckpointError, match="models"):
+            trainer.load_state_dict({**trainer.state_dict(), "models": []})
 
 
 @pytest.fixture(scope="module")
@@ -149,26 +175,7 @@ def test_a_lost_worker_costs_no_finished_step_and_another_takes_its_place(traine
     assert len(hashes(trainer)) == 1
 
 
-@pytest.mark.slow("two workers import TensorFlow, and in a soak one after a loss")
-def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tmp_path):
-    """With the older Keras, which is as good for two workers as Keras 3 is, so that both are."""
-    import_horovod()
-    with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
-        check_that_two_work_as_one(trainer, TF_KERAS)
-        if IN_SOAK:  # its workers start anew, all of them
-            check_that_two_learn_the_digits(trainer, tmp_path / "state")
-            step = trainer.global_step
-            num_cpus = int(module_cluster.available_resources().get("CPU", 0)) + 1
-            with (
-                room_for_one(trainer, num_cpus, monkeypatch),
-                chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]),
-            ):
-                result = trainer.train()
-            assert result["num_samples"] == 1440
-            assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
-                "lost",
-                "restarted",
-            ]
-        # last, since all workers start anew after an exception
-        with pytest.raises(CheckpointError, match="models"):
-            trainer.load_state_dict({**trainer.state_dict(), "models": []})
+def test_a_validation_is_ended_by_a_shutdown(trainer, tmp_path):
+    trainer.apply_all_operators(hold("validate_batch", tmp_path / "held"))
+    is_held = (tmp_path / "held").exists
+    check_that_shutdown_ends(trainer.validate, trainer, by_timer, is_held, 2)
