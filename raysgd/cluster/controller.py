@@ -76,6 +76,9 @@ _BUSY_TICK_S = 0.05
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
+_of_parent: list[WorkerGroup] = []
+"""In a fork, for good: Ray ends an actor also where a fork lets go of the last handle of it."""
+
 
 class Controller:
     """Runs calls on all workers of a group, through failures.
@@ -183,6 +186,7 @@ class Controller:
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers are those of the process that forked this one
+            _of_parent.append(self._group)
             return
         try:
             self._scale_up.stop()
