@@ -13,6 +13,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.context import Progress
 from raysgd.errors import CallbackError, CheckpointError
+from raysgd.paths import without_secrets
 from raysgd.trees import deep_copied, map_leaves
 
 __all__ = ["CallbackList", "checked_callbacks"]
@@ -234,7 +235,7 @@ class CallbackList:
         failure = _failure(entry, hook, error)
         self._failures.append(failure)
         # said now, since it may take long until it can be raised; the traceback comes with that
-        logger.error("The callback %s failed in %s: %r", failure.callback, hook, error)
+        logger.error("The callback %s failed in %s: %s", failure.callback, hook, _said(error))
 
     def raise_failures(self) -> None:
         """Raise what callbacks raised, the first of them with the others as its notes.
@@ -411,9 +412,14 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     untrained = ("on_train_start", "state_dict", "load_state_dict")
     trained = "" if hook in untrained else "What was trained is trained. "
     failure = CallbackError(
-        f"The callback {name} failed in {hook}: {error!r}. {trained}The trainer can be used on.",
+        f"The callback {name} failed in {hook}: {_said(error)}. {trained}"
+        "The trainer can be used on.",
         callback=name,
         hook=hook,
     )
     failure.__cause__ = error
     return failure
+
+
+def _said(error: Exception) -> str:
+    return without_secrets(repr(error))  # a service may have repeated the URL that it was given

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
-from raysgd.callbacks.values import json_dict, scalars, shown_config
+from raysgd.callbacks.values import json_dict, scalars, shown_config, shown_repr
 from raysgd.elastic.events import Event
 from raysgd.imports import import_extra
 
@@ -84,7 +84,7 @@ class TensorBoardLogger(LoggerCallback):
         experiment, start, self._end_of_session = summary.hparams(scalars(config), {})
         self._writer.file_writer.add_summary(experiment)
         self._writer.file_writer.add_summary(start)
-        shown = json.dumps(json_dict(config, repr), indent=1)
+        shown = json.dumps(json_dict(config, shown_repr), indent=1)
         self._writer.add_text("config", f"```json\n{shown}\n```")
 
 

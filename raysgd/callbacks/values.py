@@ -11,13 +11,14 @@ from typing import Any
 
 from raysgd.paths import HIDDEN, without_secrets
 
-__all__ = ["json_dict", "jsonable", "numbers_in", "scalars", "shown_config"]
+__all__ = ["json_dict", "jsonable", "numbers_in", "scalars", "shown_config", "shown_repr"]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
 _MAYBE_SECRET = re.compile(
     r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
 )
 """In names of what is a secret unless it is a number, as num_tokens is; a tokenizer is none."""
+_IN_REPR = re.compile(rf"""{_SECRET.pattern}|{_MAYBE_SECRET.pattern}['"]?\s*[=:]\s*(?![\d-])""")
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +45,16 @@ def _shown(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _shown(held, str(key)) for key, held in value.items()}
     return [_shown(held, "") for held in value] if isinstance(value, list | tuple) else value
+
+
+def shown_repr(value: Any) -> str:
+    """Return an object's ``repr``; only its type where that names something that may be a secret.
+
+    >>> shown_repr({"a"}), shown_repr(frozenset({("password", "abc")}))
+    ("{'a'}", 'frozenset(***)')
+    """
+    text = without_secrets(repr(value))
+    return f"{type(value).__name__}({HIDDEN})" if _IN_REPR.search(text) else text
 
 
 def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
-from raysgd.callbacks.values import json_dict, shown_config
+from raysgd.callbacks.values import json_dict, shown_config, shown_repr
 from raysgd.elastic.events import Event
 from raysgd.imports import import_extra
 
@@ -103,7 +103,7 @@ class WandbLogger(LoggerCallback):
             self._failed = False
             given = {
                 "project": self._project,
-                "config": json_dict(shown_config(trainer.config), repr),
+                "config": json_dict(shown_config(trainer.config), shown_repr),
                 **self._arguments,
             }
             if self._mode is not None:

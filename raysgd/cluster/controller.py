@@ -925,10 +925,10 @@ def _silence() -> WorkerTimeoutError:
 def _cause(member: Member | None, error: BaseException) -> str:
     """Say in one line why a worker is gone."""
     if member is not None and is_loss(error):
-        return loss_cause(error, member.info)
+        return without_secrets(loss_cause(error, member.info))
     return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) if lines else type(error).__name__
+    return without_secrets(" ".join(lines[:3])) if lines else type(error).__name__

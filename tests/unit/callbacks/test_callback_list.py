@@ -422,6 +422,18 @@ def test_an_error_in_the_end_does_not_hide_the_one_before(make_trainer):
     assert "on_train_end" in caught.value.__notes__[0]
 
 
+def test_what_a_service_says_is_repeated_without_passwords(make_trainer, caplog):
+    class Failing(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            raise OSError("403: https://me:secret@host/x?sig=secret")
+
+    trainer = make_trainer(callbacks=[Failing()])
+    with pytest.raises(CallbackError, match=r"403: https://me:\*\*\*@host/x\?\*\*\*") as caught:
+        trainer.train()
+    assert "403" in caplog.text
+    assert "secret" not in str(caught.value) + caplog.text
+
+
 def test_progress_that_fails_is_told_once_a_call(make_trainer):
     class Failing(Callback):
         num_calls = 0

@@ -5,6 +5,7 @@ import json
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -348,6 +349,8 @@ def test_what_the_config_keeps_secret_is_in_no_file(make_trainer, tmp_path, monk
         "password": 86753090123,
         "tokenizer": "words",
         "max_tokens": 512,
+        "object": SimpleNamespace(dbPassword="hunter2"),
+        "set": {"s3://me:hunter2@bucket/x"},
     }
     config["ring"] = ring = {}
     ring["ring"] = ring

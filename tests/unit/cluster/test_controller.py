@@ -541,11 +541,12 @@ def test_a_worker_that_is_lost_at_the_start_is_named():
 
     def start_and_die(*arguments):
         begin(*arguments)
-        group.members[1].die("no memory")
+        group.members[1].die("no memory at s3://me:secret@host")
 
     group.start = start_and_die
-    with pytest.raises(WorkerLostError, match=r"Lost worker 1.*starting.*no memory") as caught:
+    with pytest.raises(WorkerLostError, match=r"Lost worker 1.*starting.*me:\*\*\*@host") as caught:
         controller.start()
+    assert caught.value.cause == "The actor died: no memory at s3://me:***@host"
     assert caught.value.rank == 1
     assert isinstance(controller.state, Closed)
 
