@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from raysgd.comm.horovod import check_horovod
 from raysgd.config import check_batch_size
 
 __all__ = ["Options"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +133,32 @@ class Options(ABC):
                 f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict "
                 "each other: remove GPU, or pass use_gpu=True."
             )
-        if self.use_gpu != "auto":
-            return self
-        if self.inline:
-            return dataclasses.replace(self, use_gpu=self.own_gpus())
-        return dataclasses.replace(self, use_gpu=asks_for_gpus or _gpus_in_cluster() > 0)
+        use_gpu = self.use_gpu
+        if use_gpu == "auto":
+            use_gpu = self.own_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
+        if use_gpu and self.use_local and not self.inline:
+            self._do_without_gpus(asks_for_gpus)
+            use_gpu = False
+        return dataclasses.replace(self, use_gpu=use_gpu)
+
+    def _do_without_gpus(self, asks_for_gpus: bool) -> None:
+        """Warn that the first of several workers lives in the driver's process, and has no GPU.
+
+        Ray assigns GPUs to its own processes, and would give the same one to another.
+
+        Raises:
+            ValueError: if GPUs were asked for.
+        """
+        if self.use_gpu is True or asks_for_gpus:
+            raise ValueError(
+                f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: of several "
+                "workers the one in this process can be assigned no GPU. Leave use_local out, or "
+                "pass use_gpu=False."
+            )
+        logger.warning(
+            "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
+            "several workers lives in this process, and can be assigned none."
+        )
 
     def group(self, start_timeout_s: float) -> GroupOptions:
         """Return what the workers reserve, where it is decided whether they use GPUs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,8 +14,6 @@ from raysgd.options import Options
 from raysgd.torch.precision import PRECISIONS
 
 __all__ = ["TorchOptions"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +49,8 @@ class TorchOptions(Options):
     def decided(self) -> Self:
         """See :meth:`raysgd.options.Options.decided`; the backend follows from the GPUs."""
         decided = super().decided()
-        if decided.use_gpu and self.use_local and not self.inline:
-            self._do_without_gpus()
-            decided = dataclasses.replace(decided, use_gpu=False)
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":
             return dataclasses.replace(decided, backend="nccl" if decided.use_gpu else "gloo")
         return decided
-
-    def _do_without_gpus(self) -> None:
-        """Warn that the first of several workers lives in the driver's process, and has no GPU.
-
-        Ray assigns GPUs to its own processes, and would give the same one to another.
-
-        Raises:
-            ValueError: if GPUs were asked for.
-        """
-        if self.use_gpu is True or "GPU" in self.resources_per_worker:
-            raise ValueError(
-                "TorchTrainer(use_local=True, use_gpu=True) needs num_workers=1: of several "
-                "workers the one in this process can be assigned no GPU. Leave use_local out, or "
-                "pass use_gpu=False."
-            )
-        logger.warning(
-            "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
-            "several workers lives in this process, and can be assigned none."
-        )

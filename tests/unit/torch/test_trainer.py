@@ -11,6 +11,7 @@ import torch
 
 from raysgd import TorchTrainer
 from raysgd.config import BATCH_SIZE
+from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder
@@ -103,14 +104,15 @@ def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeyp
     assert not trainer.get_local_operator().use_gpu
 
 
-def test_several_workers_of_which_one_is_local_train_on_cpus(caplog, monkeypatch):
+@pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])
+def test_several_workers_of_which_one_is_local_train_on_cpus(options_cls, caplog, monkeypatch):
     monkeypatch.setattr("raysgd.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}
-    decided = TorchOptions(**two).decided()
+    decided = options_cls(**two).decided()
     assert (decided.use_gpu, decided.backend) == (False, "gloo")
     assert "Training on CPUs, although the cluster has GPUs" in caplog.text
     with pytest.raises(ValueError, match="can be assigned no GPU"):
-        TorchOptions(**two, resources_per_worker={"GPU": 0.5}).decided()
+        options_cls(**two, resources_per_worker={"GPU": 0.5}).decided()
 
 
 def test_settings_reach_the_operator(make_trainer):
