@@ -28,9 +28,9 @@ class Communication:
         """Return the means over the workers."""
         return list(tensors)
 
-    def gather(self, value: int) -> list[int]:
-        """Return the values of all workers, by rank. Every worker must call it."""
-        return [value]
+    def minimum(self, value: int) -> int:
+        """Return the smallest value of all workers. Every worker must call it."""
+        return value
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         """Return on every worker what `make` returns on the leader."""
@@ -63,20 +63,22 @@ class GlooWorkers(Communication):
         return means
 
     def _mean_of_slices(self, slices: Any) -> Any:
-        parts = self._gathered((slices.values.numpy(), slices.indices.numpy()))
+        import torch.distributed as dist
+
+        parts: list[Any] = [None] * self.size
+        # each has another number of rows
+        dist.all_gather_object(parts, (slices.values.numpy(), slices.indices.numpy()))
         values = np.concatenate([values for values, _ in parts]) / self.size
         indices = np.concatenate([indices for _, indices in parts])
         return tf.IndexedSlices(tf.constant(values), tf.constant(indices), slices.dense_shape)
 
-    def gather(self, value: int) -> list[int]:
-        return self._gathered(value)
-
-    def _gathered(self, value: Any) -> list[Any]:
+    def minimum(self, value: int) -> int:
+        import torch
         import torch.distributed as dist
 
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        held = torch.tensor(value)
+        dist.all_reduce(held, op=dist.ReduceOp.MIN)
+        return int(held)
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist
@@ -117,10 +119,10 @@ class HorovodGroup(Communication):
         means: list[Any] = hvd.grouped_allreduce(list(tensors), op=hvd.Average)
         return means
 
-    def gather(self, value: int) -> list[int]:
+    def minimum(self, value: int) -> int:
         import horovod.tensorflow as hvd
 
-        return [int(number) for number in hvd.allgather(tf.constant([value], tf.int64)).numpy()]
+        return int(hvd.allgather(tf.constant([value], tf.int64)).numpy().min())
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object

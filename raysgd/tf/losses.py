@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
 
-__all__ = ["KerasMetric", "MeanLoss", "accuracy", "batch_metric", "loss_function", "own_metrics"]
+__all__ = ["KerasMetric", "MeanLoss", "accuracy", "batch_metric", "loss_function", "made_metrics"]
 
 
 def loss_function(keras: Any, criterion: Any) -> MeanLoss:
@@ -33,37 +33,24 @@ def loss_function(keras: Any, criterion: Any) -> MeanLoss:
         # Keras's own function, or its name: as compile() takes it, with masks and alike ranks
         wrapper = keras.losses.MeanSquaredError.__base__
         criterion = wrapper(criterion, name=criterion.__name__)
-    return MeanLoss(criterion, of_keras=isinstance(criterion, keras.losses.Loss))
+    return MeanLoss(criterion)
 
 
 class MeanLoss:
-    """A loss as a plain mean over a worker's own batch; what is read of it is the loss's own.
-
-    Keras's own loss objects divide by the number of workers under a strategy, or refuse to work
-    there; so their values for each sample are averaged here.
+    """A loss as one number, a worker's mean over its batch; what is read of it is the loss's own.
 
     Args:
         criterion: a loss of Keras, or any function of (target, output).
-        of_keras: whether it is a loss of Keras.
     """
 
-    def __init__(self, criterion: Callable[..., Any], of_keras: bool) -> None:
-        self._criterion, self._of_keras = criterion, of_keras
+    def __init__(self, criterion: Callable[..., Any]) -> None:
+        self._criterion = criterion
 
     def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
         """Return the mean loss; what else is given, such as sample weights, goes to the loss."""
-        criterion, mask = self._criterion, None
         output = tf.nest.map_structure(_widened, output)
-        if self._of_keras:
-            summed = str(getattr(criterion, "reduction", "")).lower() in ("sum", "reduction.sum")
-            if not summed:
-                criterion, mask = _unreduced(criterion), getattr(output, "_keras_mask", None)
-        values = criterion(target, output, *others, **named)
-        mean = tf.reduce_mean(tf.cast(values, tf.float32))
-        if mask is None:
-            return mean
-        # what is masked is 0 by now, and does not count
-        return tf.math.divide_no_nan(mean, tf.reduce_mean(tf.cast(mask, tf.float32)))
+        values = self._criterion(target, output, *others, **named)
+        return tf.reduce_mean(tf.cast(values, tf.float32))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -82,13 +69,6 @@ def _widened(tensor: Any) -> Any:
     return widened
 
 
-def _unreduced(criterion: Any) -> Any:
-    """Return a copy of a loss of Keras that gives a value for each sample."""
-    made = object.__new__(type(criterion))  # copy.copy writes and reads a config, or fails to
-    vars(made).update(vars(criterion), reduction="none")
-    return made
-
-
 def accuracy(target: Any, output: Any) -> float | None:
     """Return the share of samples whose largest entry, along the last axis, is the target.
 
@@ -104,34 +84,30 @@ def accuracy(target: Any, output: Any) -> float | None:
     return float((output.argmax(axis=-1) == target).mean())
 
 
-def own_metrics(keras: Any, given: list[Any], target: Any, output: Any) -> list[Any]:
-    """Return metric objects that belong to this worker alone, made like those that were given.
-
-    Those that are made under a strategy would talk to the other workers when they are read.
-    """
+def made_metrics(keras: Any, given: list[Any], target: Any, output: Any) -> list[Any]:
+    """Return metric objects for what was given: those themselves, names, functions."""
     made = []
     for each in given:
-        name = "accuracy" if isinstance(each, str) and each in ("accuracy", "acc") else None
-        if name is not None:
-            each = _accuracy_for(target, output)
-        metric = keras.metrics.get(each) if isinstance(each, str) else each
-        if isinstance(metric, keras.metrics.Metric):
-            named = {"name": name} if name else {}
-            made.append(type(metric).from_config({**metric.get_config(), **named}))
-        elif callable(metric):
-            name = name or getattr(metric, "__name__", type(metric).__name__)
-            made.append(keras.metrics.MeanMetricWrapper(metric, name=name))
+        if isinstance(each, str):
+            is_accuracy = each in ("accuracy", "acc")
+            each = _accuracy_for(keras, target, output) if is_accuracy else keras.metrics.get(each)
+        if isinstance(each, keras.metrics.Metric):
+            made.append(each)
+        elif callable(each):
+            name = getattr(each, "__name__", type(each).__name__)
+            made.append(keras.metrics.MeanMetricWrapper(each, name=name))
         else:
             raise TypeError(f"register(metrics=...) must be metrics of Keras, but got {each!r}.")
     return made
 
 
-def _accuracy_for(target: Any, output: Any) -> Any:
+def _accuracy_for(keras: Any, target: Any, output: Any) -> Any:
     """Return the accuracy that fits the shapes, as ``compile(metrics=["accuracy"])`` does."""
     if output.shape[-1] == 1:
-        return "binary_accuracy"
+        return keras.metrics.BinaryAccuracy("accuracy")
     same = len(target.shape) == len(output.shape) and target.shape[-1] == output.shape[-1]
-    return "categorical_accuracy" if same else "sparse_categorical_accuracy"
+    kind = "CategoricalAccuracy" if same else "SparseCategoricalAccuracy"
+    return getattr(keras.metrics, kind)("accuracy")
 
 
 def batch_metric(keras: Any, metric: Any, target: Any, output: Any) -> MergeableMetric:

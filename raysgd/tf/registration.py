@@ -27,7 +27,7 @@ from raysgd.tf.keras import (
     tf_variable,
 )
 from raysgd.tf.loading import ArraySource, DatasetSource, ItemSource, is_arrays, spec_of
-from raysgd.tf.losses import batch_metric, loss_function, own_metrics
+from raysgd.tf.losses import batch_metric, loss_function, made_metrics
 from raysgd.tf.options import TFOptions
 from raysgd.trees import deep_copied, map_leaves
 
@@ -62,7 +62,7 @@ class KerasRegistration(Registration):
         self.batch_size: int | None = None
         self.shuffle = True
         self._stepped: set[int] = set()
-        self._own_metrics: list[Any] | None = None
+        self._metrics_made: list[Any] | None = None
 
     # ---- registering
 
@@ -89,7 +89,6 @@ class KerasRegistration(Registration):
         given = [shaped_like(models, self.models), shaped_like(optimizers, self.optimizers)]
         return tuple(
             given
-            # not Keras's own loss, which divides by the number of workers, or refuses to work
             + ([self.criterion] if self.criterion is not None else [])
             + ([metrics] if metrics is not None else [])
         )
@@ -206,11 +205,11 @@ class KerasRegistration(Registration):
         """Return what the registered metrics say about a batch, by name."""
         if not self.metrics:
             return {}
-        if self._own_metrics is None:
-            self._own_metrics = own_metrics(self.keras, self.metrics, target, output)
+        if self._metrics_made is None:
+            self._metrics_made = made_metrics(self.keras, self.metrics, target, output)
         return {
             f"{prefix}_{metric.name}": batch_metric(self.keras, metric, target, output)
-            for metric in self._own_metrics
+            for metric in self._metrics_made
         }
 
     # ---- the other workers
@@ -220,7 +219,7 @@ class KerasRegistration(Registration):
         self.communication = communication_of(context, self.settings.options.use_horovod)
 
     def minimum(self, value: int) -> int:
-        return min(self.communication.gather(value))
+        return self.communication.minimum(value)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
