@@ -80,8 +80,8 @@ class TensorflowBackend(Backend):
             raise RuntimeError(
                 "TensorFlow was imported on this worker before TF_CONFIG was set, and it "
                 "configures its collectives and its Keras once. Do not import it in "
-                "initialization_hook; set what it reads in os.environ there, and use it in setup. "
-                "A worker in the driver's process (use_local=True) can only train alone."
+                "initialization_hook; set what it reads in os.environ there, and import it in the "
+                "training function."
             )
         if rendezvous is None:
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
