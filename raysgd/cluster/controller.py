@@ -820,8 +820,13 @@ class Controller:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
         if leader is None:
-            return self._step("enter", arguments, "set up")
-        return self._step("enter", arguments, "join a new generation", entering, listening=True)
+            attempt = self._step("enter", arguments, "set up")
+        else:
+            what = "join a new generation"
+            attempt = self._step("enter", arguments, what, entering, listening=True)
+        if self._backend is not None and not attempt.failed:
+            self._backend.met()
+        return attempt
 
     def _step(
         self,

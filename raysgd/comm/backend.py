@@ -45,6 +45,9 @@ class Backend(ABC):
         Without a rendezvous, None, the worker is alone: a group of one.
         """
 
+    def met(self) -> None:  # noqa: B027  most backends are asked for addresses later as well
+        """Let go of what the workers met by, as all have joined. Runs on the driver."""
+
     @abstractmethod
     def interrupt(self) -> None:
         """Make collectives that are under way, and all later ones of this generation, fail.

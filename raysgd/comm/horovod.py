@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -20,6 +21,8 @@ __all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_envi
 
 _CONNECT_S = 30
 """How long connecting to workers that are all there may take."""
+_POLL_S = 0.05
+"""As long as the rendezvous server may take to end."""
 _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
 
 _Connection = tuple[tuple[str, int], tuple[str, int]]
@@ -72,9 +75,11 @@ class HorovodBackend(Backend):
         host = driver_address(addresses)
         # not Horovod's RendezvousServer, which listens on all interfaces
         server = self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+        server.socket.listen(1024)  # of its own it lets five wait
         server.daemon_threads = True  # one that serves a silent stranger holds nothing up
         server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
-        threading.Thread(target=server.serve_forever, name="raysgd-horovod", daemon=True).start()
+        serve = functools.partial(server.serve_forever, poll_interval=_POLL_S)
+        threading.Thread(target=serve, name="raysgd-horovod", daemon=True).start()
         single_node = is_single_node(addresses)
         return HorovodRendezvous(host, server.server_port, tuple(addresses), single_node)
 
@@ -101,6 +106,11 @@ class HorovodBackend(Backend):
             self._own_connections = {
                 (local, remote) for each in opened for remote, local in each
             } & _connections()
+
+    def met(self) -> None:
+        """Stop the rendezvous server; functions may call ``hvd.init()`` at any time."""
+        if self._framework is not None:
+            self.close()
 
     def _gathered(self, value: Any) -> list[Any]:
         module = "horovod.torch" if self._framework == "torch" else "horovod.tensorflow.functions"

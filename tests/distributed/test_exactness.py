@@ -1,5 +1,6 @@
 """Results equal those of one plain PyTorch process, whatever the number of workers."""
 
+import os
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer
 from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters, replica_hash
 from tests.shared import Shared
+from tests.stranger import stranger
 
 
 def plain_validation(model, batch_size):
@@ -64,9 +66,17 @@ def is_dynamo_loaded():
 
 @pytest.fixture(scope="module")
 def three_workers(module_cluster):
+    """They start and train as if nobody else was there."""
     config = {"batch_size": 16, "shuffle": False, "momentum": 0.9, "loader_workers": 1}
-    with TorchTrainer(training_operator_cls=Compiling, config=config, num_workers=3) as trainer:
+    with (
+        stranger() as attacked,
+        TorchTrainer(
+            training_operator_cls=Compiling, config=config, num_workers=3, timeout_s=60
+        ) as trainer,
+    ):
+        pids = trainer.apply_all_workers(os.getpid)
         yield Shared(trainer)
+    attacked.check(pids)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ share, and two of the older Keras that exchange gradients by Horovod.
 """
 
 import contextlib
+import os
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
 from tests.conftest import IN_SOAK, import_horovod, restart_when_created, wait_until
 from tests.ends import by_timer, check_that_shutdown_ends, hold
+from tests.stranger import stranger
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
@@ -80,7 +82,10 @@ def check_that_two_learn_the_digits(trainer, path):
 
 @pytest.mark.slow("two workers import TensorFlow, and in a soak one after a loss")
 def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tmp_path):
-    """With the older Keras, which is as good for two workers as Keras 3 is, so that both are."""
+    """With the older Keras, which is as good for two workers as Keras 3 is, so that both are.
+
+    It comes before the stranger: Horovod's gloo takes the first who connects for a worker.
+    """
     import_horovod()
     with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
         check_that_two_work_as_one(trainer, TF_KERAS)
@@ -105,9 +110,11 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tm
 
 @pytest.fixture(scope="module")
 def trainer(module_cluster):
-    """Two workers of Keras 3, that the tests share."""
-    with make_trainer(KERAS_3, callbacks=[LearningRateLogger()]) as made:
+    """Two workers of Keras 3, that the tests share, and a stranger who changes nothing."""
+    with stranger() as attacked, make_trainer(KERAS_3, callbacks=[LearningRateLogger()]) as made:
+        pids = made.apply_all_workers(os.getpid)
         yield made
+    attacked.check(pids)
 
 
 @pytest.mark.slow("two workers import TensorFlow")

@@ -18,6 +18,7 @@ from raysgd.errors import InsufficientResourcesError, RemoteTraceback
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig, TrainBackendError, TrainingWorkerError
 from tests.conftest import wait_until
+from tests.stranger import stranger
 
 NO_TIMEOUT_S = 10.0
 """Within what an error has come that waited for no timeout, also where the machine is busy."""
@@ -33,7 +34,7 @@ def decode(data):
 
 @pytest.fixture(scope="module")
 def trainer(module_cluster, tmp_path_factory):
-    """Two workers in a process group of torch, that the tests share."""
+    """Two workers in a process group of torch, that the tests share, and a stranger."""
     from raysgd.train.torch import TorchConfig
 
     class Config(TorchConfig):
@@ -41,10 +42,13 @@ def trainer(module_cluster, tmp_path_factory):
         def backend_cls(self):
             return type("Decoding", (super().backend_cls,), {"decode_data": staticmethod(decode)})
 
-    made = Trainer(Config(), 2, logdir=tmp_path_factory.mktemp("runs"))
-    made.start()
-    yield made
-    made.shutdown()
+    with stranger() as attacked:
+        made = Trainer(Config(), 2, logdir=tmp_path_factory.mktemp("runs"))
+        made.start()
+        pids = made.run(os.getpid)
+        yield made
+        made.shutdown()
+    attacked.check(pids)
 
 
 @pytest.fixture

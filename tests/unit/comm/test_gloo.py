@@ -1,7 +1,10 @@
 """The gloo group whose waits can be ended."""
 
+import contextlib
 import datetime
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd.comm.gloo import Entry, GlooGroup
+from raysgd.comm.sockets import listeners
 from tests.conftest import Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -73,6 +77,28 @@ def test_who_waits_for_a_peer_to_connect_can_be_interrupted(ahead, monkeypatch):
         entry.connect(store, 0, 2, datetime.timedelta(seconds=2))
     wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
     assert (store.num_keys() == 0) == ahead  # who need not try does not
+
+
+def test_strangers_neither_join_nor_keep_anyone_waiting(monkeypatch):
+    """gloo asks nobody who they are, and drops who does not say a number that it waits for."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, before = HashStore(), listeners()
+
+    def enter(rank):
+        group = Entry().connect(store, rank, 2, TIMEOUT)
+        both = torch.full((3,), rank + 1.0)
+        group.allreduce([both]).wait()
+        return both.tolist()
+
+    with contextlib.ExitStack() as strangers, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(enter, 0)
+        wait_until(lambda: listeners() - before)
+        (address,) = listeners() - before
+        for said in [b"", b"\1", b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n"] * 10:
+            stranger = strangers.enter_context(socket.create_connection(address))
+            stranger.sendall(said)
+        second = pool.submit(enter, 1)
+        assert first.result(10) == second.result(10) == [3, 3, 3]
 
 
 def test_a_collective_can_be_waited_for_later(group):

@@ -1,11 +1,17 @@
 """Horovod's environment, and what is said where it is missing."""
 
+import contextlib
+import socket
+import urllib.request
+
 import pytest
 
 from raysgd.backends import create_backend
 from raysgd.comm import horovod as module
 from raysgd.comm.horovod import HorovodRendezvous, horovod_environment
+from raysgd.comm.sockets import listeners
 from raysgd.context import WorkerContext
+from tests.conftest import import_horovod
 
 
 @pytest.fixture
@@ -51,6 +57,23 @@ def test_a_worker_alone_needs_no_rendezvous(environment):
     found = horovod_environment(WorkerContext(), None, 1800)
     assert (found["HOROVOD_RANK"], found["HOROVOD_SIZE"]) == ("0", "1")
     assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in found
+
+
+def test_its_rendezvous_listens_on_loopback_and_strangers_hold_nobody_up():
+    import_horovod()
+    backend, before = create_backend("horovod", 1800), listeners()
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    place = (rendezvous.host, rendezvous.port)
+    assert listeners() - before == {place} == {("127.0.0.1", rendezvous.port)}
+    with contextlib.ExitStack() as strangers:
+        for said in [b"", b"G", b"\xff" * 100, b"PUT / HTTP/1.1\r\n"] * 10:
+            strangers.enter_context(socket.create_connection(place)).sendall(said)
+        url = f"http://{place[0]}:{place[1]}/global/0"
+        urllib.request.urlopen(urllib.request.Request(url, b"here", method="PUT"), timeout=10)
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert answer.read() == b"here"
+    backend.met()
+    assert place not in listeners()
 
 
 def test_without_horovod_the_error_says_how_to_get_it(monkeypatch):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from raysgd.backends import create_backend
 from raysgd.comm import network
 from raysgd.comm import torch as torch_backend
+from raysgd.comm.sockets import listeners
 from raysgd.comm.torch_store import TorchStore
 from raysgd.context import WorkerContext
 from tests.conftest import Script, wait_until
@@ -52,9 +53,11 @@ def test_each_generation_has_a_store_of_its_own(backend):
         TorchStore(rendezvous[0].store, datetime.timedelta(seconds=30))
 
 
-def test_nccl_has_a_store_of_torchs_beside():
-    backend = create_backend("nccl", 30)
+def test_nccl_has_a_store_of_torchs_beside_on_the_same_interface():
+    backend, before = create_backend("nccl", 30), listeners()
     rendezvous = backend.prepare(["127.0.0.1"])
+    ports = {rendezvous.store.port, rendezvous.tcp_store_port}
+    assert listeners() - before == {("127.0.0.1", port) for port in ports}
     for timeout in (datetime.timedelta(seconds=0.2), datetime.timedelta(minutes=30)):
         store = torch_backend._store_of_nccl(rendezvous, timeout)
         assert store.timeout == timeout

@@ -1,0 +1,168 @@
+"""A stranger, in a process of its own, who attacks each port on which a trainer listens.
+
+As anybody on the network may: by connections by the hundred that say nothing, by garbage and by
+what begins like a message of ours, byte by byte, and by 64 MiB at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+
+NUM_SILENT = 100
+NUM_GARBAGE = 20
+NUM_SLOW = 10
+FLOOD_BYTES = 64 << 20
+POLL_S = 0.005
+LOOK_S = 0.2
+SLOW_S = 0.05
+HELLO = b"sgd2"
+GARBAGE = (
+    b"\0",
+    b"\xff" * 200,
+    b"GET / HTTP/1.1\r\n\r\n",
+    HELLO + bytes(200),
+    (1 << 62).to_bytes(8, "big") + b'["get", ',  # a message that is never over
+    b"[" * 100_000,
+)
+
+
+class Attacked:
+    """What a stranger has attacked, when it is gone."""
+
+    ports = ()
+    """The process of each port. One of each worker's is Ray's own."""
+
+    def check(self, pids=()):
+        """Check that it was the driver, these workers, and among them what is not Ray's own."""
+        assert os.getpid() in self.ports
+        num_of_workers = sum(pid in pids for pid in self.ports)
+        assert num_of_workers > len(pids) or not pids, (pids, self.ports)
+
+
+@contextlib.contextmanager
+def stranger(at_workers=True):
+    """Have a stranger beside this process and its workers. Ports that are open by now are Ray's.
+
+    Args:
+        at_workers: whether the workers are attacked as well.
+    """
+    command = [sys.executable, __file__, str(os.getpid()), *["workers"][:at_workers]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"here\n"
+            attacked = Attacked()
+            yield attacked
+        finally:
+            said, _ = process.communicate(b"", timeout=30)
+        attacked.ports = json.loads(said)
+
+
+def main(driver, at_workers):
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    asyncio.run(attack_all(driver, at_workers))
+
+
+async def attack_all(driver, at_workers):
+    known = {inode for inode, _ in listening()}
+    print("here", flush=True)
+    left = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    attacks, attacked, pids, looked = set(), [], [], 0.0
+    while not left.done():
+        if time.monotonic() - looked > LOOK_S:
+            looked = time.monotonic()
+            pids = [driver, *(workers_of(driver) if at_workers else ())]
+        if new := {inode: port for inode, port in listening() if inode not in known}:
+            known.update(new)
+            owners = sockets_of(pids)
+            for inode in new.keys() & owners.keys():
+                attacked.append(owners[inode])
+                attacks |= {asyncio.create_task(attack(new[inode], say)) for say in ways()}
+        await asyncio.sleep(POLL_S)
+    for each in attacks:
+        each.cancel()
+    await asyncio.gather(*attacks, return_exceptions=True)
+    print(json.dumps(attacked))
+
+
+def listening():
+    """The sockets of this machine that listen: inode and port."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            next(lines)
+            for _, local, _, state, _, _, _, _, _, inode, *_ in map(str.split, lines):
+                if state == "0A":
+                    yield inode, int(local.rpartition(":")[2], 16)
+
+
+def workers_of(driver):
+    """The processes of Ray's workers."""
+    for process in psutil.Process(driver).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "".join(process.cmdline()).startswith("ray::"):
+                yield process.pid
+
+
+def sockets_of(pids):
+    """The processes by the inodes of their sockets."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    kind, _, inode = os.readlink(f"/proc/{pid}/fd/{name}").partition(":")
+                    if kind == "socket":
+                        found.setdefault(inode.strip("[]"), pid)
+    return found
+
+
+def ways():
+    """The ways to attack a port, one a connection."""
+    yield from [silence] * NUM_SILENT
+    yield from [slowness] * NUM_SLOW
+    yield from [garbage] * NUM_GARBAGE
+    yield flood
+
+
+async def attack(port, say):
+    """Say something there, and stay until one is sent away."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection, contextlib.suppress(OSError):
+        connection.setblocking(False)
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        await say(loop, connection)
+        while await loop.sock_recv(connection, 1 << 16):
+            pass
+
+
+async def silence(loop, connection):
+    pass
+
+
+async def garbage(loop, connection):
+    await loop.sock_sendall(connection, random.choice([*GARBAGE, random.randbytes(100)]))
+
+
+async def slowness(loop, connection):
+    for byte in HELLO + random.randbytes(1000):
+        await loop.sock_sendall(connection, bytes([byte]))
+        await asyncio.sleep(SLOW_S)
+
+
+async def flood(loop, connection):
+    part = random.randbytes(1 << 20)
+    for _ in range(FLOOD_BYTES // len(part)):
+        await loop.sock_sendall(connection, part)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), len(sys.argv) > 2)
