@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psutil
+
 from raysgd.cluster.channels import Channel, Channels
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import driver_address
@@ -56,6 +58,15 @@ class Member(ABC):
     @abstractmethod
     def kill(self) -> None:
         """End the worker."""
+
+    def leave(self, timeout_s: float) -> Future[bool]:
+        """Let the worker's process end by itself: exit handlers and threads run, files are flushed.
+
+        The answer comes when it has ended, or `timeout_s` is over, and says whether it has ended.
+        """
+        ended: Future[bool] = Future()
+        ended.set_result(True)
+        return ended
 
     def kill_process(self) -> None:
         """End the worker also where its process is stopped and cannot end itself."""
@@ -190,6 +201,32 @@ class ActorMember(Member):
             with contextlib.suppress(Exception):  # it may be gone already
                 ray.kill(self.actor)
 
+    def leave(self, timeout_s: float) -> Future[bool]:
+        """Let the actor's process end by itself."""
+        future: Future[bool]
+        with self._order:
+            self._hang_up()
+            self._check_alive()
+            self.actor.__ray_terminate__.remote()
+        if _is_here(self.info):
+            future = Future()
+            wait = threading.Thread(
+                target=lambda: future.set_result(_await_end(self.info.pid, timeout_s)), daemon=True
+            )
+            wait.start()
+        else:  # Ray tells of an actor's end before its exit handlers run
+            future = self._on_node(_await_end).remote(self.info.pid, timeout_s).future()
+        return future
+
+    def _on_node(self, function: Any) -> Any:
+        """Return a task of Ray's that calls a function on the worker's node."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(self.info.node_id, soft=False)
+        remote: Any = ray.remote
+        return remote(num_cpus=0, scheduling_strategy=strategy)(function)
+
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
         with contextlib.suppress(Exception):  # its node may be gone already
@@ -199,16 +236,13 @@ class ActorMember(Member):
     def signal(self, number: int) -> bool:
         """Send a signal to the actor's process, from its node."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         try:
             if _is_here(self.info):
                 _send_signal(self.info.pid, number)
             else:
-                strategy = NodeAffinitySchedulingStrategy(self.info.node_id, soft=False)
-                remote: Any = ray.remote
-                send = remote(num_cpus=0, scheduling_strategy=strategy)(_send_signal)
-                ray.get(send.remote(self.info.pid, number), timeout=_SIGNAL_S)
+                sent = self._on_node(_send_signal).remote(self.info.pid, number)
+                ray.get(sent, timeout=_SIGNAL_S)
         except ProcessLookupError:
             return False
         return True
@@ -272,6 +306,17 @@ def _is_short(arguments: Any) -> bool:
 
 def _send_signal(pid: int, number: int) -> None:
     os.kill(pid, number)  # itself not a Python function, which Ray refuses to send
+
+
+def _await_end(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of a process; return whether it has come."""
+    try:
+        psutil.Process(pid).wait(timeout_s)
+    except psutil.TimeoutExpired:
+        return False
+    except psutil.NoSuchProcess:
+        pass
+    return True
 
 
 def _is_here(info: WorkerInfo) -> bool:

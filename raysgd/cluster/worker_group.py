@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,7 +246,8 @@ class WorkerGroup:
 
         Args:
             force: whether to kill the processes at once.
-            patience_s: how long they may take otherwise, in seconds; they are killed then.
+            patience_s: how long they may take otherwise, in seconds, to let go of what they hold,
+                and then to end by themselves; they are killed then.
         """
         self._is_wanted = False
         with self._ending:  # another thread may be at it
@@ -253,6 +255,7 @@ class WorkerGroup:
 
     def _shutdown(self, force: bool, patience_s: float) -> None:
         everyone = list(dict.fromkeys([*self.members, *self._slots]))
+        leaving: dict[Member, Future[bool]] = {}
         try:
             pending = []
             for member in self.members:
@@ -261,19 +264,31 @@ class WorkerGroup:
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
                     pending.append(member.work("teardown"))
-            self.clock.wait(pending, patience_s)
+            if self.clock.wait(pending, patience_s) or force:
+                return  # one hangs
+            for member in self.members:
+                if member.remote and member.alive:
+                    leaving[member] = member.leave(patience_s)
+            self.clock.wait(list(leaving.values()), patience_s)
         finally:  # also when Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
             self.spares.stop()
             for member in everyone:
-                member.kill()
+                if member in leaving and not _has_ended(leaving[member]):
+                    member.kill_process()  # for Ray it is dead already
+                else:
+                    member.kill()
             reservation, self._reservation = self._reservation, None
             try:
                 if reservation is not None:
                     reservation.release()
             finally:
                 self._channels.close()
+
+
+def _has_ended(answer: Future[bool]) -> bool:
+    return answer.done() and answer.exception() is None and answer.result()
 
 
 @functools.cache

@@ -853,12 +853,14 @@ class TestDataWithoutAnIndex:
 
 
 @pytest.mark.slow("a program imports ray and torch, and so does its worker")
-def test_a_script_in_one_file_runs_as_a_program(module_cluster):
+def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     root = Path(__file__).parents[2]
     address = module_cluster.get_runtime_context().gcs_address
+    note = tmp_path / "note"
     script = str(Path(__file__).with_name("old_style_script.py"))
     done = subprocess.run(
-        [sys.executable, script, f"--address={address}", "--num-workers=1", "--num-epochs=3"],
+    arguments = [f"--address={address}", "--num-workers=1", "--num-epochs=3", f"--note={note}"]
+        [sys.executable, script, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -873,6 +875,8 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster):
     assert stats[-1]["train_loss"] < stats[0]["train_loss"]
     assert abs(result["prediction"] - 2) < 1.5
 
+    # the worker has ended as programs do: exit handlers ran, files were flushed
+    assert note.read_text() == "ended"
 
 # ---- small habits, each of which a script of the old library may have
 

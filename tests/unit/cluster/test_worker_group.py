@@ -83,6 +83,7 @@ class FakeMember:
         self.number = actor
         self.killed = 0
         self.torn_down = 0
+        self.left, self.killed_process = None, 0
         self.node = self.node_id = "ab"[actor % 2]
 
     def control(self, method):
@@ -95,8 +96,16 @@ class FakeMember:
         self.torn_down += 1
         return done(None)
 
+    def leave(self, timeout_s):
+        assert self.torn_down
+        return self.left if self.left else done(True)
+
     def kill(self):
         self.killed += 1
+
+    def kill_process(self):
+        self.killed_process += 1
+        self.kill()
 
 
 class Actors:
@@ -216,7 +225,16 @@ def test_workers_have_as_long_as_is_said_to_end_their_work(start):
     group = start(num_workers=1, room=1)
     group.clock.waited.clear()
     group.shutdown(patience_s=0.5)
-    assert group.clock.waited == [0.5]
+    assert group.clock.waited == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("answer", [Future(), done(False)], ids=["silent", "alive"])
+def test_a_worker_whose_exit_handlers_hang_is_killed(start, answer):
+    group = start(num_workers=1, room=1)
+    (member,) = group.members
+    member.left = answer
+    group.shutdown(patience_s=0.5)
+    assert (member.killed, member.killed_process) == (1, 1)
 
 
 @pytest.mark.parametrize("force", [False, True])
