@@ -218,8 +218,8 @@ def _doubt(method: str, results: Sequence[Mapping[str, Any]], unshared: bool) ->
     differ = any(other.get(name) != mean for name, mean in means.items() for other in others)
     if method == "validate" and NUM_SAMPLES not in first and differ:
         return (
-            f"validate() of the operator returns no {NUM_SAMPLES!r}, so that each worker counts "
-            "the same, however many samples it has: its means are not exact then. Return it beside "
-            "them."
+            f"validate() of the operator returns no {NUM_SAMPLES!r}, so that each worker counts by "
+            "its batches, however many samples these have: its means are not exact then. Return it "
+            "beside them."
         )
     return None

@@ -176,6 +176,7 @@ class Loop:
 
     def _train_segment(self, source: Source, limit: int | None, info: Any) -> None:
         registration, operator = self._registration, self.operator
+        started_at, registration.counted = registration.global_step, {}
         self._uncounted_from = registration.offset
         self.snapshots.maybe_take(self.state_with_call)
         by_position, by_name = _arguments_of(
@@ -194,12 +195,14 @@ class Loop:
         if left:
             self._settle_rest(source, left)
         self._end_covering()
-        self._results.append(checked_result(operator.train_epoch, metrics))
+        metrics = checked_result(operator.train_epoch, metrics)
         self._compare_counts(metrics.get(NUM_SAMPLES), segment)
-        if segment.num_batches == 0:
-            del self._results[-1]
-            if not segment.paused:
-                self._check_empty_segment(segment, source, limit)
+        if segment.num_batches or not segment.drawn_from:
+            self._results.append(_weighted(metrics, max(1, segment.num_batches)))
+        if not segment.drawn_from:  # batches of the loop's own, which it may have counted
+            registration.global_step = max(started_at, int(operator.global_step))
+        if registration.global_step == started_at and not segment.paused:
+            self._check_empty_segment(segment, source, limit)
         # a loop that stops early of its own will has ended its epoch
         registration.segment = None
         if segment.epoch_is_over or (limit is None and not segment.paused):
@@ -278,7 +281,7 @@ class Loop:
         else:
             raise RuntimeError(
                 f"{name} took no batch from its iterator, so num_steps cannot be counted. Iterate "
-                "over the iterator that it is given."
+                "over the iterator that it is given, or count in self.global_step."
             )
 
     # ---- samples that are covered
@@ -322,7 +325,7 @@ class Loop:
         self._profile(profile)
         self.num_covered = None
         registration, operator = self._registration, self.operator
-        source = self.read = registration.source("validation")
+        source = self.read = registration.readable("validation")
         if self._validation_start is None or self._validation_start[0] != call:
             self._validation_start = call, 0 if from_start else registration.validation_offset
         offset, left = self._validation_start[1], num_steps
@@ -337,7 +340,10 @@ class Loop:
                 except BaseException:
                     source.close_workers()
                     raise
-                self._results.append(checked_result(operator.validate, metrics))
+                metrics = checked_result(operator.validate, metrics)
+                # that of a worker without any batch counts for nothing
+                weight = batches.count or not batches.exhausted
+                self._results.append(_weighted(metrics, weight))
                 # sized loader: count the group's steps, not this rank's batches
                 taken = batches.count if ahead is None or limit is None else limit
                 if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
@@ -420,6 +426,13 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 
 _parameters_once = functools.lru_cache(maxsize=16)(_parameters)
+
+
+def _weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
+    """Let metrics that come without a number of samples count by the batches that they cover."""
+    if NUM_SAMPLES in metrics or isinstance(metrics, Summary):
+        return metrics
+    return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
 def _empty(name: str, source: Source) -> RuntimeError:

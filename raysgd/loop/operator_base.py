@@ -75,14 +75,16 @@ class OperatorBase:
         """Training steps that are done, over all epochs and calls: batches of this worker.
 
         With gradient accumulation it grows by a whole group at each update; each batch has a
-        number of its own in ``batch_info["global_step"]``. Steps are counted for you; loops that
-        count them as well do no harm.
+        number of its own in ``batch_info["global_step"]``. Steps are counted for you. What a loop
+        makes of it by itself holds until it asks for the next batch; it counts where the loop has
+        asked for none, since it has batches of its own.
         """
-        return self._registration.global_step
+        step = self._registration.global_step
+        return self._registration.counted.get(step, step)
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        pass
+        self._registration.counted = {self._registration.global_step: value}
 
     @property
     def timers(self) -> Any:
@@ -108,7 +110,7 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            "global_step": self.global_step + self._registration.group_position,
+            "global_step": self._registration.global_step + self._registration.group_position,
             "epoch_idx": epoch_idx,
             "info": info,
         }

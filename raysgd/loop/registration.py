@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,8 @@ class Registration(ABC):
         self.offset = 0
         self.validation_offset = 0
         self.global_step = 0
+        self.counted: dict[int, int] = {}
+        """What user code says that the global step is, by what it was as it said so."""
         self.seed = seed
         self.accumulation_steps = 1
         """Batches that make one update."""
@@ -98,7 +100,8 @@ class Registration(ABC):
         for name, loader in (("train", train_loader), ("validation", validation_loader)):
             if loader is None:
                 continue
-            if not isinstance(loader, Iterable):
+            # the protocol of sequences, which a map-style data set has, is one of iteration as well
+            if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
                 raise TypeError(
                     f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
                 )
@@ -115,10 +118,12 @@ class Registration(ABC):
             RuntimeError: if there is none.
         """
         if name not in self._sources:
-            raise RuntimeError(
-                f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
-            )
+            raise _missing(name)
         return self._sources[name]
+
+    def readable(self, name: str) -> Source:
+        """Return the same; where there is none, one that raises as soon as a loop reads it."""
+        return self._sources[name] if self.has(name) else Source(_Missing(name))
 
     def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
         """Return what to train on, and whether that is another source than before.
@@ -137,7 +142,7 @@ class Registration(ABC):
         changed = name != self._trains_on
         if changed:
             self._trains_on, self.offset = name, 0
-        return self.source(name), changed
+        return self.readable(name), changed
 
     def fingerprint(self) -> dict[str, str]:
         """Return what the loaders that are shared out must have in common on all workers."""
@@ -300,6 +305,23 @@ class Registration(ABC):
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
         """Return a state on CPU, which nothing changes until it is on its way to the driver."""
+
+
+class _Missing:
+    """Stands for a loader that was not registered, for loops that have batches of their own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _missing(self._name)
+        yield  # makes it a generator, so that it raises when it is read
+
+
+def _missing(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
+    )
 
 
 def listed(given: Any) -> list[Any]:
