@@ -116,9 +116,11 @@ class OperatorRunner(ABC):
                 raise ValueError(
                     f"The workers registered different data as {name}_loader: {own[name]} on "
                     f"worker {self.operator.world_rank}, and {expected[name]} on another. A loader "
-                    "that is shared out needs the same data set on every worker: seed what is "
-                    "random in setup (random_split takes a generator). Where each worker reads a "
-                    "part of its own, pass add_dist_sampler=False to the trainer."
+                    "that is shared out needs the same data set on every worker. Seed what is "
+                    "random in setup, alike on all of them: random_split(..., generator="
+                    "torch.Generator().manual_seed(0)), train_test_split(..., random_state=0), "
+                    "torch.manual_seed(0). (add_dist_sampler=False would let each worker train on "
+                    "all that it has registered: pass it only where that is a part of its own.)"
                 )
 
     def _check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:

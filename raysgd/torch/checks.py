@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import SequentialSampler
 
+from raysgd.data.source import Source
 from raysgd.loop.registration import listed
 
 __all__ = [
@@ -18,8 +21,12 @@ __all__ = [
     "check_untrained",
     "checked",
     "is_trained",
+    "warn_of_order",
+    "warn_of_own_schedulers",
     "warn_of_strangers",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
@@ -104,6 +111,32 @@ def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any
                 RuntimeWarning,
                 stacklevel=5,  # the line of register() in the user's setup
             )
+
+
+def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
+    """Warn of schedulers that are stepped although the operator keeps them nowhere."""
+    kept = [held for value in vars(operator).values() for held in listed(value)]
+    lost = [each for each in schedulers if not any(each is held for held in kept)]
+    if lost and frequency in ("batch", "epoch"):
+        logger.warning(
+            "%s registered a %s and keeps it in no attribute: with scheduler_step_freq=%r it steps "
+            "all the same, which one of RaySGD v1 did not. Pass "
+            'scheduler_step_freq="manual" if it shall not step by itself.',
+            type(operator).__name__,
+            type(lost[0]).__name__,
+            frequency,
+        )
+
+
+def warn_of_order(source: Source) -> None:
+    """Warn of training data that are shared out in the order in which the data set has them."""
+    if source.sharded and type(source.loader.sampler) is SequentialSampler:
+        logger.warning(
+            "The train loader gives its samples in the order of the data set, the same in every "
+            "epoch. RaySGD v1 shuffled every train loader of several workers, without being asked. "
+            "Write DataLoader(..., shuffle=True), unless this order is meant: data that are sorted "
+            "by class train badly."
+        )
 
 
 def is_trained(

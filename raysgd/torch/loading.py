@@ -234,7 +234,7 @@ class ShardedLoader(ShardedSource):
             sizes += ", batch_size None"
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
-        return f"{sizes}, {_content_of(self.loader.dataset)}".rstrip(", ")
+        return f"{sizes}, {_content_of(self.loader.dataset)}"
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""
@@ -322,7 +322,7 @@ def _check_no_data_set(loader: Any) -> None:
 
 
 def _content_of(dataset: Any) -> str:
-    """Return a short text that is the same for the same samples, where that is cheap to tell."""
+    """Say what data they are: the same for the same samples, where that is cheap to tell."""
     if isinstance(dataset, Subset):
         try:
             indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -332,7 +332,7 @@ def _content_of(dataset: Any) -> str:
     if type(dataset) is TensorDataset:
         ends = [tensor[[0, -1]] for tensor in dataset.tensors if len(tensor)]
         return "tensors " + " ".join(_digest(rows) for rows in ends)
-    return ""
+    return type(dataset).__name__
 
 
 def _digest(tensor: torch.Tensor) -> str:

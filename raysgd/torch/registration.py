@@ -22,6 +22,7 @@ from raysgd.torch.checks import (
     checked,
     is_trained,
     warn_of_strangers,
+    warn_of_order,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
@@ -215,6 +216,13 @@ class TorchRegistration(Registration):
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader, or for a data set of items."""
         context, share = self.settings.context, self.settings.batch_share
+    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
+        super().register_data(train_loader, validation_loader)
+        # one of those that start
+        is_first = self.context.world_rank == 0 and self.context.generation <= 1
+        if train_loader is not None and is_first and self.settings.options.num_workers > 1:
+            warn_of_order(self._sources["train"])
+
         return wrap_loader(
             loader,
             training=training,

@@ -318,7 +318,7 @@ def test_a_subset_may_be_of_keys_that_are_no_indices(keys):
     data = Subset(ByName(keys), keys)
     source = wrap(DataLoader(data, batch_size=2))
     assert indices(source.batches(0, 0)) == list(range(len(keys)))
-    assert source.fingerprint().endswith("subset of")
+    assert source.fingerprint().endswith("subset of ByName")
 
 
 def test_a_sampler_may_give_batches_of_indices_where_the_loader_does_not_collate():

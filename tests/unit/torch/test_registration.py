@@ -449,3 +449,28 @@ def test_models_that_freeze_after_register_may_thaw(process_group):
     registration.adopt_wrappers([])
     model.requires_grad_(True)
     registration.check_averaged()
+
+
+# ---- the order of training data
+
+
+@pytest.mark.parametrize(
+    ("rank", "generation", "num_workers", "shuffle", "warned"),
+    [
+        (0, 1, 2, False, True),
+        (0, 1, 2, True, False),
+        (0, 1, 1, False, False),
+        (1, 1, 2, False, False),
+        (0, 2, 2, False, False),
+    ],
+)
+def test_training_data_that_nothing_shuffles_are_warned_of_once(
+    rank, generation, num_workers, shuffle, warned, caplog
+):
+    context = WorkerContext(world_rank=rank, world_size=num_workers, generation=generation)
+    registration = make_registration(context=context, num_workers=num_workers)
+    data = TensorDataset(torch.zeros(8, 1))
+    registration.register_data(DataLoader(data, shuffle=shuffle), DataLoader(data))
+    assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
+    registration.wrap(Dataset(range(8)), training=True)
+    assert caplog.text.count("RaySGD v1 shuffled every train loader") == warned

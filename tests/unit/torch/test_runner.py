@@ -622,6 +622,26 @@ def test_a_worker_of_a_group_sees_its_share():
     assert config == {BATCH_SIZE: 16}
 
 
+def test_data_that_differ_from_worker_to_worker_are_named_with_the_seed_as_the_way():
+    class Named(Dataset):
+        def __getitem__(self, index):
+            return torch.zeros(1), torch.zeros(1)
+
+        def __len__(self):
+            return 40
+
+    class Own(Recorder):
+        def make_loaders(self, config):
+            return {"train_loader": DataLoader(Named(), batch_size=8)}
+
+    runner = make_runner(Own)
+    with pytest.raises(ValueError, match="different data as train_loader") as caught:
+        runner._check_data({"train": "39 samples, drop_last False, Named"})
+    said = str(caught.value)
+    assert "40 samples, drop_last False, Named on worker 0, and 39 samples" in said
+    assert said.index("Seed what is random") < said.index("add_dist_sampler=False")
+
+
 def test_a_new_generation_shares_out_a_given_data_set_too():
     runner = make_runner()
     data = ItemDataset(
