@@ -56,6 +56,8 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._registration: TorchRegistration = TorchRegistration(settings or OperatorSettings())
+        # why the last batch had no accuracy; None once that was said
+        self._no_accuracy: str | None = ""
 
     # ---- what users override
 
@@ -153,15 +155,20 @@ class TrainingOperator(OperatorBase):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
-        return meters.summary()
+        result = meters.summary()
+        if self._no_accuracy:
+            result["no_val_accuracy"], self._no_accuracy = self._no_accuracy, None
+        return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, ``(*features, target)``.
 
         Returns:
             ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
-            (batch, classes, ...) and the target (batch, ...): the share of positions at which
-            the largest entry along dimension 1 is the target.
+            (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
+            positions at which the index of the largest entry along dimension 1 equals the target.
+            Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
+            that says so.
         """
         model, criterion = self._default("model"), self._default("criterion")
         *features, target = self.to_device(batch)
@@ -172,6 +179,12 @@ class TrainingOperator(OperatorBase):
         accuracy = _accuracy(output, target)
         if accuracy is not None:
             metrics["val_accuracy"] = accuracy
+        elif self._no_accuracy is not None:
+            self._no_accuracy = (
+                "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...), "
+                f"but these are {_shape(output)} and {_shape(target)}. Return a metric of your own "
+                "from validate_batch."
+            )
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,11 +418,32 @@ def __getattr__(name: str) -> Any:
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
-    """Return the share of positions where the largest entry along dimension 1 is the target."""
+    """Return the share of positions where the largest entry along dimension 1 is the target.
+
+    None where that cannot be computed.
+    """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if output.dim() < 2 or output.shape[:1] + output.shape[2:] != target.shape:
+    if output.dim() < 2 or output.shape[1] == 0:
         return None
-    if target.is_floating_point() or target.is_complex():
+    batch, _, *rest = output.shape
+    if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
         return None
-    return (output.argmax(dim=1) == target).double().mean()
+    if output.is_complex() or output.dtype is torch.bool:  # these have no largest entry
+        return None
+    return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
+
+
+def _shape(value: Any) -> str:
+    """Return the shape of a tensor, or the type of something else, as text."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return str(tuple(value.shape)) if is_tensor else f"a {type(value).__name__}"
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_amp", "_amp_scaler"):  # what older loops scale their losses with
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}. Write `with self.autocast():` round the "
+                "forward pass and the loss, self.backward(loss) for scaling and the backward pass, "
+                "and self.optimizer_step(optimizer) for the step and the scale's update."
+            )
+        return super().__getattr__(name)
+

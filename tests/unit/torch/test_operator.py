@@ -236,9 +236,12 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
         # (batch, classes, positions), as in segmentation
         (torch.eye(2).reshape(1, 2, 2), torch.tensor([[0, 0]]), 0.5),
         (torch.eye(3), torch.eye(3), None),  # targets of probabilities
-        (torch.ones(3, 2), torch.ones(3), None),  # real targets
+        (torch.ones(3, 2), torch.tensor([0.0, 1.0, 0.5]), 1 / 3),  # real targets
         (torch.ones(3), torch.tensor([0, 1, 0]), None),  # one score a sample
-        (torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.long), None),
+        (torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 1, 0]), None),
+        (torch.eye(3), torch.tensor([[0], [1], [0]]), 2 / 3),
+        # (batch, 1, positions), as of a U-Net with one channel
+        (torch.ones(2, 1, 2), torch.tensor([[[0.0, 1.0]], [[0.0, 0.0]]]), 3 / 4),
         (torch.ones(3, 2, 5), torch.zeros(3, dtype=torch.long), None),
         (torch.ones(3, 2), torch.zeros(4, dtype=torch.long), None),
         ({"logits": torch.eye(3)}, torch.tensor([0, 1, 0]), None),
@@ -253,6 +256,15 @@ def test_accuracy_is_given_only_where_the_shapes_allow(output, target, accuracy)
     else:
         assert float(result["val_accuracy"]) == pytest.approx(accuracy, rel=1e-12)
     assert result["num_samples"] == len(target)
+
+
+def test_the_first_validation_says_why_it_has_no_accuracy():
+    operator = operator_with(criterion=lambda output, target: torch.tensor(0.0))
+    operator.model = lambda features: torch.zeros(3)
+    batches = [(torch.zeros(1), torch.tensor([0, 1, 0]))] * 2
+    first, second = operator.validate(iter(batches)), operator.validate(iter(batches))
+    assert "these are (3,) and (3,). Return a metric" in first.pop("no_val_accuracy")
+    assert first == second
 
 
 # ---- schedulers
