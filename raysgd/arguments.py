@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ __all__ = [
     "is_number",
     "suggests",
     "unknown_argument",
+    "whole",
 ]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -115,7 +117,10 @@ def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConf
 def checked_resources(trainer: str, resources: Any, num_cpus: Any) -> dict[str, float]:
     """Return what each worker reserves beside CPUs."""
     if not is_number(num_cpus) or not num_cpus > 0:
-        raise ValueError(f"{trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0.")
+        raise ValueError(
+            f"{trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0; 0.001 reserves next to "
+            "nothing."
+        )
     if resources is not None and not isinstance(resources, Mapping):
         raise TypeError(
             f"{trainer}(resources_per_worker=...) must be a dict, but it is {resources!r}."
@@ -155,6 +160,14 @@ def check_timeout(trainer: str, timeout_s: Any) -> None:
         raise ValueError(
             f"{trainer}(timeout_s={timeout_s!r}): must be a positive number of seconds."
         )
+
+
+def whole(value: Any) -> Any:
+    """Return a count as an int, also one of numpy's and 3.0; what is no whole number as it is."""
+    is_whole = isinstance(value, numbers.Integral) or (
+        isinstance(value, float) and value.is_integer()
+    )
+    return int(value) if is_whole and not isinstance(value, bool) else value
 
 
 def is_number(value: Any) -> bool:

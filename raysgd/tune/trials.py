@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd.arguments import MOST_WORKERS
+from raysgd.arguments import MOST_WORKERS, whole
 from raysgd.cluster import placement
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.trainer import OperatorTrainer
@@ -47,7 +47,9 @@ TuneStep = Callable[[Any, dict[str, Any]], dict[str, Any]]
 class BaseTrainable(Trainable):
     """A trial that trains with a trainer. `trainable_class` fills in which one.
 
-    Subclasses may override what Tune calls, and reach the trainer as ``self.trainer``.
+    Subclasses may override what Tune calls, and reach the trainer as ``self.trainer``. One of
+    ``BaseTorchTrainable`` or ``TFTrainable`` itself, as older scripts have it, overrides
+    ``_create_trainer(config)`` and, for a trainer with workers, ``default_resource_request``.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -68,7 +70,7 @@ class BaseTrainable(Trainable):
     # ---- what Tune calls
 
     @classmethod
-    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory | None:
         """Return the room of a trial: its workers, and a CPU for its actor unless that is one.
 
         Runs in the process that calls ``Tuner.fit()``, and asks the cluster whether it has GPUs
@@ -77,6 +79,8 @@ class BaseTrainable(Trainable):
         Raises:
             ValueError: if `config` or the trainer's arguments ask for what cannot be.
         """
+        if cls._makes_its_trainer():
+            return super().default_resource_request(config)
         arguments = cls.trainer_arguments(config)
         worker = _worker_bundle(arguments)
         bundles = [dict(worker) for _ in range(arguments["num_workers"])]
@@ -86,14 +90,21 @@ class BaseTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the trainer, with the trial's config merged over that of the trainer."""
+        self._trainer = self._create_trainer(config)
+        self._has_validation, self._options = self.look_at_operator()
+
+    @classmethod
+    def _makes_its_trainer(cls) -> bool:
+        return cls._create_trainer is not BaseTrainable._create_trainer
+
+    def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
         if "callbacks" in arguments:  # with reuse_actors the next trial is to have fresh ones
             arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
             # decided when the room was requested: the cluster may have GPUs by now, and we not
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
-        self._trainer = type(self).trainer_cls(**arguments)
-        self._has_validation, self._options = self.look_at_operator()
+        return type(self).trainer_cls(**arguments)
 
     def step(self) -> dict[str, Any]:
         """Train for one epoch and validate; or do what ``override_tune_step`` does.
@@ -169,12 +180,18 @@ class BaseTrainable(Trainable):
         Raises:
             ValueError: if the number of workers, their CPUs or GPUs cannot be.
         """
+        if not hasattr(cls, "trainer_kwargs"):
+            raise TypeError(
+                f"{cls.__name__} does not say which trainer its trials make: give Tune what "
+                "TorchTrainer.as_trainable(...) returns, or a subclass that overrides "
+                "_create_trainer(self, config)."
+            )
         given = dict(cls.trainer_kwargs)
         arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
             # what numpy drew is a number as well
-            arguments[name] = value.item() if isinstance(value, np.generic) else value
+            arguments[name] = whole(value.item() if isinstance(value, np.generic) else value)
         _check(arguments)
         return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
 
@@ -201,7 +218,34 @@ class BaseTorchTrainable(BaseTrainable):
 
 
 class TFTrainable(BaseTrainable):
-    """A trial that trains with a TFTrainer: the base of what its ``as_trainable`` returns."""
+    """A trial that trains with a TFTrainer: the base of what its ``as_trainable`` returns.
+
+    Given to Tune itself, as older scripts do, it takes the trainer's arguments from the trial's
+    config: ``model_creator``, ``data_creator``, ``num_replicas``, ``use_gpu``,
+    ``num_cpus_per_worker``, and as ``trainer_config`` the config of the two functions.
+    """
+
+    @classmethod
+    def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`BaseTrainable.trainer_arguments`."""
+        if hasattr(cls, "trainer_kwargs"):
+            return super().trainer_arguments(config)
+        names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker")
+        arguments = {
+            **cls.defaults,
+            **{name: config[name] for name in names if name in config},
+            "num_workers": whole(config.get("num_replicas", 1)),
+            "config": config.get("trainer_config"),
+        }
+        _check(arguments)
+        return arguments
+
+    @staticmethod
+    def trainer_cls(**arguments: Any) -> OperatorTrainer:
+        """Make the trainer."""
+        from raysgd.tf import TFTrainer
+
+        return TFTrainer(**arguments)
 
     def look_at_operator(self) -> tuple[bool, Any]:
         """See :meth:`BaseTrainable.look_at_operator`."""

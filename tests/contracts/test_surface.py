@@ -195,6 +195,7 @@ SURFACE = {
         "AverageMeterCollection",
         "TimerCollection",
         "TimerStat",
+        "override",
     ],
 }
 

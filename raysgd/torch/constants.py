@@ -1,0 +1,13 @@
+"""Names of older scripts for the values of ``scheduler_step_freq``."""
+
+__all__ = [
+    "SCHEDULER_STEP_BATCH",
+    "SCHEDULER_STEP_EPOCH",
+    "SCHEDULER_STEP_MANUAL",
+    "VALID_SCHEDULER_STEP",
+]
+
+SCHEDULER_STEP_BATCH = "batch"
+SCHEDULER_STEP_EPOCH = "epoch"
+SCHEDULER_STEP_MANUAL = "manual"
+VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL}
