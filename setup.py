@@ -12,6 +12,7 @@ EXTRAS = {
     "data": ["ray[data]>=2.60,<3"],
     "operators": ["torchmetrics", "transformers"],
     "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
+    "lightning": ["lightning>=2.6"],
     "examples": ["scikit-learn"],
     "bench": ["accelerate", "lightning", "matplotlib"],
     "test": [
@@ -20,6 +21,7 @@ EXTRAS = {
         "hypothesis",
         "import-linter",
         "ipykernel",
+        "lightning",
         "mypy",
         "nbclient",
         "psutil",

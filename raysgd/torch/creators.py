@@ -16,7 +16,7 @@ from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.loop.registration import listed
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "creator_operator"]
+__all__ = ["CreatorOperator", "creator_operator", "lock_of_node", "mixed_bases"]
 
 
 class CreatorOperator(TrainingOperator):
@@ -26,20 +26,20 @@ class CreatorOperator(TrainingOperator):
     subclass may override ``train_batch`` and the like.
     """
 
-    models: list[Any]
-    """All models."""
+    models: Any
+    """What the ``model_creator`` made: a model, or a list or tuple of them."""
     model: Any
     """The first or only model."""
-    optimizers: list[Any]
-    """All optimizers."""
+    optimizers: Any
+    """What the ``optimizer_creator`` made."""
     optimizer: Any
     """The first or only optimizer."""
     criterion: Any
     """The loss; None without a ``loss_creator``."""
-    schedulers: list[Any]
-    """All schedulers."""
+    schedulers: Any
+    """What the ``scheduler_creator`` made; there is no such attribute without one."""
     scheduler: Any
-    """The first or only scheduler; None without a ``scheduler_creator``."""
+    """The first or only scheduler, likewise."""
 
     _model_creator: Callable[..., Any]
     _optimizer_creator: Callable[..., Any]
@@ -59,14 +59,12 @@ class CreatorOperator(TrainingOperator):
         if creators._scheduler_creator is not None:
             given["schedulers"] = creators._scheduler_creator(optimizers, config)
         registered = dict(zip(given, self.register(**given), strict=True))
-        self.models = listed(registered["models"])
-        self.optimizers = listed(registered["optimizers"])
-        self.criterion = registered.get("criterion")
-        self.schedulers = listed(registered.get("schedulers", []))
-        self.model, self.optimizer = self.models[0], self.optimizers[0]
-        self.scheduler = self.schedulers[0] if self.schedulers else None
+        self.criterion = None
+        for name, value in registered.items():
+            setattr(self, name, value)
+            setattr(self, name.removesuffix("s"), listed(value)[0])
         if creators._data_creator is not None:
-            with _lock_of_node() if creators._serialize_data_creation else contextlib.nullcontext():
+            with lock_of_node() if creators._serialize_data_creation else contextlib.nullcontext():
                 loaders = creators._data_creator(config)
             self.register_data(**created_loaders(loaders))
 
@@ -75,11 +73,7 @@ def creator_operator(
     base: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
     """Make a subclass of `base` and CreatorOperator, see ``TrainingOperator.from_creators``."""
-    bases: tuple[type, ...] = (base, CreatorOperator)
-    if issubclass(base, CreatorOperator):
-        bases = (base,)
-    elif issubclass(CreatorOperator, base):
-        bases = (CreatorOperator,)
+    bases = mixed_bases(base, CreatorOperator)
     required = ("model_creator", "optimizer_creator")
     made: type[CreatorOperator]
     made = class_from_creators("from_creators", bases, creators, required)
@@ -87,7 +81,14 @@ def creator_operator(
     return made
 
 
-def _lock_of_node() -> contextlib.AbstractContextManager[Any]:
+def mixed_bases(base: type, own: type) -> tuple[type, ...]:
+    """Return the bases of a class that derives from both."""
+    if issubclass(base, own):
+        return (base,)
+    return (own,) if issubclass(own, base) else (base, own)
+
+
+def lock_of_node() -> contextlib.AbstractContextManager[Any]:
     """Return a lock, since workers of one node would download to the same files at once."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")

@@ -19,11 +19,13 @@ from raysgd.torch.undo import BufferLog
 __all__ = [
     "ReplicatedModel",
     "averaged_parameters",
+    "begin_step",
     "check_exchanged",
     "communication_hooks",
     "no_forward_sync",
     "only_running_statistics",
     "plain",
+    "prepare_for_backward",
     "rebuild",
     "replicated",
     "required_gradients",
@@ -342,6 +344,19 @@ def averaged_parameters(
             for name, parameter in model.module.named_parameters()
         }
     return required
+
+
+def begin_step(model: DistributedDataParallel) -> None:
+    """Begin a step that calls the module of a wrapper, and not the wrapper."""
+    if model._check_sync_bufs_pre_fwd():
+        model._sync_buffers()
+
+
+def prepare_for_backward(model: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Let the next backward pass average gradients, after such a step's forward pass."""
+    reducer: Any = model.reducer
+    reducer._rebuild_buckets()
+    reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
 
 
 @contextlib.contextmanager

@@ -300,6 +300,38 @@ class TrainingOperator(OperatorBase):
         }
         return creator_operator(cls, creators, serialize_data_creation)
 
+    @classmethod
+    def from_ptl(
+        cls,
+        lightning_module_cls: type[Any],
+        train_dataloader: Iterable[Any] | None = None,
+        val_dataloader: Iterable[Any] | None = None,
+        *,
+        data_creator: Callable[..., Any] | None = None,
+        datamodule: Any = None,
+    ) -> type[TrainingOperator]:
+        """Make an operator class from a LightningModule, see the guide on migration.
+
+        It is made in `setup`, as ``lightning_module_cls(config=config)`` where its ``__init__``
+        has such a parameter. Its own ``train_dataloader`` and ``val_dataloader`` give the data,
+        unless one of these does:
+
+        Args:
+            lightning_module_cls: a subclass of LightningModule, of Lightning 2.
+            train_dataloader: the loader to train on.
+            val_dataloader: the loader to validate on.
+            data_creator: function of the config that returns the two loaders, or the first.
+            datamodule: a LightningDataModule, or its class.
+
+        Raises:
+            TypeError: if it is no class of Lightning 2; and, when a trainer is made, if it has
+                hooks that raysgd does not call, each by its name.
+        """
+        from raysgd.torch.lightning import lightning_operator
+
+        loaders = {"train_loader": train_dataloader, "validation_loader": val_dataloader}
+        return lightning_operator(cls, lightning_module_cls, loaders, data_creator, datamodule)
+
     # ---- what loops of your own use
 
     def train_mode(self, training: bool) -> None:
@@ -405,6 +437,15 @@ class TrainingOperator(OperatorBase):
         """When schedulers step: "batch", "epoch", "manual", or None."""
         return self._registration.settings.options.scheduler_step_freq
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_amp", "_amp_scaler"):  # what older loops scale their losses with
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}. Write `with self.autocast():` round the "
+                "forward pass and the loss, self.backward(loss) for scaling and the backward pass, "
+                "and self.optimizer_step(optimizer) for the step and the scale's update."
+            )
+        return super().__getattr__(name)
+
     def _seed_worker(self) -> None:
         """Called after `setup`; the ready-made operators seed this worker in it."""
 
@@ -438,12 +479,3 @@ def _shape(value: Any) -> str:
     """Return the shape of a tensor, or the type of something else, as text."""
     is_tensor = isinstance(value, torch.Tensor)
     return str(tuple(value.shape)) if is_tensor else f"a {type(value).__name__}"
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):  # what older loops scale their losses with
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}. Write `with self.autocast():` round the "
-                "forward pass and the loss, self.backward(loss) for scaling and the backward pass, "
-                "and self.optimizer_step(optimizer) for the step and the scale's update."
-            )
-        return super().__getattr__(name)
-

@@ -47,9 +47,9 @@ def test_everything_single():
     )
     assert issubclass(operator_cls, CreatorOperator)
     operator = run_operator(operator_cls, {"lr": 0.5}, scheduler_step_freq="epoch")
-    assert operator.models == [operator.model]
-    assert operator.optimizers == [operator.optimizer]
-    assert operator.schedulers == [operator.scheduler]
+    assert operator.models is operator.model
+    assert operator.optimizers is operator.optimizer
+    assert operator.schedulers is operator.scheduler
     assert isinstance(operator.criterion, torch.nn.CrossEntropyLoss)
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
     assert operator.train_epoch(iter(operator.train_loader))["num_samples"] == 8
@@ -70,8 +70,8 @@ def test_everything_in_several():
 def test_only_what_is_required():
     operator = run_operator(TrainingOperator.from_creators(model_creator, optimizer_creator))
     assert operator.criterion is None
-    assert operator.scheduler is None
-    assert operator.schedulers == []
+    assert not hasattr(operator, "scheduler")
+    assert not hasattr(operator, "schedulers")
     with pytest.raises(RuntimeError, match=r"no self\.criterion"):
         operator.train_batch((torch.ones(1, 2), torch.zeros(1, dtype=torch.long)), {})
     with pytest.raises(RuntimeError, match="no train loader"):

@@ -1,0 +1,468 @@
+"""Operators that train a LightningModule, as ``TrainingOperator.from_ptl`` makes them.
+
+A module reaches its surroundings by ``self.trainer`` and ``self.fabric``, and Lightning lets it be
+trained by something that is no Trainer of its own: `_Surroundings` stands in for both while the
+module's code runs. What it lacks is an AttributeError that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.loop.operator_base import created_loaders
+from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch import ddp
+from raysgd.torch.creators import lock_of_node, mixed_bases
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["LightningOperator", "lightning_operator"]
+
+_REFUSED = {
+    "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
+    "configure_callbacks": "pass raysgd.callbacks to the trainer",
+    "configure_gradient_clipping": "clip in on_before_optimizer_step",
+    "configure_sharded_model": "use configure_model",
+    "lr_scheduler_step": "use manual optimization, and step self.lr_schedulers() there",
+    "on_fit_end": "raysgd knows no end of a fit; do it in the script, after trainer.train()",
+    "on_train_end": "raysgd knows no end of training; do it in the script, after trainer.train()",
+    "on_validation_model_eval": "override train_mode of the operator",
+    "on_validation_model_train": "override train_mode of the operator",
+    "on_validation_model_zero_grad": "gradients are zeroed with the update",
+    "optimizer_step": "use manual optimization, and step self.optimizers() there",
+    "optimizer_zero_grad": "gradients are zeroed with the update; use manual optimization",
+    "training_epoch_end": "Lightning 2 calls on_train_epoch_end",
+    "training_step_end": "Lightning 2 has training_step alone",
+    "validation_epoch_end": "Lightning 2 calls on_validation_epoch_end",
+    "validation_step_end": "Lightning 2 has validation_step alone",
+}
+"""Hooks that would not be called, and what to do."""
+
+
+class LightningOperator(TrainingOperator):
+    """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
+
+    What the module logs is a metric, weighted by the samples of its batch, and so is the loss, as
+    ``train_loss`` and ``val_loss``.
+    """
+
+    module: Any
+    """The LightningModule."""
+
+    _module_cls: type[Any]
+    _loaders: Mapping[str, Any]
+    _data_creator: Callable[..., Any] | None = None
+    _datamodule: Any = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Make the module, its data and its optimizers, and register them."""
+        module = self.module = _made(self._module_cls, config)
+        _check_hooks(module)
+        self._surroundings = _Surroundings(self)
+        self._has_started = False
+        with self._surrounded():
+            loaders = self._load(config)
+            module.configure_model()
+            optimizers, schedulers = self._configured()
+            given: dict[str, Any] = {"models": module, "optimizers": optimizers}
+            if schedulers:
+                given["schedulers"] = schedulers
+            if not module.automatic_optimization:
+                # each backward pass of a step may leave out what the others reach
+                given["ddp_args"] = {"find_unused_parameters": True}
+            self.model, self.optimizers, *_ = self.register(**given)
+            self.schedulers = schedulers
+            self._surroundings.offer(optimizers, schedulers)
+            self.register_data(**loaders)
+            module.on_fit_start()
+
+    # ---- the parts
+
+    def _load(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the loaders, as arguments of ``register_data``."""
+        module, data = self.module, self._datamodule
+        with lock_of_node():  # a worker of a node after the other, since they may download
+            if data is not None:
+                data = self._surroundings.datamodule = _made(data, config)
+                data.trainer = self._surroundings
+                data.prepare_data()
+                data.setup("fit")
+            module.prepare_data()
+            module.setup("fit")
+            found = dict(self._loaders)
+            if self._data_creator is not None:
+                found.update(created_loaders(self._data_creator(config)))
+        owner = module if data is None else data
+        names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
+        for name, method in names.items():
+            if name not in found and _overrides(owner, method):
+                found[name] = getattr(owner, method)()
+            if isinstance(found.get(name), list | tuple | dict):
+                raise TypeError(
+                    f"from_ptl({type(module).__name__}) has {len(found[name])} loaders from "
+                    f"{method}, and an operator has one. Join the data sets in one loader."
+                )
+        if not _overrides(module, "validation_step"):
+            found.pop("validation_loader", None)
+        return found
+
+    def _configured(self) -> tuple[list[Any], list[Any]]:
+        """Return the module's optimizers and schedulers."""
+        module, name = self.module, type(self.module).__name__
+        parse = importlib.import_module(f"{_home(module)}.core.optimizer")._configure_optimizers
+        optimizers, given, _ = parse(module.configure_optimizers())
+        if module.automatic_optimization and len(optimizers) > 1:
+            raise RuntimeError(
+                f"{name} has {len(optimizers)} optimizers. Set self.automatic_optimization = False "
+                "in its __init__, and step self.optimizers() in training_step."
+            )
+        frequency = self.scheduler_step_freq
+        if given and not module.automatic_optimization and frequency != "manual":
+            raise ValueError(
+                f"{name} steps its schedulers by itself, in manual optimization: pass "
+                f'scheduler_step_freq="manual" to the trainer, and not {frequency!r}.'
+            )
+        schedulers = []
+        for each in given:
+            if not isinstance(each, dict):
+                each = {"scheduler": each}
+            interval, every = each.get("interval"), each.get("frequency", 1)
+            wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
+            if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
+                raise ValueError(
+                    f"{name} wants a scheduler to step with interval={interval!r}, frequency="
+                    f"{every}, and the trainer has scheduler_step_freq={frequency!r}, which steps "
+                    "each time: let them agree."
+                )
+            schedulers.append(each["scheduler"])
+        return optimizers, schedulers
+
+    @contextlib.contextmanager
+    def _surrounded(self, **state: bool) -> Iterator[_Surroundings]:
+        """Let the module reach what stands in for Lightning's Trainer.
+
+        Only meanwhile: a model that travels to the driver is without it.
+        """
+        module, surroundings = self.module, self._surroundings
+        vars(surroundings).update({"training": False, "validating": False, **state})
+        module.trainer = module.fabric = surroundings
+        module._fabric_optimizers = surroundings.offered
+        try:
+            yield surroundings
+        finally:
+            module.trainer = module.fabric = None
+            module._fabric_optimizers = []
+
+    # ---- training
+
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train as the default does, with the module's hooks."""
+        module, begins = self.module, self._registration.offset == 0
+        with self._surrounded(training=True) as surroundings:
+            self.train_mode(True)
+            if not self._has_started:
+                self._has_started = True
+                module.on_train_start()
+            if begins:
+                module.on_train_epoch_start()
+            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            if self._registration.epoch_is_over():
+                module.on_train_epoch_end()
+            result.update(_numbers(surroundings.take_logged()))
+        return result
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Run ``training_step``, and update with the loss that it returns."""
+        module, index = self.module, batch_info["batch_idx"]
+        batch, num_samples = self._moved(batch)
+        if module.on_train_batch_start(batch, index) == -1:
+            raise RuntimeError(
+                f"{type(module).__name__}.on_train_batch_start returned -1, to skip the rest of an "
+                "epoch. Return None, and give the training loader fewer batches."
+            )
+        with self.timers.record("fwd"), self.autocast():
+            output = self._step(module.training_step, batch, index)
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = outputs.get("loss")
+        if module.automatic_optimization:
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(
+                    f"{type(module).__name__}.training_step returned {output!r}; it must return "
+                    'the loss, or a dict with "loss". Batches cannot be skipped.'
+                )
+            self._update(loss, num_samples)
+        metrics = {"train_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
+        module.on_train_batch_end(outputs, batch, index)
+        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
+
+    def _update(self, loss: torch.Tensor, num_samples: int) -> None:
+        module, optimizer = self.module, self.optimizers[0]
+        with self.timers.record("grad"):
+            module.on_before_backward(loss)
+            self.backward(loss, num_samples=num_samples)
+            module.on_after_backward()
+        with self.timers.record("apply"):
+            self._registration.optimization.precision.unscale(optimizer)
+            module.on_before_optimizer_step(optimizer)
+            self.optimizer_step(optimizer)
+            module.on_before_zero_grad(optimizer)
+
+    def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
+        """Run a step of the module, in training through what averages its gradients."""
+        arguments = [batch, index][: len(inspect.signature(step).parameters)]
+        wrapper, module = self.model, self.module
+        if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
+            return step(*arguments)
+        if not module.automatic_optimization:
+            ddp.begin_step(wrapper)  # its backward passes prepare the wrapper, each for itself
+            return step(*arguments)
+
+        def forward(*given: Any) -> Any:
+            del module.forward  # so that the step itself calls the module's own
+            return step(*given)
+
+        module.forward = forward
+        try:
+            return wrapper(*arguments)
+        finally:
+            vars(module).pop("forward", None)
+
+    def _moved(self, batch: Any) -> tuple[Any, int]:
+        """Return a batch on this worker's device, and its number of samples."""
+        module = self.module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self.device, 0)
+        batch = module.on_after_batch_transfer(batch, 0)
+        size_of = importlib.import_module(f"{_home(module)}.utilities.data").extract_batch_size
+        return batch, size_of(batch)
+
+    # ---- validation
+
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Validate as the default does, with the module's hooks."""
+        module = self.module
+        with torch.no_grad(), self._surrounded(validating=True) as surroundings:
+            self.train_mode(False)
+            module.on_validation_start()
+            module.on_validation_epoch_start()
+            result = super().validate(val_iterator, info)
+            module.on_validation_epoch_end()
+            module.on_validation_end()
+            result.update(_numbers(surroundings.take_logged()))
+        return result
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Run ``validation_step``."""
+        module, index = self.module, batch_info["batch_idx"]
+        batch, num_samples = self._moved(batch)
+        module.on_validation_batch_start(batch, index)
+        with self.timers.record("eval_fwd"), self.autocast():
+            output = self._step(module.validation_step, batch, index)
+        module.on_validation_batch_end(output, batch, index)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        metrics = {"val_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
+        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``on_save_checkpoint`` of the module adds to a checkpoint."""
+        state: dict[str, Any] = {}
+        self.module.on_save_checkpoint(state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back to ``on_load_checkpoint``."""
+        self.module.on_load_checkpoint(state)
+
+
+class _Surroundings:
+    """What a module finds as ``self.trainer`` and as ``self.fabric``."""
+
+    sanity_checking = False
+    logger = None
+    loggers: tuple[Any, ...] = ()
+
+    def __init__(self, operator: LightningOperator) -> None:
+        self._operator = operator
+        self._logged: dict[str, Any] = {}
+        self.datamodule: Any = None
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.offered: Any = []
+        """What ``self.optimizers()`` returns."""
+
+    def offer(self, optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Let the module have its optimizers and schedulers."""
+        self.optimizers = optimizers
+        self.lr_scheduler_configs = [SimpleNamespace(scheduler=each) for each in schedulers]
+        offered = [_Optimizer(self._operator, each) for each in optimizers]
+        self.offered = offered[0] if len(offered) == 1 else offered
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs that are completed."""
+        return self._operator._registration.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Steps that are done."""
+        return self._operator.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._operator.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker among those of its node."""
+        return self._operator.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, now."""
+        return self._operator.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is the first of all."""
+        return self.global_rank == 0
+
+    def log_dict(self, metrics: Mapping[str, Any]) -> None:
+        """Keep what the module logs, for the metrics of its batch."""
+        for name, value in metrics.items():
+            self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def take_logged(self) -> dict[str, Any]:
+        """Return what was logged since this was last called."""
+        logged, self._logged = self._logged, {}
+        return logged
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients: ``self.manual_backward(loss)``."""
+        operator = self._operator
+        operator.module.on_before_backward(loss)
+        if isinstance(operator.model, DistributedDataParallel):
+            ddp.prepare_for_backward(operator.model, loss)
+        operator.backward(loss)
+        operator.module.on_after_backward()
+
+    def clip_gradients(
+        self, module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None
+    ) -> None:
+        """Clip gradients: ``self.clip_gradients(optimizer, ...)``."""
+        precision = self._operator._registration.optimization.precision
+        held = getattr(optimizer, "optimizer", optimizer)
+        precision.unscale(held)
+        if clip_val is not None:
+            torch.nn.utils.clip_grad_value_(precision.parameters(held), clip_val)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(precision.parameters(held), max_norm)
+
+
+class _Optimizer:
+    """An optimizer as a module steps it in manual optimization."""
+
+    def __init__(self, operator: LightningOperator, optimizer: torch.optim.Optimizer) -> None:
+        self._operator = operator
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """Update, and zero the gradients that were used."""
+        self._operator.module.on_before_optimizer_step(self.optimizer)
+        self._operator.optimizer_step(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def lightning_operator(
+    base: type[TrainingOperator],
+    module_cls: Any,
+    loaders: Mapping[str, Iterable[Any] | None],
+    data_creator: Any,
+    datamodule: Any,
+) -> type[LightningOperator]:
+    """Make a subclass of `base` and LightningOperator, see ``TrainingOperator.from_ptl``."""
+    if not isinstance(module_cls, type) or _base_of(module_cls) is None:
+        raise TypeError(
+            f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
+            '(the class, not an instance) of Lightning 2: pip install "raysgd[lightning]".'
+        )
+    if data_creator is not None and not callable(data_creator):
+        raise TypeError(f"from_ptl(data_creator={data_creator!r}): must be a function.")
+    given = {
+        "_module_cls": module_cls,
+        "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
+        "_data_creator": None if data_creator is None else staticmethod(data_creator),
+        "_datamodule": datamodule,
+    }
+    return type("CustomLightningOperator", mixed_bases(base, LightningOperator), given)
+
+
+def _base_of(kind: type[Any]) -> type[Any] | None:
+    """Return Lightning's own class that a module, or a data module, derives from."""
+    names = ("LightningModule", "LightningDataModule")
+    own = (each for each in kind.__mro__ if each.__name__ in names and _package_of(each))
+    return next(own, None)
+
+
+def _package_of(kind: type[Any]) -> str:
+    """Return the package of a class of Lightning's, which has two names; empty for another's."""
+    package = kind.__module__.partition(".core.")[0]
+    return package if package in ("lightning.pytorch", "pytorch_lightning") else ""
+
+
+def _home(module: Any) -> str:
+    base = _base_of(type(module))
+    assert base is not None
+    return _package_of(base)
+
+
+def _overrides(module: Any, name: str) -> bool:
+    """Whether user code has a method in place of Lightning's."""
+    own = getattr(type(module), name, None)
+    is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
+    return is_other or name in vars(module)
+
+
+def _check_hooks(module: Any) -> None:
+    """Refuse what would not be called as the module expects."""
+    if refused := [name for name in _REFUSED if _overrides(module, name)]:
+        reasons = "; ".join(f"{name} ({_REFUSED[name]})" for name in refused)
+        raise TypeError(
+            f"from_ptl({type(module).__name__}): its methods would not be called: {reasons}."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise TypeError(
+            f"from_ptl({type(module).__name__}): training_step(dataloader_iter) is not supported; "
+            "take batch and batch_idx."
+        )
+
+
+def _made(given: Any, config: dict[str, Any]) -> Any:
+    """Make a module of a class, with the config if its constructor takes that."""
+    if not isinstance(given, type):
+        return given
+    takes_config = "config" in inspect.signature(given).parameters
+    return given(config=config) if takes_config else given()
+
+
+def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in logged.items()}
