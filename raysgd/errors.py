@@ -6,7 +6,7 @@
     ├── WorkerLostError              (RuntimeError)  a worker or its node died
     ├── WorkerTimeoutError           (TimeoutError)  workers did not answer in time
     ├── CollectiveError              (RuntimeError)  workers could not talk to each other
-    ├── InsufficientResourcesError   (RuntimeError)  the cluster has no room for min_workers
+    ├── InsufficientResourcesError   (RuntimeError, TimeoutError)  no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
     └── RemoteError                  (RuntimeError)  an exception that does not travel as itself
@@ -86,7 +86,7 @@ class CollectiveError(RaySGDError, RuntimeError):
     """A collective operation failed although every worker is alive (network, timeout)."""
 
 
-class InsufficientResourcesError(RaySGDError, RuntimeError):
+class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
     """The cluster had no room for ``min_workers`` within the start timeout.
 
     Attributes:

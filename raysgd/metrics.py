@@ -254,6 +254,11 @@ class AverageMeterCollection:
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._others: dict[str, Any] = {}
 
+    @property
+    def n(self) -> float:
+        """The number of samples, as older scripts call it."""
+        return self.num_samples
+
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
         """Add the metrics of one batch of `n` samples.
 

@@ -17,11 +17,12 @@ from raysgd.arguments import (
     checked_config,
     checked_elastic,
     checked_resources,
+    whole,
 )
 from raysgd.backends import Backend, create_backend
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.comm.horovod import check_horovod
-from raysgd.config import check_batch_size
+from raysgd.config import BATCH_SIZE, check_batch_size
 
 __all__ = ["Options"]
 
@@ -66,9 +67,13 @@ class Options(ABC):
         resources = checked_resources(
             self.trainer, self.resources_per_worker, self.num_cpus_per_worker
         )
+        self._set(num_workers=whole(self.num_workers), min_workers=whole(self.min_workers))
         check_workers(self.trainer, self.num_workers, self.min_workers)
+        config = checked_config(self.trainer, self.config)
+        if BATCH_SIZE in config:
+            config[BATCH_SIZE] = whole(config[BATCH_SIZE])
         self._set(
-            config=checked_config(self.trainer, self.config),
+            config=config,
             resources_per_worker=resources,
             elastic=checked_elastic(self.trainer, self.elastic, self.num_workers),
         )

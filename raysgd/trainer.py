@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from raysgd import checkpoint
-from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument
+from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument, whole
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
@@ -120,8 +120,8 @@ class OperatorTrainer:
             BaseException: what user code raised. The steps that were done stay done, and the
                 trainer can be used on.
         """
-        _check_count("num_steps", num_steps, 1)
-        _check_count("max_retries", max_retries, 0)
+        num_steps = _checked_count("num_steps", num_steps, 1)
+        max_retries = _checked_count("max_retries", max_retries, 0)
         _check_info("train", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
@@ -164,7 +164,7 @@ class OperatorTrainer:
             WorkerLostError: as in `train`.
             BaseException: what user code raised.
         """
-        _check_count("num_steps", num_steps, 1)
+        num_steps = _checked_count("num_steps", num_steps, 1)
         _check_info("validate", info)
         result = self._validate(info, num_steps=num_steps, profile=profile)
         return result.merged if reduce_results else [dict(each) for each in result.by_worker]
@@ -222,11 +222,11 @@ class OperatorTrainer:
             BaseException: what `train` and `validate` raise. The trainer can be used on, also
                 after Ctrl-C.
         """
-        _check_count("num_epochs", num_epochs, 1)
+        num_epochs = _checked_count("num_epochs", num_epochs, 1)
         if num_epochs is None:
             raise TypeError("num_epochs must be an int, but it is None.")
-        _check_count("validate_every", validate_every, 1)
-        _check_count("max_retries", max_retries, 0)
+        validate_every = _checked_count("validate_every", validate_every, 1)
+        max_retries = _checked_count("max_retries", max_retries, 0)
         _check_info("fit", info)
         where = f"{type(self).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, self._logdir)
@@ -550,6 +550,7 @@ class OperatorTrainer:
             ValueError: if `override_tune_step` does not take two arguments.
         """
         known = cls._known_arguments()
+        cls._drop_defaults_of_older_ones(trainer_kwargs)
         for name in trainer_kwargs:
             if name not in known:
                 raise cls._unknown(name)
@@ -569,6 +570,10 @@ class OperatorTrainer:
         """Return the arguments of a trainer class, with those that a subclass passes on."""
         kinds = [kind for kind in cls.__mro__ if OperatorTrainer in kind.__mro__[1:]]
         return [name for kind in kinds for name in inspect.signature(kind).parameters]
+
+    @classmethod
+    def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:
+        """Remove arguments of an older API that ask for nothing."""
 
     @classmethod
     def _unknown(cls, name: str) -> Exception:
@@ -597,10 +602,27 @@ class OperatorTrainer:
         """The most workers, ``num_workers`` of the constructor."""
         return self._controller.max_workers
 
+    max_replicas = max_workers
+
     @property
     def min_workers(self) -> int:
         """The fewest workers to train with."""
         return self._controller.min_workers
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether workers use GPUs."""
+        return bool(self._options.use_gpu)
+
+    @property
+    def backend(self) -> str:
+        """What workers communicate through, where there are several."""
+        return self._options.backend
+
+    @property
+    def use_fp16(self) -> bool | str:
+        """The argument of the constructor."""
+        return self._options.use_fp16
 
     @property
     def operator_name(self) -> str:
@@ -693,13 +715,15 @@ def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
     return tell
 
 
-def _check_count(name: str, value: Any, lowest: int) -> None:
+def _checked_count(name: str, value: Any, lowest: int) -> Any:
     if value is None:
-        return
+        return None
+    value = whole(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, but it is {value!r}.")
     if value < lowest:
         raise ValueError(f"{name}={value}: must be at least {lowest}.")
+    return value
 
 
 def _check_info(method: str, info: Any) -> None:

@@ -47,7 +47,8 @@ class Dataset:
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         if not isinstance(dataset, Iterable):
-            raise TypeError(f"Dataset(dataset=...) must be iterable, but it is {dataset!r}.")
+            hint = " Pass a list of its items." if hasattr(dataset, "gather_sync") else ""
+            raise TypeError(f"Dataset(dataset=...) must be iterable, but it is {dataset!r}.{hint}")
         for name, function in (("download_func", download_func), ("transform", transform)):
             if function is not None and not callable(function):
                 raise TypeError(f"Dataset({name}=...) must be callable, but it is {function!r}.")
@@ -61,6 +62,12 @@ class Dataset:
         self._download = download_func
         self._transform = transform
         self._max_concurrency = max_concurrency
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if name in ("set_num_shards", "get_shard"):
+            hint = ": trainer.train(dataset=...) shares the items out over the workers by itself"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __len__(self) -> int:
         """Number of items."""

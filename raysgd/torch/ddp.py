@@ -357,6 +357,8 @@ def prepare_for_backward(model: DistributedDataParallel, loss: torch.Tensor) -> 
     reducer: Any = model.reducer
     reducer._rebuild_buckets()
     reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+    if isinstance(model, ReplicatedModel):
+        model._has_forward = True
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,8 @@ from raysgd.torch.checks import (
     check_untrained,
     checked,
     is_trained,
-    warn_of_strangers,
     warn_of_order,
+    warn_of_strangers,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
@@ -33,6 +34,8 @@ from raysgd.torch.state import copied, model_state, on_cpu, renamed, state_probl
 from raysgd.torch.undo import BufferLog
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -213,9 +216,6 @@ class TorchRegistration(Registration):
                     own.copy_(value)
             self._buffers.remember()
 
-    def wrap(self, loader: Any, training: bool) -> Source:
-        """Return the source of batches for a loader, or for a data set of items."""
-        context, share = self.settings.context, self.settings.batch_share
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         super().register_data(train_loader, validation_loader)
         # one of those that start
@@ -223,6 +223,9 @@ class TorchRegistration(Registration):
         if train_loader is not None and is_first and self.settings.options.num_workers > 1:
             warn_of_order(self._sources["train"])
 
+    def wrap(self, loader: Any, training: bool) -> Source:
+        """Return the source of batches for a loader, or for a data set of items."""
+        context, share = self.settings.context, self.settings.batch_share
         return wrap_loader(
             loader,
             training=training,
@@ -367,6 +370,11 @@ class TorchRegistration(Registration):
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects in self._stateful(state):
             check_parts(name, objects, self._saved(name, objects, state), state_problem)
+        if state.get("schedulers") and not self.schedulers and self.context.world_rank == 0:
+            logger.warning(
+                "The state that is loaded has schedulers, and the operator registered none: they "
+                "are left out."
+            )
         key = self._scaler_key(state)
         if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
             raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
@@ -397,8 +405,9 @@ class TorchRegistration(Registration):
         models, saved = self.models, state.get("models")
         if self._trains_criterion and isinstance(saved, list | tuple):
             models = models[: max(len(saved), len(models) - 1)]  # older files lack the criterion
-        return [
+        found: list[tuple[str, list[Any]]] = [
             ("models", [ddp.unwrap(model) for model in models]),
             ("optimizers", self.optimizers),
-            ("schedulers", self.schedulers),
         ]
+        # without schedulers of its own an operator leaves those of a state alone
+        return [*found, ("schedulers", self.schedulers)] if self.schedulers else found

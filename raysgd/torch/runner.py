@@ -15,6 +15,7 @@ from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch import ddp
+from raysgd.torch.checks import warn_of_own_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -104,6 +105,9 @@ def build_operator(
     operator.setup(operator.config)
     operator._registration.adopt_wrappers(vars(operator).values())
     operator._registration.check_registered(operator)
+    if settings.context.world_rank == 0:
+        frequency = settings.options.scheduler_step_freq
+        warn_of_own_schedulers(operator, operator._registration.schedulers, frequency)
     # after setup, so that torch.manual_seed there decides the order of the epochs
     operator._registration.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

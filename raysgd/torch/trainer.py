@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -20,6 +21,8 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.trainer import OperatorTrainer
 
 __all__ = ["TorchTrainer"]
+
+logger = logging.getLogger(__name__)
 
 _OLD_ARGUMENTS = {
     "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
@@ -113,6 +116,7 @@ class TorchTrainer(OperatorTrainer):
         logdir: str | os.PathLike[str] | None = None,
         **old_arguments: Any,
     ) -> None:
+        self._drop_defaults_of_older_ones(old_arguments)
         for name in old_arguments:
             raise self._unknown(name)
         options = TorchOptions(
@@ -136,6 +140,11 @@ class TorchTrainer(OperatorTrainer):
         )
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        """When registered schedulers step."""
+        return cast(TorchOptions, self._options).scheduler_step_freq
+
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
 
@@ -153,6 +162,17 @@ class TorchTrainer(OperatorTrainer):
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
+
+    @classmethod
+    def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:
+        """Remove older arguments that ask for nothing."""
+        for name in [n for n, value in arguments.items() if n in _OLD_ARGUMENTS and value is None]:
+            del arguments[name]
+        if arguments.pop("serialize_data_creation", None):
+            logger.warning(
+                "TorchTrainer(serialize_data_creation=True) does nothing: TrainingOperator."
+                "from_creators(...) lets one worker of a node after the other create its data."
+            )
 
     @classmethod
     def _unknown(cls, name: str) -> Exception:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.data import Dataset as ItemDataset
 from raysgd.torch import CreatorOperator
-from raysgd.utils import BATCH_SIZE, NUM_SAMPLES, AverageMeterCollection
+from raysgd.utils import BATCH_SIZE, NUM_SAMPLES, AverageMeterCollection, override
 from tests.operators import replica_hash
 
 NUM_TRAIN = 160
@@ -855,11 +856,11 @@ class TestDataWithoutAnIndex:
 @pytest.mark.slow("a program imports ray and torch, and so does its worker")
 def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     root = Path(__file__).parents[2]
-    address = module_cluster.get_runtime_context().gcs_address
     note = tmp_path / "note"
+    address = module_cluster.get_runtime_context().gcs_address
     script = str(Path(__file__).with_name("old_style_script.py"))
-    done = subprocess.run(
     arguments = [f"--address={address}", "--num-workers=1", "--num-epochs=3", f"--note={note}"]
+    done = subprocess.run(
         [sys.executable, script, *arguments],
         capture_output=True,
         text=True,
@@ -874,9 +875,9 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     assert [s["batch_count"] for s in stats] == [6] * 3
     assert stats[-1]["train_loss"] < stats[0]["train_loss"]
     assert abs(result["prediction"] - 2) < 1.5
-
     # the worker has ended as programs do: exit handlers ran, files were flushed
     assert note.read_text() == "ended"
+
 
 # ---- small habits, each of which a script of the old library may have
 
@@ -887,8 +888,8 @@ def train_alone(operator_cls, **arguments):
     return trainer.train(**arguments), trainer
 
 
-class HabitOperator(TrainingOperator):
-    """What the operators below share."""
+class ModelOperator(TrainingOperator):
+    """What the operators below share, without data."""
 
     def setup(self, config):
         model = make_line_model()
@@ -897,6 +898,13 @@ class HabitOperator(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
             criterion=nn.MSELoss(),
         )
+
+
+class HabitOperator(ModelOperator):
+    """The same with data."""
+
+    def setup(self, config):
+        super().setup(config)
         loader = DataLoader(Line(NUM_TRAIN), batch_size=16)
         self.register_data(train_loader=loader, validation_loader=loader)
 
@@ -1014,10 +1022,201 @@ def test_own_loop_may_step_its_scheduler_itself():
         ("raysgd.torch.operator", "TrainingOperator"),
         ("raysgd.torch.trainer", "TorchTrainer"),
         ("raysgd.utils", "BATCH_SIZE NUM_SAMPLES BATCH_COUNT AverageMeter AverageMeterCollection"),
-        ("raysgd.utils", "TimerStat TimerCollection"),
+        ("raysgd.utils", "TimerStat TimerCollection override"),
         ("raysgd.data", "Dataset"),
+        ("raysgd.data.dataset", "Dataset"),
+        ("raysgd.tf.tf_trainer", "TFTrainer TFTrainable"),
+        ("raysgd.torch.constants", "SCHEDULER_STEP_EPOCH SCHEDULER_STEP_BATCH"),
     ],
 )
 def test_names_are_found_where_scripts_import_them_from(module, names):
     home = importlib.import_module(module)
     assert all(hasattr(home, name) for name in names.split())
+
+
+# ---- what scripts of RaySGD v1 do besides: each ends as it did there, or by a message with the way
+
+
+def test_a_loop_with_batches_of_its_own_needs_no_loader_and_its_metrics_and_steps_count():
+    class Operator(ModelOperator):
+        def setup(self, config):
+            super().setup(config)
+            self.own = DataLoader(Line(NUM_TRAIN), batch_size=16)
+
+        def train_epoch(self, *args, **kwargs):
+            for batch in self.own:
+                self.train_batch(batch, {})
+                self.global_step += 1
+            return {"img_sec": 5.0}
+
+        def validate(self, val_iterator, info):
+            return {"val_own": 0.25}
+
+    stats, trainer = train_alone(Operator)
+    assert (stats["img_sec"], stats["epoch"]) == (5.0, 1)
+    assert trainer.global_step == NUM_TRAIN / 16
+    assert trainer.train(num_steps=10)["img_sec"] == 5.0
+    assert trainer.global_step == 2 * NUM_TRAIN / 16
+    assert trainer.validate() == {"val_own": 0.25}
+
+
+def test_a_loop_that_draws_from_a_loader_that_is_not_there_is_told_so():
+    for call in ("train", "validate"):
+        with pytest.raises(RuntimeError, match=r"There is no \w+ loader"):
+            getattr(TorchTrainer(training_operator_cls=ModelOperator, use_local=True), call)()
+
+
+def test_the_steps_that_a_loop_counts_are_what_it_reads():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info):
+            self.seen = []
+            for batch in iterator:
+                self.train_batch(batch, {})
+                self.global_step += 1
+                self.seen.append(self.global_step)
+            return {}
+
+    _, trainer = train_alone(Operator)
+    assert trainer.get_local_operator().seen == list(range(1, 11))
+    assert trainer.global_step == 10
+
+
+def test_parts_of_a_call_without_num_samples_count_by_their_batches():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info):
+            return {"share": float(len(list(iterator)) == 2)}
+
+        def validate(self, val_iterator, info):
+            return {"val_share": float(len(list(val_iterator)) == 2)}
+
+    stats, trainer = train_alone(Operator, num_steps=8)
+    assert stats["share"] == 0
+    # two batches to the end of the epoch, and three of the next
+    assert trainer.train(num_steps=5)["share"] == pytest.approx(0.4)
+    trainer.validate(num_steps=8)
+    assert trainer.validate(num_steps=5)["val_share"] == pytest.approx(0.4)
+
+
+def test_a_map_style_data_set_may_be_a_loader():
+    class Batches:
+        def __getitem__(self, index):
+            if index == 4:
+                raise IndexError(index)
+            x = torch.full((8, 1), index / 4)
+            return x, 2 * x + 1
+
+    class Operator(HabitOperator):
+        def setup(self, config):
+            super().setup(config)
+            self.register_data(train_loader=Batches())
+
+    stats, trainer = train_alone(Operator)
+    assert (stats["num_samples"], stats["batch_count"]) == (32, 4)
+    assert trainer.train()["num_samples"] == 32
+
+
+def test_a_loop_that_scales_its_loss_itself_is_told_the_way():
+    class Operator(HabitOperator):
+        def train_batch(self, batch, batch_info):
+            with self._amp.autocast():
+                loss = self.criterion(self.model(batch[0]), batch[1])
+            self._amp_scaler.scale(loss).backward()
+
+    with pytest.raises(AttributeError, match=r"autocast.*self\.backward.*self\.optimizer_step"):
+        train_alone(Operator)
+
+
+def test_validation_of_a_regression_has_the_accuracy_that_it_had():
+    class Operator(HabitOperator):
+        def setup(self, config):
+            super().setup(config)
+            batches = [(torch.zeros(2, 1), torch.tensor([[0.0], [1.0]]))]
+            self.register_data(validation_loader=batches)
+
+    trainer = TorchTrainer(training_operator_cls=Operator, use_local=True)
+    assert trainer.validate()["val_accuracy"] == 0.5
+
+
+def test_a_scheduler_that_is_kept_nowhere_and_stepped_is_told_of(caplog):
+    class Operator(HabitOperator):
+        def setup(self, config):
+            model = make_line_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            self.register(models=model, optimizers=optimizer, schedulers=scheduler)
+
+    for frequency in ("manual", "epoch"):
+        assert "in no attribute" not in caplog.text
+        TorchTrainer(
+            training_operator_cls=Operator, use_local=True, scheduler_step_freq=frequency
+        ).shutdown()
+    assert "Operator registered a ExponentialLR and keeps it in no attribute" in caplog.text
+
+
+def test_a_state_with_schedulers_loads_where_none_are_registered(caplog):
+    _, trainer = train_alone(HabitOperator)
+    trainer.load_state_dict({**trainer.state_dict(), "schedulers": [{"last_epoch": 3}]})
+    assert "has schedulers, and the operator registered none" in caplog.text
+    assert trainer.train()["epoch"] == 2
+
+
+def test_arguments_and_attributes_of_the_trainer(caplog):
+    trainer = TorchTrainer(
+        training_operator_cls=HabitOperator,
+        use_local=True,
+        num_workers=np.int64(1),
+        num_replicas=None,
+        data_creator=None,
+        serialize_data_creation=True,
+        scheduler_step_freq="epoch",
+    )
+    assert "serialize_data_creation=True) does nothing" in caplog.text
+    assert (trainer.use_gpu, trainer.use_fp16, trainer.backend) == (False, False, "gloo")
+    assert (trainer.max_replicas, trainer.scheduler_step_freq) == (1, "epoch")
+    assert trainer.train(num_steps=3.0)["batch_count"] == 3
+    assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
+    with pytest.raises(TypeError, match=r"must be an int, but it is 2\.5"):
+        trainer.train(num_steps=2.5)
+    with pytest.raises(ValueError, match=r"above 0; 0\.001 reserves next to nothing"):
+        TorchTrainer(training_operator_cls=HabitOperator, num_cpus_per_worker=0)
+
+
+def test_results_that_are_no_dicts_are_refused_also_by_worker():
+    class Operator(HabitOperator):
+        def validate(self, val_iterator, info):
+            return 0.5
+
+    _, trainer = train_alone(Operator)
+    with pytest.raises(TypeError, match=r"validate returned float; it must return a dict"):
+        trainer.validate(reduce_results=False)
+
+
+def test_a_parallel_iterator_and_its_shards_are_told_the_way():
+    class ParallelIterator:
+        def gather_sync(self):
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match="Pass a list of its items"):
+        ItemDataset(ParallelIterator())
+    for name in ("set_num_shards", "get_shard"):
+        with pytest.raises(AttributeError, match="shares the items out over the workers by itself"):
+            getattr(ItemDataset([1, 2]), name)
+
+
+def test_small_names():
+    meters = AverageMeterCollection()
+    meters.update({"loss": 1.0}, n=3)
+    assert meters.n == 3
+
+    class Operator(HabitOperator):
+        @override(TrainingOperator)
+        def train_batch(self, batch, batch_info):
+            return super().train_batch(batch, batch_info)
+
+    assert train_alone(Operator)[0]["num_samples"] == NUM_TRAIN
+    with pytest.raises(AttributeError, match="train_bach"):
+
+        class Wrong(HabitOperator):
+            @override(TrainingOperator)
+            def train_bach(self, batch, batch_info):
+                pass

@@ -117,7 +117,7 @@ WRONG_ARGUMENTS = {
         ValueError,
         ["num_workers=1000000", "at most 10000"],
     ),
-    "num_workers_float": ({**OPERATOR, "num_workers": 2.0}, TypeError, ["num_workers=2.0", "int"]),
+    "num_workers_float": ({**OPERATOR, "num_workers": 2.5}, TypeError, ["num_workers=2.5", "int"]),
     "num_workers_bool": ({**OPERATOR, "num_workers": True}, TypeError, ["num_workers=True", "int"]),
     "num_workers_text": ({**OPERATOR, "num_workers": "2"}, TypeError, ["num_workers='2'", "int"]),
     "min_workers_zero": (
@@ -130,7 +130,7 @@ WRONG_ARGUMENTS = {
         ValueError,
         ["min_workers=3", "num_workers=2", "between 1 and num_workers"],
     ),
-    "min_workers_float": ({**TWO, "min_workers": 1.0}, TypeError, ["min_workers=1.0", "int"]),
+    "min_workers_float": ({**TWO, "min_workers": 1.5}, TypeError, ["min_workers=1.5", "int"]),
     "min_workers_none": ({**TWO, "min_workers": None}, TypeError, ["min_workers=None", "int"]),
     "backend_unknown": ({**TWO, "backend": "mpi"}, ValueError, ["'mpi'", "'gloo'", "'nccl'"]),
     "backend_none": ({**TWO, "backend": None}, ValueError, ["backend=None", "'gloo'", "'nccl'"]),
@@ -164,7 +164,7 @@ WRONG_ARGUMENTS = {
         ["BATCH_SIZE", "1", "num_workers=2"],
     ),
     "batch_negative": ({**TWO, "config": {BATCH_SIZE: -8}}, ValueError, ["BATCH_SIZE", "-8"]),
-    "batch_float": ({**TWO, "config": {BATCH_SIZE: 32.0}}, TypeError, ["BATCH_SIZE", "32.0"]),
+    "batch_float": ({**TWO, "config": {BATCH_SIZE: 32.5}}, TypeError, ["BATCH_SIZE", "32.5"]),
     "batch_text": ({**TWO, "config": {BATCH_SIZE: "32"}}, TypeError, ["BATCH_SIZE", "'32'"]),
     "cpus_zero": (
         {**TWO, "num_cpus_per_worker": 0},

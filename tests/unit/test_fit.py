@@ -392,7 +392,7 @@ def test_ctrl_c_in_the_end_still_ends_the_others(make_trainer):
     ("arguments", "error", "message"),
     [
         ({"num_epochs": 0}, ValueError, "num_epochs=0"),
-        ({"num_epochs": 2.0}, TypeError, "num_epochs"),
+        ({"num_epochs": 2.5}, TypeError, "num_epochs"),
         ({"num_epochs": None}, TypeError, "num_epochs"),
         ({"num_epochs": 1, "validate_every": 0}, ValueError, "validate_every=0"),
         ({"num_epochs": 1, "max_retries": -1}, ValueError, "max_retries=-1"),
