@@ -322,7 +322,10 @@ def _await_end(pid: int, timeout_s: float) -> bool:
 def _is_here(info: WorkerInfo) -> bool:
     """Whether a worker runs on the driver's own node, where no task has to be started for it."""
     import ray
+    import ray.util.client
 
+    if ray.util.client.ray.is_connected():  # the node that Ray tells of is that of the server
+        return False
     node_id: str = ray.get_runtime_context().get_node_id()
     return info.node_id == node_id
 

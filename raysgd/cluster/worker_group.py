@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -268,7 +269,8 @@ class WorkerGroup:
                 return  # one hangs
             for member in self.members:
                 if member.remote and member.alive:
-                    leaving[member] = member.leave(patience_s)
+                    with contextlib.suppress(Exception):  # it may be gone already
+                        leaving[member] = member.leave(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)
         finally:  # also when Ctrl-C ends the wait
             self.members = []

@@ -222,7 +222,8 @@ class TFTrainable(BaseTrainable):
 
     Given to Tune itself, as older scripts do, it takes the trainer's arguments from the trial's
     config: ``model_creator``, ``data_creator``, ``num_replicas``, ``use_gpu``,
-    ``num_cpus_per_worker``, and as ``trainer_config`` the config of the two functions.
+    ``num_cpus_per_worker``, ``use_local``, and as ``trainer_config`` the config of the two
+    functions.
     """
 
     @classmethod
@@ -230,7 +231,7 @@ class TFTrainable(BaseTrainable):
         """See :meth:`BaseTrainable.trainer_arguments`."""
         if hasattr(cls, "trainer_kwargs"):
             return super().trainer_arguments(config)
-        names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker")
+        names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker", "use_local")
         arguments = {
             **cls.defaults,
             **{name: config[name] for name in names if name in config},

@@ -36,6 +36,8 @@ def test_a_timeout_says_who_did_not_answer():
 def test_insufficient_resources_keep_what_was_known_then():
     available = {"CPU": 1.0}
     error = errors.InsufficientResourcesError("full", {"CPU": 2}, {"CPU": 4}, available)
+    assert isinstance(error, TimeoutError)
+    assert str(error) == "full"
     available["CPU"] = 9.0
     assert error.available == {"CPU": 1.0}
 

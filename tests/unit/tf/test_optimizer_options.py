@@ -5,7 +5,7 @@ import pytest
 
 from raysgd import TFTrainer
 from raysgd.tf.optimizer_options import inspect, with_options
-from tests.tf_operators import Digits
+from tests.tf_operators import Digits, digits, keras_of, make_model
 
 
 def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
@@ -57,6 +57,35 @@ def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(mon
     finally:
         slow.stop()
         fast.stop()
+
+
+def test_older_scripts_give_tune_the_trainable_itself(monkeypatch, tmp_path):
+    pytest.importorskip("tensorflow")
+    from raysgd.tf.tf_trainer import TFTrainable
+
+    monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
+    keras = keras_of({})
+
+    def model_creator(config):
+        model = make_model(keras)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    config = {
+        "model_creator": model_creator,
+        "data_creator": lambda config: digits(),
+        "use_gpu": False,
+        "trainer_config": {"fit_config": {"steps_per_epoch": 2}, "evaluate_config": {"steps": 1}},
+    }
+    room = TFTrainable.default_resource_request({**config, "num_replicas": 2})
+    assert room.bundles == [{"CPU": 1}] * 3
+    trial = TFTrainable(config={**config, "num_replicas": 1, "use_local": True})
+    try:
+        result = trial.train()
+        assert trial.trainer.global_step == 2
+        assert {"train_loss", "validation_loss"} <= result.keys()
+    finally:
+        trial.stop()
 
 
 def test_the_trainable_is_at_home_where_older_scripts_import_it():

@@ -31,8 +31,9 @@ def make_trial(monkeypatch, tmp_path):
     started = ray.is_initialized()  # by other tests; not one of these starts it
     made = []
 
-    def make(trial_config=None, config=None, **arguments):
-        cls = make_class(config={**SMALL, **(config or {})}, use_local=True, **arguments)
+    def make(trial_config=None, config=None, cls=None, **arguments):
+        if cls is None:
+            cls = make_class(config={**SMALL, **(config or {})}, use_local=True, **arguments)
         made.append(cls(config=dict(trial_config or {})))
         return made[-1]
 
@@ -106,6 +107,28 @@ def test_a_mistake_in_the_arguments_is_found_before_there_are_trials():
         make_class(callbacks=5)
     with pytest.raises(TypeError, match="logdir must be a path"):
         make_class(logdir=b"runs")
+
+
+def test_an_older_subclass_makes_its_trainer_itself(make_trial, tmp_path):
+    class Own(BaseTorchTrainable):
+        def _create_trainer(self, config):
+            return TorchTrainer(
+                training_operator_cls=Classifier,
+                config={**SMALL, **config},
+                use_local=True,
+                use_gpu=False,
+                data_creator=None,
+            )
+
+    assert Own.default_resource_request({"lr": 0.5}) is None  # which is one CPU to Tune
+    trial = make_trial({"lr": 0.5}, cls=Own)
+    assert lr_of(trial) == 0.5
+    assert {"train_loss", "val_loss"} <= trial.train().keys()
+    trial.save(str(tmp_path / "saved"))
+    trial.restore(str(tmp_path / "saved"))
+    assert trial.trainer.epoch == 1
+    with pytest.raises(TypeError, match=r"BaseTorchTrainable does not say .*_create_trainer"):
+        BaseTorchTrainable.default_resource_request({})
 
 
 def test_arguments_of_a_subclass_of_the_trainer_are_known():
