@@ -197,6 +197,9 @@ class SimBackend:
         self.num_prepared += 1
         return self.num_prepared, len(addresses)
 
+    def met(self):
+        pass
+
     def close(self):
         pass
 
