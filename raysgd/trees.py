@@ -1,12 +1,16 @@
-"""Nested containers of state."""
+"""State: nested containers of it, and objects that load it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["deep_copied", "map_leaves"]
+from raysgd.errors import CheckpointError
+from raysgd.paths import without_secrets
+
+__all__ = ["deep_copied", "loading", "map_leaves"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -33,3 +37,31 @@ def deep_copied(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     except Exception:
         return leaf
+
+
+@contextlib.contextmanager
+def loading(held: Any, own: Any, given: Any, place: str) -> Iterator[None]:
+    """Have an object load a state; if it cannot, or what is done within fails, it gets its own.
+
+    Args:
+        held: the object, which has ``load_state_dict``.
+        own: its state.
+        given: the state that it shall load.
+        place: where that is in the state of the trainer.
+
+    Raises:
+        CheckpointError: if the object cannot load it.
+    """
+    try:
+        try:
+            held.load_state_dict(given)
+        except Exception as error:
+            raise CheckpointError(
+                f"The state's {place} cannot be loaded: {type(held).__name__}.load_state_dict "
+                f"raised {without_secrets(repr(error))}."
+            ) from error
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            held.load_state_dict(own)
+        raise

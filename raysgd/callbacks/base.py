@@ -182,7 +182,11 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned. May come before `on_train_start`."""
+        """Take over what `state_dict` returned. May come before `on_train_start`.
+
+        If it raises, the trainer refuses the state that is being loaded as a whole, and this is
+        called once more, with what `state_dict` returned before.
+        """
 
 
 class History(list[dict[str, Any]]):

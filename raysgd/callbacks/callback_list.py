@@ -12,9 +12,9 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.context import Progress
-from raysgd.errors import CallbackError, CheckpointError
+from raysgd.errors import CallbackError
 from raysgd.paths import without_secrets
-from raysgd.trees import deep_copied, map_leaves
+from raysgd.trees import deep_copied, loading, map_leaves
 
 __all__ = ["CallbackList", "checked_callbacks"]
 
@@ -273,24 +273,16 @@ class CallbackList:
         Raises:
             CheckpointError: if one of them raised.
         """
-        waiting = self._loaded, self._detached
-        held = [(entry, self._state_of(entry)) for entry in self._entries if entry.key in state]
-        try:
-            self._loaded, self._detached = dict(state), {}
-            try:
-                self._load(self._entries)
-            except CallbackError as error:
-                raise CheckpointError(
-                    f"The state cannot be loaded: load_state_dict of the callback {error.callback} "
-                    f"raised {error.__cause__!r}. To leave it out, delete the state's 'callbacks'."
-                ) from error
+        claimed = {entry.key: entry for entry in self._entries if entry.key in state}
+        with contextlib.ExitStack() as undoing:
+            for key, entry in claimed.items():
+                own = self._state_of(entry)
+                undoing.enter_context(
+                    loading(entry.callback, own, state[key], f"callbacks[{key!r}]")
+                )
             yield
-        except BaseException:
-            self._loaded, self._detached = waiting
-            for entry, own in held:
-                with contextlib.suppress(Exception):
-                    entry.callback.load_state_dict(own)
-            raise
+        self._loaded = {key: part for key, part in state.items() if key not in claimed}
+        self._detached = {}
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:

@@ -24,6 +24,7 @@ from raysgd.loop.signal import Signal
 from raysgd.loop.state import check_position
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
+from raysgd.trees import loading, map_leaves
 
 __all__ = ["LossReader", "OperatorRunner"]
 
@@ -296,15 +297,11 @@ class OperatorRunner(ABC):
         registration.check_training_state(state)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         generators = self._checked_generators(position.get("rng", ()))
-        if "operator" in state:  # first: user code may refuse it, and nothing is changed then
-            try:
-                self.operator.load_state_dict(state["operator"])
-            except Exception as error:
-                raise CheckpointError(
-                    f"{type(self.operator).__name__}.load_state_dict() refused the state's "
-                    f"'operator': {error!r}"
-                ) from error
-        registration.load_training_state(state)
+        with contextlib.ExitStack() as undoing:
+            if "operator" in state:
+                own = map_leaves(self.operator.state_dict(), registration.copy_leaf)
+                undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
+            registration.load_training_state(state)
         self._running.forget_iteration()
         self._running.forget_validation()
         if "call" in state:  # a snapshot, not a saved state: the call goes on

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["KerasRegistration", "TFSettings", "build_operator", "copied_leaf"]
 
 _DEFAULT_BATCH_SIZE = 32
-_NUMBERS = "biufV"
+_NUMBERS = "biufcV"
 """Kinds of NumPy's types that a variable can take; the last is that of bfloat16."""
 
 
@@ -295,11 +295,11 @@ def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"{len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
-        expected = tuple(variable.shape)
-        if getattr(array, "dtype", None) is None or array.dtype.kind not in _NUMBERS:
+        if not hasattr(array, "__array__") or np.asarray(array).dtype.kind not in _NUMBERS:
             return f"{name} is no array of numbers, but {type(array).__name__}"
-        if array.shape != expected:
-            return f"{name} is of shape {array.shape}, not of shape {expected}"
+        found, expected = np.shape(array), tuple(variable.shape)
+        if found != expected:
+            return f"{name} is of shape {found}, not of shape {expected}"
     return ""
 
 

@@ -192,9 +192,10 @@ class TrainingOperator(OperatorBase):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; what it raises refuses all of a loaded state.
+        """Take over what `state_dict` returned.
 
-        It is called before anything else is taken, so check all before you take any.
+        If it raises, the trainer refuses the state that is being loaded as a whole, and this is
+        called once more, with what `state_dict` returned before.
         """
 
     # ---- what users call in setup

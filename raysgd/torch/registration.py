@@ -32,6 +32,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import copied, model_state, on_cpu, renamed, state_problem, to_cpu
 from raysgd.torch.undo import BufferLog
+from raysgd.trees import loading
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
 
@@ -381,10 +382,13 @@ class TorchRegistration(Registration):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
-        for name, objects in self._stateful(state):
-            saved = self._saved(name, objects, state)
-            for held, each in zip(objects, saved, strict=True):
-                held.load_state_dict(each)
+        with contextlib.ExitStack() as undoing:
+            # models last: they take content in place, which giving back what they had does not undo
+            for name, objects in reversed(self._stateful(state)):
+                parts = zip(objects, self._saved(name, objects, state), strict=True)
+                for index, (held, saved) in enumerate(parts):
+                    place = f"{name}[{index}]"
+                    undoing.enter_context(loading(held, held.state_dict(), saved, place))
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
         self._buffers.remember()

@@ -6,6 +6,7 @@ import copy
 import copyreg
 import itertools
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -143,15 +144,6 @@ def renamed(state: Any, like: torch.nn.Module) -> Any:
 
 # ---- whether a state fits, found out before anything is changed
 
-_TAKEN_OUT: dict[Any, str] = {
-    lr_scheduler.LambdaLR.load_state_dict: "lr_lambdas",
-    lr_scheduler.MultiplicativeLR.load_state_dict: "lr_lambdas",
-    lr_scheduler.SequentialLR.load_state_dict: "_schedulers",
-    lr_scheduler.ChainedScheduler.load_state_dict: "_schedulers",
-    lr_scheduler.CyclicLR.load_state_dict: "_scale_fn_custom",
-}
-"""What torch's ways to load a scheduler take out of its state, and fail without."""
-
 
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
     """Say why a model, an optimizer or a scheduler cannot take a state; nothing if it can."""
@@ -224,26 +216,21 @@ def _kind_problem(
 
 
 def _scheduler_problem(held: Any, state: Any) -> str:
-    """Find what torch would fail on; for the rest, what is in a state is the scheduler's affair."""
-    # by the method and not by the class: a subclass may load in a way of its own
-    key = _TAKEN_OUT.get(getattr(type(held), "load_state_dict", None))
-    if type(held).__module__ == lr_scheduler.__name__ and isinstance(state, Mapping):
-        for name in vars(held).keys() & state.keys():
-            if problem := _number_problem(vars(held)[name], state[name]):
-                return f"its {name!r} is {state[name]!r}, and must be {problem}"
-    if key is None:
-        return "" if isinstance(state, Mapping) else "it is no dict"
-    if not isinstance(state, Mapping) or key not in state:
-        return f"it has no {key!r}"
-    if key != "_schedulers":
+    """Find what torch takes unseen, and fails on later; the rest is the scheduler's affair."""
+    if type(held).__module__ != lr_scheduler.__name__:
         return ""
-    inner = state[key]
-    if not isinstance(inner, list | tuple) or len(inner) != len(held._schedulers):
+    if not isinstance(state, Mapping):
+        return "it is no dict"
+    for name, own in vars(held).items():
+        if name in state and (problem := _number_problem(own, state[name])):
+            return f"its {name!r} is {state[name]!r}, and must be {problem}"
+    held_inner, inner = getattr(held, "_schedulers", []), state.get("_schedulers", [])
+    if not isinstance(inner, list | tuple) or len(inner) != len(held_inner):
         count = len(inner) if isinstance(inner, list | tuple) else "no"
-        return f"it has {count} schedulers in it, not {len(held._schedulers)}"
-    for index, (scheduler, saved) in enumerate(zip(held._schedulers, inner, strict=True)):
+        return f"it has {count} schedulers in it, not {len(held_inner)}"
+    for index, (scheduler, saved) in enumerate(zip(held_inner, inner, strict=True)):
         if problem := _scheduler_problem(scheduler, saved):
-            return f"in the {type(scheduler).__name__} {key}[{index}], {problem}"
+            return f"in the {type(scheduler).__name__} _schedulers[{index}], {problem}"
     return ""
 
 
@@ -259,7 +246,7 @@ def _number_problem(own: Any, given: Any) -> str:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, int | float)
+    return isinstance(value, numbers.Real)
 
 
 def _is_measure(value: Any) -> bool:

@@ -582,24 +582,20 @@ def test_a_callback_whose_state_fails_is_named(make_trainer, hook):
     kind, said = (
         (CallbackError, "Spy failed in state_dict")
         if hook == "state_dict"
-        else (CheckpointError, r"load_state_dict of the callback Spy raised KeyError\('best'\)")
+        else (CheckpointError, r"callbacks\['Spy'\] cannot be loaded: .* raised KeyError\('best'\)")
     )
     with pytest.raises(kind, match=said):
         getattr(trainer, hook)(*([state] if hook == "load_state_dict" else []))
 
 
 def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
-    bad, good, worse = Unloadable(), Spy(state={"best": 9}), Unloadable()
-    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}, "Unloadable-2": {"best": 3}}
-    trainer = make_trainer(callbacks=[bad, good, worse])
+    good, bad = Spy(state={"best": 9}), Unloadable()
+    saved = {"Spy": {"best": 2}, "Unloadable": {"best": 1}}
+    trainer = make_trainer(callbacks=[good, bad])
     state = trainer.state_dict()
     trainer.train()
-    with pytest.raises(
-        CheckpointError, match="of the callback Unloadable raised KeyError"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"callbacks\['Unloadable'\] cannot be loaded"):
         trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
-    (note,) = caught.value.__cause__.__notes__
-    assert "Unloadable failed in load_state_dict" in note, "the other one"
     assert good.loaded == [{"best": 2}, {"best": 9}], "what it had, again"
     assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 9}}
     assert trainer.train()["epoch"] == 2
