@@ -170,7 +170,8 @@ class TrainingOperator(OperatorBase):
             optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Its
                 learning rate may be a ``LearningRateSchedule``, which counts updates.
             criterion: the loss: one of Keras, its name, or a function of (target, output).
-            metrics: metrics of Keras, or their names. They are exact over batches and workers.
+            metrics: metrics of Keras, which are reset for each batch, or their names. They are
+                exact over batches and workers.
 
         Returns:
             (models, optimizers) and then criterion and metrics where there are some, each in the
