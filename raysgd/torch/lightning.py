@@ -8,6 +8,7 @@ module's code runs. What it lacks is an AttributeError that says so.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,7 +91,8 @@ class LightningOperator(TrainingOperator):
         module, data = self.module, self._datamodule
         with lock_of_node():  # a worker of a node after the other, since they may download
             if data is not None:
-                data = self._surroundings.datamodule = _made(data, config)
+                # a copy, since the user's own may go to other trainers
+                data = self._surroundings.datamodule = copy.copy(_made(data, config))
                 data.trainer = self._surroundings
                 data.prepare_data()
                 data.setup("fit")
@@ -102,12 +104,13 @@ class LightningOperator(TrainingOperator):
         owner = module if data is None else data
         names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
         for name, method in names.items():
-            if name not in found and _overrides(owner, method):
-                found[name] = getattr(owner, method)()
-            if isinstance(found.get(name), list | tuple | dict):
+            if name in found or not _overrides(owner, method):
+                continue
+            loader = found[name] = getattr(owner, method)()
+            if isinstance(loader, list | tuple | dict):
                 raise TypeError(
-                    f"from_ptl({type(module).__name__}) has {len(found[name])} loaders from "
-                    f"{method}, and an operator has one. Join the data sets in one loader."
+                    f"from_ptl({type(module).__name__}) has {len(loader)} loaders from {method}, "
+                    "and an operator has one. Join the data sets in one loader."
                 )
         if not _overrides(module, "validation_step"):
             found.pop("validation_loader", None)
