@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
-from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback, session
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,
@@ -32,7 +32,6 @@ from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
 from raysgd.train.constants import TRAINING_ITERATION
-from raysgd.train.session import report, world_rank
 from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until
 
@@ -159,7 +158,7 @@ def test_digits(trainer):
 def test_an_iterator_over_results(trainer):
     def train_func(config):
         for epoch in range(config["epochs"]):
-            report(epoch=epoch, rank=world_rank())
+            session.report(epoch=epoch, rank=session.world_rank())
         return "done"
 
     iterator = trainer.run_iterator(train_func, config={"epochs": 3})
