@@ -167,7 +167,8 @@ class TrainingOperator(OperatorBase):
         Args:
             models: a Keras model, or a list or tuple of them; all of one Keras. Of one that is
                 compiled the optimizer, the loss and the metrics are taken.
-            optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Its
+            optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Where there
+                are more models or fewer, each is for the variables of all, unless you build it. Its
                 learning rate may be a ``LearningRateSchedule``, which counts updates.
             criterion: the loss: one of Keras, its name, or a function of (target, output).
             metrics: metrics of Keras, which are reset for each batch, or their names. They are

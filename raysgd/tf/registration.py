@@ -150,9 +150,11 @@ class KerasRegistration(Registration):
                     f"The model {model.name!r} has no variables yet. Give it an Input layer, call "
                     "it once in setup, or register the data that it is for."
                 )
-        if len(self.models) == len(self.optimizers):
-            for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                optimizer.build(model.trainable_variables)
+        pairs = len(self.models) == len(self.optimizers)
+        for index, optimizer in enumerate(self.optimizers):
+            if not getattr(optimizer, "built", False):
+                trained = self.models[index : index + 1] if pairs else self.models
+                optimizer.build([v for model in trained for v in model.trainable_variables])
 
     # ---- data
 

@@ -203,6 +203,61 @@ def test_each_loss_of_an_optimizer_changes_the_variables_that_it_depends_on(
     assert operator.changed(operator.loss_b, batch) == ["b"]
 
 
+class OneForTwo(TrainingOperator):
+    """An encoder and a classifier of what it gives, and one optimizer of both."""
+
+    def setup(self, config):
+        keras = keras_of(config)
+        encoder = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8)])
+        classifier = keras.Sequential([keras.Input((8,)), keras.layers.Dense(10)])
+        for model in (encoder, classifier):
+            model.set_weights([np.full(w.shape, 0.1, "float32") for w in model.get_weights()])
+        self.models, self.optimizer = self.register(
+            [encoder, classifier], getattr(keras.optimizers, config["optimizer"])(0.1)
+        )
+
+    def loss_of(self, images, labels):
+        encoder, classifier = self.models
+        output = tf.cast(classifier(encoder(images)), tf.float32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, output)
+        return tf.reduce_mean(losses)
+
+    def change(self, images, labels):
+        """Return by how much a step changes each variable."""
+        variables = [variable for model in self.models for variable in model.trainable_variables]
+        before = named_arrays(variables)
+        self.minimize(self.loss_of, images, labels, model=self.models)
+        after = named_arrays(variables)
+        return [after[name] - before[name] for name in before]
+
+
+@both
+def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build, keras):
+    first, second = (build(OneForTwo, {"keras": keras, "optimizer": "Adam"}) for _ in range(2))
+    (images, labels), _ = digits()
+    first.change(images[:32], labels[:32])
+    second._registration.load_training_state(first._registration.training_state())
+    changes = [each.change(images[32:64], labels[32:64]) for each in (first, second)]
+    for mine, other in zip(*changes, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@both
+def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
+    config = {"keras": keras, "optimizer": "SGD"}
+    (images, labels), _ = digits()
+    try:
+        first, second = (build(OneForTwo, config, use_fp16="mixed_float16") for _ in range(2))
+        for change in second.change(images[:32] + np.inf, labels[:32]):
+            assert not change.any()
+        changes = [each.change(images[:32], labels[:32]) for each in (first, second)]
+    finally:
+        for each in (tf.keras, keras_of(config)):
+            each.mixed_precision.set_global_policy("float32")
+    for mine, other in zip(*changes, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0.01, atol=1e-5)
+
+
 class Compiled(Digits):
     def setup(self, config):
         keras = keras_of(config)
