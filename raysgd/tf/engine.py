@@ -41,25 +41,23 @@ class Engine:
         arguments: Sequence[Any],
         optimizer: Any,
         variables: Sequence[Any],
-    ) -> tuple[Any, list[Any], list[int]]:
+    ) -> tuple[Any, list[Any]]:
         """Compute a loss and this worker's gradients of it.
 
         Returns:
-            What `loss_of` returned; the gradients, scaled as the optimizer wants it; and of which
-            of the variables they are.
+            What `loss_of` returned, and the gradients, scaled as the optimizer wants it; None for
+            a variable that the loss does not depend on.
         """
         key = (_key(loss_of), id(optimizer), tuple(id(v) for v in variables))
         if key not in self._gradients:
             self._kept += [loss_of, optimizer, list(variables)]
             self._gradients[key] = self._compiled_gradients(loss_of, optimizer, variables)
-        compiled, indices = self._gradients[key]
-        result, gradients = compiled(*arguments)
-        return result, gradients, indices
+        result, gradients = self._gradients[key](*arguments)
+        return result, gradients
 
     def _compiled_gradients(
         self, loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]
-    ) -> tuple[Any, list[int]]:
-        indices = list[int]()
+    ) -> Any:
         watched = [tf_variable(variable) for variable in variables]
 
         @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
@@ -69,15 +67,14 @@ class Engine:
                 loss = result[0] if isinstance(result, tuple | list) else result
                 scaled = _scaled_loss(optimizer, loss)
             found = tape.gradient(scaled, watched)
-            indices[:] = [index for index, each in enumerate(found) if each is not None]
-            if not indices:
+            if all(each is None for each in found):
                 raise ValueError(
                     "The loss depends on no variable of the model: compute it in TensorFlow, "
                     "from the model's output."
                 )
-            return result, [found[index] for index in indices]
+            return result, found
 
-        return compiled, indices
+        return compiled
 
     def update(self, optimizer: Any, means: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply gradients, averaged over the workers."""

@@ -238,11 +238,11 @@ class TrainingOperator(OperatorBase):
         models = models if isinstance(models, list | tuple) else [models]
         variables = [variable for each in models for variable in each.trainable_variables]
         with timers.record("grad"):
-            result, gradients, indices = registration.engine.gradients(
+            result, gradients = registration.engine.gradients(
                 loss_of, tensors, optimizer, variables
             )
         with timers.record("apply"):
-            registration.step(optimizer, gradients, [variables[index] for index in indices])
+            registration.step(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:

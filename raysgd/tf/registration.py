@@ -186,8 +186,14 @@ class KerasRegistration(Registration):
         return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Average gradients and update, on all workers or on none."""
-        self.engine.update(optimizer, self.communication.mean(gradients), variables)
+        """Average gradients and update, on all workers or on none.
+
+        A gradient is None where this worker's batch does not depend on the variable.
+        """
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        means = self.communication.mean([gradient for gradient, _ in pairs])
+        changed = [variable for _, variable in pairs]
+        self.engine.update(optimizer, means, changed)
         self._stepped.add(id(optimizer))
 
     def commit(self, num_batches: int = 1) -> None:

@@ -177,6 +177,10 @@ class TwoHeads(TrainingOperator):
     def loss_b(self, images, labels):
         return self.loss_of(images, labels, 1)
 
+    def loss_by_name(self, images, labels):
+        ((name, features),) = images.items()
+        return self.loss_of(features, labels, "ab".index(name))
+
     def changed(self, loss, batch):
         """Return the layers that a step changes."""
         layers = [self.model.get_layer(name) for name in ("body", "a", "b")]
@@ -198,6 +202,9 @@ def test_each_loss_of_an_optimizer_changes_the_variables_that_it_depends_on(
     for _ in range(2):
         assert operator.changed(operator.loss_a, batch) == ["body", "a"]
         assert operator.changed(operator.loss_b, batch) == ["body", "b"]
+    for name in "aba":  # the graph of "a" is used again, after one was made for "b"
+        named = ({name: images[:32]}, labels[:32])
+        assert operator.changed(operator.loss_by_name, named) == ["body", name]
     operator.model.get_layer("body").trainable = False
     assert operator.changed(operator.loss_a, batch) == ["a"]
     assert operator.changed(operator.loss_b, batch) == ["b"]
