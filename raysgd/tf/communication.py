@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.context import WorkerContext
+from raysgd.tf.keras import tf_variable
 
 __all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
 
@@ -28,9 +29,24 @@ class Communication:
         """Return the means over the workers."""
         return list(tensors)
 
+    def completed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return a worker's gradients, with zeros for what only others have a gradient of.
+
+        Batches of one step may take different branches. Every worker must call it.
+        """
+        kinds = self.largest([_kind(gradient) for gradient in gradients])
+        return [
+            _of_kind(kind, gradient, tf_variable(variable))
+            for kind, gradient, variable in zip(kinds, gradients, variables, strict=True)
+        ]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all workers, number by number. Every worker must call it."""
+        return list(values)
+
     def minimum(self, value: int) -> int:
         """Return the smallest value of all workers. Every worker must call it."""
-        return value
+        return -self.largest([-value])[0]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         """Return on every worker what `make` returns on the leader."""
@@ -72,13 +88,13 @@ class GlooWorkers(Communication):
         indices = np.concatenate([indices for _, indices in parts])
         return tf.IndexedSlices(tf.constant(values), tf.constant(indices), slices.dense_shape)
 
-    def minimum(self, value: int) -> int:
+    def largest(self, values: Sequence[int]) -> list[int]:
         import torch
         import torch.distributed as dist
 
-        held = torch.tensor(value)
-        dist.all_reduce(held, op=dist.ReduceOp.MIN)
-        return int(held)
+        held = torch.tensor(values)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        return [int(number) for number in held]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist
@@ -86,6 +102,25 @@ class GlooWorkers(Communication):
         box = [make() if self.rank == leader else None]
         dist.broadcast_object_list(box, src=leader)
         return box[0]
+
+
+_NONE, _ROWS, _DENSE = range(3)
+"""What a worker has as the gradient of a variable: nothing, rows of it, or all of it."""
+
+
+def _kind(gradient: Any) -> int:
+    if gradient is None:
+        return _NONE
+    return _ROWS if isinstance(gradient, tf.IndexedSlices) else _DENSE
+
+
+def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
+    """Return a gradient of at least that kind; zeros where there is none."""
+    if kind == _DENSE:
+        return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
+    if kind == _ROWS and gradient is None:
+        return tf.IndexedSlices(variable[:0], tf.zeros([0], tf.int32), tf.shape(variable))
+    return gradient
 
 
 def _add_up(array: Any) -> None:
@@ -119,10 +154,11 @@ class HorovodGroup(Communication):
         means: list[Any] = hvd.grouped_allreduce(list(tensors), op=hvd.Average)
         return means
 
-    def minimum(self, value: int) -> int:
+    def largest(self, values: Sequence[int]) -> list[int]:
         import horovod.tensorflow as hvd
 
-        return int(hvd.allgather(tf.constant([value], tf.int64)).numpy().min())
+        of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
+        return [int(number) for number in of_all.max(axis=0)]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object

@@ -190,6 +190,8 @@ class KerasRegistration(Registration):
 
         A gradient is None where this worker's batch does not depend on the variable.
         """
+        if self.communication.size > 1:
+            gradients = self.communication.completed(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = self.communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]

@@ -161,6 +161,35 @@ def test_gradients_of_every_type_and_of_rows_of_a_table_are_averaged(trainer):
     assert table == [[1.5, 1.5], [1.0, 1.0]]  # row 0 is of both, row 1 of the second worker
 
 
+def change_of_kernels(operator):
+    """Return by how much a step lowers two kernels, of which the workers need different parts."""
+    import tensorflow as tf
+
+    from raysgd.tf.keras import tf_variable
+
+    kernels = [tf_variable(layer.kernel) for layer in operator.model.layers]
+
+    def loss_of(_):
+        if operator.world_rank == 0:
+            return tf.reduce_sum(kernels[0])
+        return tf.add_n([tf.reduce_sum(tf.gather(kernel, [0])) for kernel in kernels])
+
+    before = [kernel.numpy() for kernel in kernels]
+    operator.minimize(loss_of, tf.constant(0.0))
+    return [old - kernel.numpy() for old, kernel in zip(before, kernels, strict=True)]
+
+
+def test_workers_whose_batches_take_different_branches_make_one_update(trainer):
+    changes = trainer.apply_all_operators(change_of_kernels)
+    for of_both, first_row, rest in zip(
+        zip(*changes, strict=True), (0.1, 0.05), (0.05, 0.0), strict=True
+    ):
+        for change in of_both:
+            np.testing.assert_allclose(change[0], first_row, atol=1e-6)
+            np.testing.assert_allclose(change[1:], rest, atol=1e-6)
+    assert len(hashes(trainer)) == 1
+
+
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
 def test_a_lost_worker_costs_no_finished_step_and_another_takes_its_place(trainer):
     before = trainer.apply_all_operators(pid)
