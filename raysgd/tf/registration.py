@@ -63,6 +63,8 @@ class KerasRegistration(Registration):
         self.shuffle = True
         self._stepped: set[int] = set()
         self._metrics_made: list[Any] | None = None
+        # variables that the step under way has changed, with what they were
+        self._before: dict[int, tuple[Any, Any]] = {}
 
     # ---- registering
 
@@ -195,16 +197,27 @@ class KerasRegistration(Registration):
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = self.communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
+        if len(self.optimizers) > 1:  # one may have made its update when another's step fails
+            self._remember([*changed, *_variables_of(optimizer)])
         self.engine.update(optimizer, means, changed)
         self._stepped.add(id(optimizer))
 
+    def _remember(self, variables: list[Any]) -> None:
+        for variable in map(tf_variable, variables):
+            if id(variable) not in self._before:
+                self._before[id(variable)] = variable, tf.identity(variable)
+
     def commit(self, num_batches: int = 1) -> None:
         self._stepped.clear()
+        self._before.clear()
         self.global_step += num_batches
 
     def roll_back(self) -> None:
-        """Forget a step that was not committed; it has changed no trained variable."""
+        """Take back what some optimizers did in a step that was not committed."""
+        for variable, value in self._before.values():
+            variable.assign(value)
         self._stepped.clear()
+        self._before.clear()
 
     def total_loss(self, model: Any, target: Any, output: Any) -> Any:
         """Return the mean loss of a batch and what layers add to it, such as regularization."""

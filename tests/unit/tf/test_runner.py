@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ pytest.importorskip("tensorflow")
 
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
+from raysgd.tf import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
-from tests.tf_operators import Digits
+from tests.tf_operators import Digits, digits, keras_of, make_model
 
 RUNNER = TFRunner(TFOptions())
 
@@ -68,3 +70,42 @@ def test_random_states_may_have_become_lists_and_arrays_on_their_way():
     )
     RUNNER.set_rng_state(through)
     assert draws() == expected
+
+
+class TwoOptimizers(TrainingOperator):
+    """Each step updates one model, and then another; in between it may fail, once."""
+
+    def setup(self, config):
+        keras = keras_of(config)
+        self.models, self.optimizers, self.criterion = self.register(
+            [make_model(keras) for _ in range(2)],
+            [keras.optimizers.Adam(0.01) for _ in range(2)],
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        self.losses = [partial(self.loss_of, model) for model in self.models]
+        self.register_data(train_loader=digits()[0], shuffle=False)
+
+    def loss_of(self, model, images, labels):
+        return self.criterion(labels, model(images, training=True))
+
+    def train_batch(self, batch, batch_info):
+        for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            if place and batch_info["global_step"] == self.config.get("fail_at"):
+                raise ValueError(f"bad batch {self.config.pop('fail_at')}")
+            loss = self.minimize(self.losses[place], *batch, optimizer=optimizer, model=model)
+        return {"train_loss": loss}
+
+
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_what_one_of_two_optimizers_did_in_a_step_that_failed_is_taken_back(keras):
+    runners = []
+    for config in ({"keras": keras}, {"keras": keras, "fail_at": 2}):
+        options = TFOptions(training_operator_cls=TwoOptimizers, config=config, seed=3)
+        runners.append(TFRunner(options))
+        runners[-1].setup(WorkerContext(in_driver=True))
+    undisturbed, failing = runners
+    undisturbed.train(call=0, until_step=4)
+    with pytest.raises(ValueError, match="bad batch 2"):
+        failing.train(call=0, until_step=4)
+    failing.train(call=0, until_step=4)
+    assert_same(failing.state_dict(), undisturbed.state_dict())
