@@ -82,8 +82,10 @@ class Source:
 
     # ---- what the workers have in common
 
-    def agree_on_order(self, epoch: int, registration: Any) -> None:
-        """See that all workers share out one order of an epoch. Every rank must call it.
+    def agree_on_order(self, epoch: int, offset: int, registration: Any) -> None:
+        """See that all workers share out one order of an epoch from `offset` on.
+
+        Every rank must call it, and then `batches`.
 
         Raises:
             RuntimeError: if their orders differ.

@@ -221,7 +221,7 @@ class Loop:
             else:
                 go_on = self._every_rank
         if self._batches is None:
-            source.agree_on_order(registration.epoch, registration)
+            source.agree_on_order(registration.epoch, registration.offset, registration)
             self._batches = source.batches(registration.epoch, registration.offset)
         on_commit = None
         if self.snapshots.each_step:
@@ -329,6 +329,7 @@ class Loop:
         if self._validation_start is None or self._validation_start[0] != call:
             self._validation_start = call, 0 if from_start else registration.validation_offset
         offset, left = self._validation_start[1], num_steps
+        source.agree_on_order(0, offset, registration)
         with registration.validating():
             while left is None or left > 0:
                 ahead = source.steps_left(offset)

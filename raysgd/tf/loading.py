@@ -7,6 +7,7 @@ is the same set of samples as two steps of one, and what is left of an epoch is 
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -143,6 +144,7 @@ class DatasetSource(Source):
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
         self._num_begun = 0
+        self._iteration: _Iteration | None = None
         self._sizes: dict[int, int] = {}
         total = int(loader.cardinality().numpy())
         self._total = total if total >= 0 else None
@@ -160,7 +162,7 @@ class DatasetSource(Source):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches."""
-        return self._shared(iter(self.loader), 0)
+        return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # of no epoch
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew."""
@@ -181,33 +183,46 @@ class DatasetSource(Source):
         """Return how many samples lie between two offsets of the epoch that was read last."""
         return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
+    def agree_on_order(self, epoch: int, offset: int, registration: Any) -> None:
+        """See that all workers read one order: some may have begun more iterations than others."""
+        order = -registration.minimum(-self._next_order(epoch, offset))
+        self._iterate(order, epoch)
+
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
-        A data set that shuffles itself anew does so with each iteration: those of the epochs
-        before are begun, so that a new process gets the order that an older one had.
+        A data set that shuffles itself anew does so with each iteration. So the one under way goes
+        on where it can. A new process begins those of the epochs before as well, to get the order
+        that an older one has.
         """
-        if self._training:
-            while self._num_begun < epoch:
-                iter(self.loader)
-                self._num_begun += 1
-            self._num_begun += 1
+        iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._group
-        return self._shared(itertools.islice(iter(self.loader), stop), offset)
+        return self._shared(iteration, offset, stop)
 
-    def _shared(self, stream: Iterator[Any], offset: int) -> Iterator[Any]:
-        counted = self._counted(stream)
-        for _ in itertools.islice(counted, offset):
-            pass
-        while group := list(itertools.islice(counted, self._group)):
+    def _next_order(self, epoch: int, offset: int) -> int:
+        """Return the first order in which this worker can read `epoch` from `offset` on."""
+        # each pass over validation data is epoch 0, and begins anew
+        iteration, may_go_on = self._iteration, self._training or offset > 0
+        if iteration is not None and may_go_on and iteration.can_go_on(epoch, offset):
+            return self._num_begun
+        return max(self._num_begun, epoch) + 1
+
+    def _iterate(self, order: int, epoch: int) -> _Iteration:
+        while self._num_begun < order:
+            self._num_begun += 1
+            self._iteration = _Iteration(self.loader, epoch, self._sizes)
+        assert self._iteration is not None
+        return self._iteration
+
+    def _shared(self, iteration: _Iteration, offset: int, stop: int | None = None) -> Iterator[Any]:
+        while stop is None or offset < stop:
+            group = iteration.take(offset, self._group)
+            if not group:
+                return
+            offset += len(group)
             own = self._own_part(group)
             if own is not None:
                 yield own
-
-    def _counted(self, stream: Iterator[Any]) -> Iterator[Any]:
-        for index, batch in enumerate(stream):
-            self._sizes[index] = _num_rows(batch)
-            yield batch
 
     def _own_part(self, group: list[Any]) -> Any:
         """Return this worker's part of what the group takes at a step; None where it has none."""
@@ -234,6 +249,43 @@ class DatasetSource(Source):
     def describe(self) -> str:
         """Say what there is."""
         return f"{self.loader!r}, shared out over {self._world_size} workers"
+
+
+class _Iteration:
+    """An iteration over a data set, in which what was taken last can be taken again.
+
+    Args:
+        loader: the data set.
+        epoch: which epoch is read.
+        sizes: where the numbers of samples go, by the offsets of their batches.
+    """
+
+    def __init__(self, loader: Any, epoch: int, sizes: dict[int, int]) -> None:
+        self._epoch: int | None = epoch
+        self._batches = iter(loader)
+        self._sizes = sizes
+        # what was taken last, and its offset
+        self._kept = collections.deque[Any]()
+        self._first = 0
+
+    def can_go_on(self, epoch: int, offset: int) -> bool:
+        """Whether it is one of `epoch`, and can be read from `offset` on."""
+        return self._epoch == epoch and self._first <= offset
+
+    def take(self, offset: int, size: int) -> list[Any]:
+        """Return `size` batches from `offset` on, fewer at the end; none before are to be had."""
+        epoch, self._epoch = self._epoch, None  # if this fails nobody knows what comes next
+        kept = self._kept
+        while True:
+            while kept and self._first < offset:
+                kept.popleft()
+                self._first += 1
+            if len(kept) >= size or (batch := next(self._batches, None)) is None:
+                break
+            self._sizes[self._first + len(kept)] = _num_rows(batch)
+            kept.append(batch)
+        self._epoch = epoch
+        return list(itertools.islice(kept, size))
 
 
 def _joined(*columns: Any) -> Any:

@@ -895,9 +895,9 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     others = iter([3, -3, 0])
     registration.minimum = lambda value: min(value, next(others))
     if seed == 3:
-        registration.source("train").agree_on_order(0, registration)
+        registration.source("train").agree_on_order(0, 0, registration)
     else:
         with pytest.raises(
             RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
         ):
-            registration.source("train").agree_on_order(0, registration)
+            registration.source("train").agree_on_order(0, 0, registration)

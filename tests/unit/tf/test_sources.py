@@ -1,5 +1,11 @@
 """Data shared out over workers: nothing is lost or repeated, and two workers see what one does."""
 
+import functools
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +80,75 @@ def test_steps_of_validation_go_on_where_the_last_ended():
     assert [drawn(left, 0, 0, 2), drawn(right, 0, 0, 2)] == [drawn(left)[:2], drawn(right)[:2]]
     assert (len(drawn(left, 0, 4, 1)), len(drawn(right, 0, 4, 1))) == (1, 0)
     assert left.offset_after(4, 1) == 5
+
+
+def begun(group, epoch, offset):
+    """The batches of each rank from there on, after all have agreed on an order."""
+    told, met = [], threading.Barrier(len(group), timeout=30)
+
+    def minimum(value):
+        told.append(value)
+        met.wait()
+        return min(told)
+
+    def begin(source):
+        source.agree_on_order(epoch, offset, SimpleNamespace(minimum=minimum))
+        return source.batches(epoch, offset)
+
+    with ThreadPoolExecutor(len(group)) as threads:
+        return list(threads.map(begin, group))
+
+
+def trained(events, num_epochs=3):
+    """What a group trains on in each epoch, in order, where events end some of its steps."""
+    group, epoch, offset, attempt = sources(2, 24, 3, shuffle=True), 0, 0, itertools.count()
+    seen = [[] for _ in range(num_epochs)]
+
+    def commit(batches):
+        nonlocal epoch, offset
+        seen[epoch] += [x for batch in batches for x in batch.numpy().tolist()]
+        offset = group[0].offset_after(offset, 1)
+        if not group[0].steps_left(offset):
+            epoch, offset = epoch + 1, 0
+
+    while epoch < num_epochs:
+        under_way = epoch
+        for batches in zip(*begun(group, epoch, offset), strict=True):
+            event = events.get(next(attempt))
+            if event is None or event == "ahead":
+                commit(batches)
+            if event == "ahead" and epoch < num_epochs:
+                next(group[0].batches(epoch, offset))  # before the others have done the step
+            if event in ("replaced", "smaller", "larger"):
+                del group[1:]
+                size = {"replaced": 2, "smaller": 1, "larger": 3}[event]
+                group[0].reshard(size, 0, None)
+                group += sources(size, 24, 3, shuffle=True)[1:]
+            if event is not None or epoch != under_way:
+                break
+    return seen
+
+
+@functools.cache
+def undisturbed():
+    return trained({})
+
+
+EVENTS = ["raised", "ahead", "replaced", "smaller", "larger"]
+
+
+@given(st.dictionaries(st.integers(0, 15), st.sampled_from(EVENTS)))
+def test_a_shuffled_epoch_goes_on_in_its_order_whoever_is_lost_or_joins(events):
+    expected = undisturbed()
+    assert [sorted(samples) for samples in expected] == [list(range(24))] * 3
+    assert expected[0] != expected[1]
+    assert trained(events) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_workers_share_one_order_where_one_has_begun_more_iterations(training):
+    group = sources(2, shuffle=True, training=training)
+    for _ in range(3):
+        next(iter(group[0]))
+    parts = [x for batches in begun(group, 0, 0) for batch in batches for x in batch.numpy()]
+    assert sorted(parts) == list(range(40))
