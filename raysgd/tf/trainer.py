@@ -61,7 +61,7 @@ class TFTrainer(OperatorTrainer):
         use_tqdm: whether to show a progress bar.
         add_dist_sampler: whether to share a registered ``tf.data.Dataset`` out over the workers;
             arrays always are.
-        use_local: whether the only worker lives in this process; Ray is not started then.
+        use_local: whether worker 0 lives in this process; alone, it needs no Ray.
         elastic: what to do about workers that are lost or come back; the defaults need none.
         callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
         logdir: folder of the run. None: nothing is written.
