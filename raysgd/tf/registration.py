@@ -198,7 +198,7 @@ class KerasRegistration(Registration):
         means = self.communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
         if len(self.optimizers) > 1:  # one may have made its update when another's step fails
-            self._remember([*changed, *_variables_of(optimizer)])
+            self._remember([*changed, *_variables_of(optimizer), *_loss_scale_of(optimizer)])
         self.engine.update(optimizer, means, changed)
         self._stepped.add(id(optimizer))
 
@@ -279,6 +279,7 @@ class KerasRegistration(Registration):
         return {
             "models": [named_arrays(_variables_of(m)) for m in self.models],
             "optimizers": [named_arrays(_variables_of(o)) for o in self.optimizers],
+            "loss_scales": [named_arrays(_loss_scale_of(o)) for o in self.optimizers],
         }
 
     def check_training_state(self, state: dict[str, Any]) -> None:
@@ -290,6 +291,9 @@ class KerasRegistration(Registration):
             set_arrays(_variables_of(model), arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(_variables_of(optimizer), arrays)
+        # a file may be older than this
+        for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
+            set_arrays(_loss_scale_of(optimizer), arrays)
 
 
 def _floats(losses: Any) -> list[Any]:
@@ -306,6 +310,12 @@ def _variables_of(thing: Any) -> list[Any]:
     if isinstance(rate, tf.Variable) and not any(rate is v for v in variables):
         variables.append(rate)  # tf_keras does not list it
     return variables
+
+
+def _loss_scale_of(optimizer: Any) -> list[Any]:
+    """Return the variables of float16's scale that tf_keras does not list among the optimizer's."""
+    scale = getattr(optimizer, "_loss_scale", None)
+    return [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []
 
 
 def _sample_of(spec: Any) -> Any:

@@ -249,6 +249,12 @@ def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build, keras
         np.testing.assert_array_equal(mine, other)
 
 
+def loss_scale(operator):
+    optimizer = operator._registration.optimizers[0]
+    found = optimizer.dynamic_scale if hasattr(optimizer, "dynamic_scale") else optimizer.loss_scale
+    return float(found)
+
+
 @both
 def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
     config = {"keras": keras, "optimizer": "SGD"}
@@ -258,11 +264,14 @@ def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
         for change in second.change(images[:32] + np.inf, labels[:32]):
             assert not change.any()
         changes = [each.change(images[:32], labels[:32]) for each in (first, second)]
+        joined = build(OneForTwo, config, use_fp16="mixed_float16")
+        joined._registration.load_training_state(second._registration.training_state())
     finally:
         for each in (tf.keras, keras_of(config)):
             each.mixed_precision.set_global_policy("float32")
     for mine, other in zip(*changes, strict=True):
         np.testing.assert_allclose(mine, other, rtol=0.01, atol=1e-5)
+    assert loss_scale(joined) == loss_scale(second) == loss_scale(first) / 2
 
 
 class Compiled(Digits):
