@@ -55,8 +55,9 @@ class Ledger(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         # the gradients of the workers are averaged, and their sum is wanted
-        self.backward(-self.model(batch).sum() * self.world_size)
-        self.optimizer_step(self.optimizer)
+        (-self.model(batch).sum() * self.world_size).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return {"num_samples": len(batch)}
 
 

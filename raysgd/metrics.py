@@ -259,16 +259,17 @@ class AverageMeterCollection:
         """The number of samples, as older scripts call it."""
         return self.num_samples
 
-    def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
+    def update(self, metrics: Mapping[str, Any], n: float = 1, is_batch: bool = True) -> None:
         """Add the metrics of one batch of `n` samples.
 
         Numbers are averaged, also those of dicts within, as ``outer/inner``; mergeable metrics are
-        merged; of texts and other values the newest counts.
+        merged; of texts and other values the newest counts. What is no batch (`is_batch`), but a
+        part of one of which others follow, is not counted as one.
 
         Raises:
             TypeError: if a metric is a list, which may be meant as anything.
         """
-        self.batch_count += 1
+        self.batch_count += is_batch
         n = _plain(n)
         self.num_samples += n
         self._add(metrics, n)

@@ -25,7 +25,7 @@ from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import InlineMember
 from raysgd.cluster.states import Closed
 from raysgd.cluster.worker_group import WorkerGroup
-from raysgd.config import env_seconds, rounded_config, warn_of_rounding
+from raysgd.config import BATCH_SIZE, env_seconds, rounded_config, warn_of_rounding
 from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
@@ -78,11 +78,23 @@ class OperatorTrainer:
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
         self._validations = Validations(lambda: controller.progress)
-        warn_of_rounding(options.config, controller.max_workers)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.on_event = _telling(weakref.ref(self))
         controller.start()
+        self._keeps_batch = self._asks_whether_batch_is_kept()
+        if not self._keeps_batch:
+            warn_of_rounding(options.config, controller.max_workers)
+
+    def _asks_whether_batch_is_kept(self) -> bool:
+        """Return whether ``config[BATCH_SIZE]`` is a step's size also where it does not divide.
+
+        It is where steps keep their size and the train loader follows it.
+        """
+        if self._options.config.get(BATCH_SIZE) is None:
+            return True
+        call = Call(method="keeps_global_batch", rank=0, max_losses=3, any_size=True)
+        return bool(self._calls.make(call)[0])
 
     # ---- training
 
@@ -589,8 +601,12 @@ class OperatorTrainer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config; ``BATCH_SIZE`` is the global batch that the workers there are now share."""
-        return rounded_config(self._options.config, max(1, self.num_workers))
+        """The config; ``BATCH_SIZE`` is the global batch that the workers there are now share.
+
+        Where a worker reads batches of its own, that is rounded down to what divides.
+        """
+        size = 1 if self._keeps_batch else max(1, self.num_workers)
+        return rounded_config(self._options.config, size)
 
     @property
     def num_workers(self) -> int:

@@ -53,7 +53,8 @@ class Faulty(TrainingOperator):
         self.backward(loss)
         self.optimizer_step(self.optimizer)
         self.maybe("between")
-        self.backward(-self.ledger(ids).sum() * self.world_size)
+        # no mean over samples, so that it is not weighted as one
+        (-self.ledger(ids).sum() * self.world_size).backward()
         self.optimizer_step(self.counter)
         return {"train_loss": loss.detach(), "num_samples": len(ids) * self.tokens_per_sample}
 

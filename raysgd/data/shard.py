@@ -1,18 +1,19 @@
 """Which samples each worker gets: pure arithmetic over the order of one epoch.
 
-At each step the workers together take the next ``batch_size * world_size`` samples of the
-epoch's order, rank 0 the first ``batch_size`` of them, rank 1 the next, and so on. So a step
-of two workers with batch B is the same set of samples as a step of one process with batch 2B,
-and what is left of an epoch is a plain offset: it can be shared out anew among any number of
-workers, at any step, without losing or repeating a sample.
+At each step the workers together take the next samples of the epoch's order, as many as the global
+batch has: rank 0 the first part of them, rank 1 the next, and so on. So a step of two workers is
+the same set of samples as a step of one process with the global batch, and what is left of an epoch
+is a plain offset: it can be shared out anew among any number of workers, at any step, without
+losing or repeating a sample, and in the same steps.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Shard", "even_part"]
+__all__ = ["Place", "Shard", "even_part", "places_of"]
 
 
 @dataclass(frozen=True)
@@ -20,25 +21,35 @@ class Shard:
     """One worker's part of an epoch.
 
     Training (`even`) gives every worker a batch at every step, since each step is a collective:
-    the last samples are shared out evenly, and where there are fewer than workers some are given
-    twice. Validation pads nothing: its batches are those of a single process, dealt out in
+    parts differ by one sample at most, and where there are fewer samples than workers some are
+    given twice. Validation pads nothing: its batches are those of a single process, dealt out in
     turn, and at the last step some workers may have none.
     """
 
     total: int
     """Samples in the epoch."""
     batch_size: int
-    """Samples that one worker takes at a step."""
+    """Samples of a worker's batch where the group has its full size."""
     world_size: int
     rank: int
     drop_last: bool = False
     """Leave out the samples at the end that do not fill a batch."""
     even: bool = True
+    full_size: int | None = None
+    """Workers of the full group, whose steps those of any other keep; None: steps follow the
+    number of workers."""
+    global_batch: int | None = None
+    """Samples of a step, where these are no multiple of `batch_size`."""
 
     @property
     def stride(self) -> int:
         """Samples that all workers take at a full step."""
-        return self.batch_size * self.world_size
+        return self.global_batch or self.batch_size * (self.full_size or self.world_size)
+
+    @property
+    def at_once(self) -> int:
+        """The most samples of a batch that are trained on at once."""
+        return -(-self.stride // (self.full_size or self.world_size))
 
     def end(self, offset: int) -> int:
         """Return where the samples end that are used from `offset` on."""
@@ -59,31 +70,128 @@ class Shard:
             return self.total
         return offset + num_steps * self.stride
 
-    def batches(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
+    def sizes(self, offset: int, num_steps: int | None = None) -> list[int]:
+        """Return the samples of the steps of the group from `offset` on."""
+        end, stride = self._end(offset, num_steps), self.stride
+        return [min(stride, end - start) for start in range(offset, end, stride)]
+
+    def batches(
+        self, offset: int = 0, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset` on, as (start, stop) in the epoch's order.
 
-        With `num_steps`, those of so many steps of the group.
+        With `num_steps`, those of so many steps of the group. With `in_parts`, a batch of more than
+        `at_once` samples as several.
         """
-        end, stride = self.end(offset), self.stride
-        if num_steps is not None:
-            end = min(end, offset + num_steps * stride)
-        for start in range(offset, end, stride):
-            size = min(stride, end - start)  # of this step, for all workers
-            if self.even:
-                first, stop = even_part(size, self.world_size, self.rank)
-            else:
-                first = self.rank * self.batch_size
-                stop = min(first + self.batch_size, size)
-            if first < stop:
-                yield start + first, start + stop
+        if not self.even:
+            yield from self._dealt_out(offset, self._end(offset, num_steps))
+            return
+        start = offset
+        for size in self.sizes(offset, num_steps):
+            first, stop = even_part(size, self.world_size, self.rank)
+            number = _num_parts(size, self.world_size, self.at_once) if in_parts else 1
+            for index in range(number):
+                low, high = even_part(stop - first, number, index)
+                yield start + first + low, start + first + high
+            start += size
+
+    def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
+        for start in range(
+            offset + self.rank * self.batch_size, end, self.batch_size * self.world_size
+        ):
+            yield start, min(start + self.batch_size, end)
+
+    def _end(self, offset: int, num_steps: int | None) -> int:
+        end = self.end(offset)
+        return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def num_taken(self, offset: int, num_steps: int) -> int:
         """Return how many samples this worker takes at the first `num_steps` steps."""
         num_full = min(num_steps, self.num_steps(offset)) - 1
         if num_full < 0:
             return 0
-        last = self.batches(offset + num_full * self.stride, 1)
-        return num_full * self.batch_size + sum(stop - start for start, stop in last)
+        full, last = (
+            sum(stop - start for start, stop in self.batches(start, 1))
+            for start in (offset, offset + num_full * self.stride)
+        )
+        return num_full * full + last
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a batch, or of a part of one, in its group: in what makes one update."""
+
+    position: int = 0
+    """Batches and parts of the group before it."""
+    planned: int = 1
+    """How many the group will have, or the most where that is unknown."""
+    is_last: bool = True
+    """Whether the update follows."""
+    step: int = 0
+    """Steps of the group before its own."""
+    ends_step: bool = True
+    """Whether it is all of this worker's batch of the step, or the last part of it."""
+    is_part: bool = False
+    """Whether batches of the group come in parts."""
+    is_large: bool = False
+    """Whether it is a whole batch of more samples than are to be trained on at once."""
+    size: int | None = None
+    """Samples of it that count: none of those that are given a second time; None: unknown."""
+    total: int = 0
+    """The same of all that this worker has in the group."""
+    share: float = 1.0
+    """What the mean over these counts for in the mean over the workers."""
+
+
+@functools.lru_cache(maxsize=256)
+def places_of(
+    sizes: tuple[int, ...], world_size: int, rank: int, at_once: int, in_parts: bool
+) -> tuple[Place, ...]:
+    """Return the places of what a worker has in a group of batches.
+
+    Weighted by them, means over batches add up to the mean over all samples of the group, as one
+    process has it.
+
+    Args:
+        sizes: samples of the steps of the group, for all workers.
+        world_size: number of workers.
+        rank: of this one.
+        at_once: the most samples of a worker that are trained on at once.
+        in_parts: whether larger batches come in parts, equally many on all workers.
+    """
+    counts: list[tuple[int, int, bool]] = []
+    numbers = [_num_parts(size, world_size, at_once) for size in sizes]
+    for step, (size, number) in enumerate(zip(sizes, numbers, strict=True)):
+        first, stop = even_part(size, world_size, rank)
+        own = stop - first if rank < size else 0
+        spans = [even_part(stop - first, number, i) for i in range(number)] if in_parts else []
+        parts = [high - low if i < own else 0 for i, (low, high) in enumerate(spans)] or [own]
+        counts += [(count, step, i == len(parts) - 1) for i, count in enumerate(parts)]
+    total = sum(count for count, _, _ in counts)
+    return tuple(
+        Place(
+            position=position,
+            planned=len(counts),
+            is_last=position == len(counts) - 1,
+            step=step,
+            ends_step=ends_step,
+            is_part=in_parts and max(numbers) > 1,
+            is_large=not in_parts and numbers[step] > 1,
+            size=count,
+            total=total,
+            share=total * world_size / sum(sizes),
+        )
+        for position, (count, step, ends_step) in enumerate(counts)
+    )
+
+
+def _num_parts(size: int, world_size: int, at_once: int) -> int:
+    """Return in how many parts the workers train their batches of a step of `size` samples.
+
+    Of a batch of two there are no halves, since batch normalization fails on one sample.
+    """
+    largest = -(-size // world_size)
+    return -(-largest // (3 if at_once == 2 else at_once))
 
 
 def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:

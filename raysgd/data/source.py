@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.data.shard import Shard
+from raysgd.data.shard import Place, Shard, places_of
 
 __all__ = ["ShardedSource", "Source"]
 
@@ -24,6 +24,8 @@ class Source:
     """
 
     sharded = False
+    keeps_step = False
+    """Whether a step is the same samples with any number of workers."""
 
     def __init__(self, loader: Any, has_length: bool = True) -> None:
         self.loader = loader
@@ -45,10 +47,13 @@ class Source:
 
     # ---- reading
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
-        What lies before `offset` in a loader that is left as it is, is read and passed over.
+        What lies before `offset` in a loader that is left as it is, is read and passed over. With
+        `in_parts`, batches that are larger than where the group has its full size come in parts.
         """
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
@@ -57,6 +62,13 @@ class Source:
         for _ in itertools.islice(iterator, offset):
             pass
         return iterator if num_steps is None else itertools.islice(iterator, num_steps)
+
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place] | None:
+        """Return the places of this worker's batches, or their parts, in a group of steps.
+
+        Asked for when the first of them has been read. None where their sizes are unknown.
+        """
+        return None
 
     def steps_left(self, offset: int) -> int | None:
         """Return how many steps follow `offset` in an epoch; None where that is unknown."""
@@ -120,6 +132,11 @@ class Source:
         """Return what has to be the same on all workers, as text."""
         return ""
 
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of a step of the group; None where it is not shared out sample by sample."""
+        return None
+
     def describe(self) -> str:
         """Say what there is to iterate over, for messages."""
         return repr(self.loader)
@@ -132,14 +149,18 @@ class ShardedSource(Source):
         loader: what the user registered.
         shard: this worker's part.
         follows_share: whether the batch size is this worker's share of a global one.
+        global_batch: that one, where steps keep their size.
     """
 
     sharded = True
 
-    def __init__(self, loader: Any, shard: Shard, follows_share: bool) -> None:
+    def __init__(
+        self, loader: Any, shard: Shard, follows_share: bool, global_batch: int | None = None
+    ) -> None:
         super().__init__(loader)
         self._shard = shard
-        self._follows_share = follows_share
+        self._given_batch = global_batch
+        self.set_batch_size(shard.batch_size, follows_share)
 
     @property
     def shard(self) -> Shard:
@@ -148,8 +169,18 @@ class ShardedSource(Source):
 
     @property
     def batch_size(self) -> int:
-        """Samples that this worker takes at a step."""
+        """Samples that this worker takes at a step of the full group."""
         return self._shard.batch_size
+
+    @property
+    def keeps_step(self) -> bool:  # type: ignore[override]
+        """Whether a step is the same samples with any number of workers."""
+        return self._shard.full_size is not None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step of the group."""
+        return self._shard.stride
 
     def __len__(self) -> int:
         """Batches of this worker in an epoch."""
@@ -158,6 +189,12 @@ class ShardedSource(Source):
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the first epoch."""
         return self.batches(0, 0)
+
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place]:
+        """Return the places of this worker's batches, or their parts, in a group of steps."""
+        shard = self.shard
+        sizes = tuple(shard.sizes(offset, num_steps))
+        return places_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps follow `offset`."""
@@ -179,7 +216,7 @@ class ShardedSource(Source):
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew."""
         self._shard = replace(self._shard, world_size=world_size, rank=rank)
-        if self._follows_share and batch_share is not None:
+        if self._follows_share and batch_share is not None and not self.keeps_step:
             self.set_batch_size(batch_share, follows_share=True)
 
     def batching(self) -> tuple[int, bool]:
@@ -188,12 +225,12 @@ class ShardedSource(Source):
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
         """Make batches as another worker does, whose `batching` this is."""
-        self._shard, self._follows_share = replace(self._shard, batch_size=size), follows_share
+        given = self._given_batch if follows_share else None
+        self._shard = replace(self._shard, batch_size=size, global_batch=given)
+        self._follows_share = follows_share
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""
         shard = self.shard
-        return (
-            f"{shard.total} samples, batch size {shard.batch_size} on each of {shard.world_size} "
-            "workers"
-        )
+        size = shard.full_size or shard.world_size
+        return f"{shard.total} samples, batch size {shard.batch_size} on each of {size} workers"

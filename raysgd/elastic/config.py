@@ -47,7 +47,15 @@ class ElasticConfig:
     """How often the driver gets a copy of the state, for the case that all workers are lost: at the
     start of each epoch, after so many steps, or never."""
 
+    global_batch: Literal["keep", "scale"] = "keep"
+    """What a step trains on where workers are missing: "keep": what the full group would, so that
+    an epoch has as many steps and the same result; "scale": a batch of each worker there is."""
+
     def __post_init__(self) -> None:
+        if self.global_batch not in ("keep", "scale"):
+            raise ValueError(
+                f'ElasticConfig(global_batch={self.global_batch!r}): must be "keep" or "scale".'
+            )
         for name, lowest in (("min_workers", 1), ("max_attempts", 1)):
             value = getattr(self, name)
             if value is None and name == "min_workers":

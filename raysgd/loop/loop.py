@@ -14,6 +14,7 @@ from raysgd.context import PausedError
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.loop.operator_base import checked_result
+from raysgd.loop.parts import IndivisibleError
 from raysgd.loop.registration import Registration
 from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
@@ -43,6 +44,7 @@ class Loop:
         self._registration: Registration = operator._registration
         # what is left of the iteration over the training data; None: iterate anew
         self._batches: Iterator[Any] | None = None
+        self._in_parts = False
         self._source: Source | None = None
         self._call = -1
         self._results: list[Mapping[str, Any]] = []
@@ -189,6 +191,11 @@ class Loop:
         try:
             metrics = operator.train_epoch(segment, *by_position, **by_name)
             left = segment.finish()
+        except IndivisibleError:  # the step is redone as a whole
+            if segment.num_batches == 0:
+                registration.meters = None  # what it measured will be measured again
+            self._settle_failure(segment, source)
+            return
         except BaseException:
             self._settle_failure(segment, source)
             raise
@@ -222,13 +229,23 @@ class Loop:
                 go_on = self._every_rank
         if self._batches is None:
             source.agree_on_order(registration.epoch, registration.offset, registration)
-            self._batches = source.batches(registration.epoch, registration.offset)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        return Segment(
-            registration, source, self._batches, limit, left, go_on, self.signal, on_commit
-        )
+        batches = self._drawn(source, registration.epoch, registration.offset)
+        return Segment(registration, source, batches, limit, left, go_on, self.signal, on_commit)
+
+    def _drawn(self, source: Source, epoch: int, offset: int) -> Iterator[Any]:
+        """Yield what is left of an iteration, which begins when the first batch is asked for.
+
+        Until then it is open whether the loop takes batches in parts.
+        """
+        in_parts = self._registration.in_parts
+        if self._batches is None or (source.sharded and in_parts != self._in_parts):
+            self._batches = source.batches(epoch, offset, in_parts=in_parts)
+            self._in_parts = in_parts
+        for batch in self._batches:  # noqa: UP028  "yield from" would end it with this one
+            yield batch
 
     def _every_rank(self, has_batch: bool) -> bool:
         return bool(self._registration.minimum(int(has_batch)))

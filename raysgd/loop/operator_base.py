@@ -6,10 +6,11 @@ import difflib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.loop.registration import Registration
+from raysgd.loop.segment import Segment
 from raysgd.metrics import NUM_SAMPLES, is_number
 
 __all__ = [
@@ -96,13 +97,33 @@ class OperatorBase:
         """This worker's part of the registered train loader, unless you set it yourself."""
         validation_loader: Any
         """This worker's part of the registered validation loader, unless you set it yourself."""
+        steps_per_epoch: int
+        """Training steps in an epoch, once the train loader is registered: the same however many
+        workers there are, where it is shared out. With gradient accumulation several of them make
+        one update. (Unless you set it yourself.)"""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train_loader", "validation_loader"):
             return self._registration.source(name.removesuffix("_loader"))
+        if name == "steps_per_epoch":
+            return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- helpers
+
+    def _count_steps(self) -> int:
+        source = self._registration.source("train")
+        steps = source.steps_left(0)
+        if steps is None:
+            raise RuntimeError(
+                f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, does not "
+                "say how many batches it has. Give it a __len__, or count by epochs."
+            )
+        return steps
+
+    def _in_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches of an iterator, of which large ones may come in parts."""
+        return iterator.in_parts() if isinstance(iterator, Segment) else iterator
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
@@ -110,7 +131,7 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            "global_step": self._registration.global_step + self._registration.group_position,
+            "global_step": self._registration.global_step + self._registration.place.step,
             "epoch_idx": epoch_idx,
             "info": info,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
+from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
+from raysgd.loop.parts import Parts
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 from raysgd.timers import TimerCollection
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Registration", "Settings", "check_parts", "listed", "shaped_like"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Settings:
@@ -30,7 +35,27 @@ class Settings:
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
     batch_share: int | None = None
-    """This worker's share of ``config[BATCH_SIZE]``."""
+    """What the operator's ``config[BATCH_SIZE]`` is now, a worker's share of the global batch. In
+    ``setup`` it is that of the full group, where steps keep their size."""
+    global_batch: int | None = None
+    """``config[BATCH_SIZE]``."""
+
+    @property
+    def full_size(self) -> int | None:
+        """Workers of the full group, whose steps those of any other keep; None: they do not."""
+        keeps = self.options.elastic.global_batch == "keep"
+        return self.options.num_workers if keeps else None
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """What a source has to know of the group to share data out."""
+        full_size = self.full_size
+        return {
+            "world_size": self.context.world_size,
+            "rank": self.context.world_rank,
+            "full_size": full_size,
+            "global_batch": None if full_size is None else self.global_batch,
+        }
 
 
 class Registration(ABC):
@@ -56,6 +81,13 @@ class Registration(ABC):
         self.seed = seed
         self.accumulation_steps = 1
         """Batches that make one update."""
+        self.place = Place()
+        """Of the batch under way, in its group."""
+        self.in_parts = False
+        """Whether the loop takes large batches in parts."""
+        self.parts = Parts()
+        """Whether it may."""
+        self._said: set[str] = set()
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
         self.meters: AverageMeterCollection | None = None
@@ -158,6 +190,18 @@ class Registration(ABC):
         for name in batching.keys() & self._sources.keys():
             self._sources[name].set_batch_size(*batching[name])
 
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of a step of training; None where the loader is not shared out by samples."""
+        source = self._sources.get(self._trains_on)
+        return None if source is None else source.global_batch
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """Whether ``config[BATCH_SIZE]`` is the size of a step to the sample."""
+        source, given = self._sources.get("train"), self.settings.global_batch
+        return source is not None and source.keeps_step and source.global_batch == given
+
     def release(self) -> None:
         """Let go of the loaders' worker processes."""
         for source in self._sources.values():
@@ -172,7 +216,10 @@ class Registration(ABC):
             "offset": self.offset,
             "validation_offset": self.validation_offset,
             "seed": self.seed,
+            "num_workers": self.settings.options.num_workers,
         }
+        if (global_batch := self.global_batch) is not None:
+            position["global_batch"] = global_batch
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         if own := {name: seed for name, seed in seeds.items() if seed is not None}:
             position["loader_seeds"] = own
@@ -219,11 +266,6 @@ class Registration(ABC):
     # ---- committed steps
 
     @property
-    def group_position(self) -> int:
-        """Batches of the accumulation group before the one under way."""
-        return 0
-
-    @property
     def num_skipped(self) -> int:
         """How many updates were skipped so far, since gradients overflowed."""
         return 0
@@ -233,8 +275,78 @@ class Registration(ABC):
     def updated(self) -> bool:
         """Whether every optimizer has stepped since the last commit."""
 
-    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:  # noqa: B027
-        """Begin a batch of an accumulation group."""
+    def begin_batch(self, place: Place) -> None:
+        """Begin a batch, or a part of one.
+
+        Raises:
+            IndivisibleError: if it is seen that batches must not come in parts.
+        """
+        self.place = place
+        if place.is_large:
+            self.say(
+                "indivisible",
+                "With %d of %d workers a batch has more samples than the batch size of its loader, "
+                "and comes as a whole, which takes more memory: %s.",
+                self.context.world_size,
+                self.settings.options.num_workers,
+                self.parts.why_not or "only the default train_epoch takes it in parts",
+            )
+
+    def say(self, key: str, message: str, *values: Any) -> None:
+        """Log something, once, on one worker."""
+        if self.context.world_rank == 0 and key not in self._said:
+            self._said.add(key)
+            logger.warning(message, *values)
+
+    def compare_steps(self, position: Mapping[str, Any]) -> None:
+        """Say where the steps of a state that is loaded were of another size than they are now."""
+        now, workers = self.global_batch, self.settings.options.num_workers
+        then, workers_then = position.get("global_batch"), position.get("num_workers")
+        changed = now is not None and (then, workers_then) != (now, workers)
+        if not changed or self.settings.full_size is None or self.context.world_rank != 0:
+            return
+        if then is None:
+            logger.info(
+                "The state does not say for steps of how many samples it was made, as an earlier "
+                "version wrote it; steps have %d samples now.",
+                now,
+            )
+        elif then == now:
+            logger.info(
+                "The state was made with num_workers=%s and is loaded with num_workers=%d; steps "
+                "have %d samples as before.",
+                workers_then,
+                workers,
+                now,
+            )
+        else:
+            logger.warning(
+                "The state was made with steps of %d samples (num_workers=%s), and steps have %d "
+                "samples now (num_workers=%d): an epoch has another number of them, and schedulers "
+                "that count steps end elsewhere. To go on as before, register loaders with "
+                "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+                then,
+                workers_then,
+                now,
+                workers,
+                then,
+            )
+
+    def say_what_changes(self) -> None:
+        """Say, when the group is smaller for the first time, where its steps become smaller."""
+        source, size = self._sources.get("train"), self.context.world_size
+        full_size = self.settings.full_size or size
+        if source is not None and size < full_size and not source.keeps_step:
+            self.say(
+                "smaller",
+                "The steps become smaller with the group, which has %d of %d workers: raysgd does "
+                "not make the batches of the train loader (%s), and cannot keep the global batch "
+                "and the number of steps of an epoch. It can where it shares out a map-style "
+                "loader that has a batch size.",
+                size,
+                full_size,
+                type(source.loader).__name__,
+            )
 
     @abstractmethod
     def commit(self, num_batches: int = 1) -> None:

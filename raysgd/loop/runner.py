@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.config import BATCH_SIZE, worker_config
+from raysgd.config import BATCH_SIZE, batch_share, worker_config
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
@@ -56,15 +56,27 @@ class OperatorRunner(ABC):
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
-        _, given = self._options.unwrapped()
-        config = worker_config(given, context.world_size)
-        if BATCH_SIZE in config:
-            self.operator.config[BATCH_SIZE] = config[BATCH_SIZE]
         registration, position = self._registration, self._registration.position()
-        registration.enter(context, config.get(BATCH_SIZE))
+        registration.enter(context, self._tell_share(context))
         if context.distributed:
             self._follow(leader)
         self._running.keep_iteration(moved=registration.position() != position)
+        registration.say_what_changes()
+
+    def _setup_config(self, context: WorkerContext) -> dict[str, Any]:
+        """Return the config for ``setup``: where steps keep their size, that of the full group."""
+        options = self._options
+        keeps = options.elastic.global_batch == "keep"
+        _, given = options.unwrapped()
+        return worker_config(given, options.num_workers if keeps else context.world_size)
+
+    def _tell_share(self, context: WorkerContext) -> int | None:
+        """Let the operator know, and return, its share of ``config[BATCH_SIZE]`` in a group."""
+        given = self._registration.settings.global_batch
+        if given is None:
+            return None
+        share = self.operator.config[BATCH_SIZE] = batch_share(given, context.world_size)
+        return share
 
     def _follow(self, leader: int) -> None:
         """Take over the state of rank `leader`. Every rank calls it."""
@@ -73,6 +85,7 @@ class OperatorRunner(ABC):
         if rank != leader:
             self._check_data(state["fingerprint"])
             registration.set_batch_size(state["batching"])
+            registration.parts.why_not = registration.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
         follows = rank != leader and (registration.replicated or registration.global_step == 0)
         registration.share_training_state(leader, follows)
@@ -86,6 +99,8 @@ class OperatorRunner(ABC):
         """Take over an operator that is set up, and begin with the data and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         registration = self._registration
+        registration.settings.batch_share = self._tell_share(registration.context)
+        registration.say_what_changes()
         if registration.context.world_size == 1:
             return
         # the order of the epochs must be one; each process may have drawn a seed of its own
@@ -234,6 +249,10 @@ class OperatorRunner(ABC):
         """Return whether there is a validation loader."""
         return self._registration.has("validation")
 
+    def keeps_global_batch(self) -> bool:
+        """Return whether ``config[BATCH_SIZE]`` is the size of a training step to the sample."""
+        return self._registration.keeps_global_batch
+
     def validate(
         self,
         *,
@@ -307,6 +326,8 @@ class OperatorRunner(ABC):
         if "call" in state:  # a snapshot, not a saved state: the call goes on
             self._running.join_call(state["call"])
         self._running.snapshots.clear()
+        if "call" not in state:
+            registration.compare_steps(position)
         registration.move_to(position, state.get("global_step", 0))
         if generators:
             self.set_rng_state(generators[registration.context.world_rank])
@@ -351,6 +372,7 @@ class OperatorRunner(ABC):
             "call": self._running.call_state(),
             "fingerprint": registration.fingerprint(),
             "batching": registration.batching(),
+            "indivisible": registration.parts.why_not,
         }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
@@ -20,7 +21,9 @@ class Segment:
 
     Asking for the next batch is what says that the step before is done; so loops that users
     write themselves are counted like the default one. With gradient accumulation batches come
-    in groups, the update follows the last one of a group, and they are committed together.
+    in groups, the update follows the last one of a group, and they are committed together. Where
+    workers are missing, so that a worker's batch is larger, the default loop takes it in parts that
+    make one update as well.
 
     Args:
         registration: where the steps are counted.
@@ -57,7 +60,9 @@ class Segment:
         self._started = time.perf_counter()
         self._signal = signal
         self._in_flight: list[Any] = []
-        self._is_last = True
+        self._places: Sequence[Place] | None = None
+        self._place = Place()
+        registration.in_parts = False
         self._ahead = _NOTHING
         self._exhausted = False
         self._ended = False
@@ -84,7 +89,7 @@ class Segment:
     @property
     def num_finished(self) -> int:
         """Batches that are finished, also those whose update is still to come."""
-        return self.num_batches + max(0, len(self._in_flight) - 1)
+        return self.num_batches + (self._place.step if self._in_flight else 0)
 
     @property
     def num_taken(self) -> int | None:
@@ -104,14 +109,21 @@ class Segment:
         """
         if not self._ended and not self._is_limited:
             return True
-        return self.epoch_is_over or self.num_batches + len(self._in_flight) == self._steps_left
+        under_way = self._place.step + self._place.ends_step if self._in_flight else 0
+        return self.epoch_is_over or self.num_batches + under_way == self._steps_left
 
     def __iter__(self) -> Segment:
         return self
 
+    def in_parts(self) -> Segment:
+        """Let large batches come in parts, for a loop that does not care how many there are."""
+        if not self.drawn_from:
+            self._registration.in_parts = self._registration.parts.why_not is None
+        return self
+
     def __next__(self) -> Any:
         self.drawn_from = True
-        if self._in_flight and self._is_last:
+        if self._in_flight and self._place.is_last:
             self._commit()
         self._signal.raise_stop()
         if not self._in_flight and self._is_at_end():
@@ -123,7 +135,8 @@ class Segment:
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration
-        self._in_flight.append(batch)
+        # what is shared out is read again by its offset
+        self._in_flight.append(None if self._source.sharded else batch)
         self._begin_batch()
         return batch
 
@@ -140,7 +153,7 @@ class Segment:
         Returns:
             Batches to train again: those of a group that the loop left before its end.
         """
-        lost = self._give_up() if self._in_flight and not self._is_last else []
+        lost = self._give_up() if self._in_flight and not self._place.is_last else []
         if self._in_flight:
             self._commit()
         self._note_offset()
@@ -162,18 +175,26 @@ class Segment:
         lost = self._in_flight + ([] if self._ahead is _NOTHING else [self._ahead])
         self._in_flight, self._ahead = [], _NOTHING
         self._registration.roll_back()
+        self._registration.place = Place()
         return lost
 
     def _begin_batch(self) -> None:
-        size, position = self._registration.accumulation_steps, len(self._in_flight) - 1
-        left = None if self.total_batches is None else self.total_batches - self.num_batches
-        planned = size if left is None else min(size, left)
-        self._is_last = position + 1 == planned
-        if not self._is_last and not self._source.sharded:
-            # the end of such a loader is known when it is met, whatever length it claims
-            self._ahead = self._take()
-            self._is_last = self._ahead is _NOTHING
-        self._registration.begin_batch(position, planned, self._is_last)
+        registration, position = self._registration, len(self._in_flight) - 1
+        if position == 0:
+            size = registration.accumulation_steps
+            left = None if self.total_batches is None else self.total_batches - self.num_batches
+            self._planned = size if left is None else min(size, left)
+            self._places = self._source.places(self._offset(), self._planned, registration.in_parts)
+        if self._places is not None:
+            self._place = self._places[position]
+        else:
+            is_last = position + 1 == self._planned
+            if not is_last and not self._source.sharded:
+                # the end of such a loader is known when it is met, whatever length it claims
+                self._ahead = self._take()
+                is_last = self._ahead is _NOTHING
+            self._place = Place(position, self._planned, is_last, step=position)
+        registration.begin_batch(self._place)
 
     def _take(self) -> Any:
         """Return the next batch, or nothing where this rank or another has none left."""
@@ -192,14 +213,18 @@ class Segment:
             self._exhausted = True
         return batch
 
+    def _offset(self) -> int:
+        return self._source.offset_after(self.start, self.num_batches)
+
     def _note_offset(self) -> None:
-        self._registration.offset = self._source.offset_after(self.start, self.num_batches)
+        self._registration.offset = self._offset()
 
     def _commit(self) -> None:
-        size = len(self._in_flight)
-        self._registration.commit(size)
+        num_steps = self._place.step + 1
+        self._registration.commit(num_steps)
+        self._registration.place = Place()
         self._in_flight = []
-        self.num_batches += size
+        self.num_batches += num_steps
         if self._on_commit is not None:
             self._note_offset()
             self._on_commit()

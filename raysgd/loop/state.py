@@ -73,6 +73,8 @@ def check_position(state: Mapping[str, Any]) -> None:
         for key in ("epoch", "offset"):
             counts[f"data[{key!r}]"] = data.get(key)
         counts["data['validation_offset']"] = data.get("validation_offset", 0)
+        for key in data.keys() & {"global_batch", "num_workers"}:
+            counts[f"data[{key!r}]"] = data[key]
         seeds = data.get("loader_seeds", {})
         if not isinstance(seeds, Mapping):
             raise CheckpointError(

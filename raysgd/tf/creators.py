@@ -105,11 +105,14 @@ class CreatorOperator(TrainingOperator):
         """Train as the default does, and call the Keras callbacks of ``fit_config``."""
         if not self._given:
             return super().train_batch(batch, batch_info)
-        self._callbacks.on_train_batch_begin(batch_info["batch_idx"])
+        place = self._registration.place
+        if place.position == 0:
+            self._callbacks.on_train_batch_begin(batch_info["batch_idx"])
         result = super().train_batch(batch, batch_info)
-        self._callbacks.on_train_batch_end(
-            batch_info["batch_idx"], {"loss": float(result["train_loss"])}
-        )
+        if place.is_last:
+            self._callbacks.on_train_batch_end(
+                batch_info["batch_idx"], {"loss": float(result["train_loss"])}
+            )
         return result
 
 

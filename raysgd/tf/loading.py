@@ -10,14 +10,14 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.shard import Shard, even_part
+from raysgd.data.shard import Place, Shard, even_part, places_of
 from raysgd.data.source import ShardedSource, Source
 
 __all__ = ["ArraySource", "DatasetSource", "ItemSource", "is_arrays", "spec_of"]
@@ -38,6 +38,8 @@ class ArraySource(ShardedSource):
         batch_size: samples of a worker's batch.
         shuffle: whether to shuffle them anew in each epoch.
         follows_share: whether the batch size is this worker's share of a global one.
+        full_size: workers of the full group, where steps keep the size that they have there.
+        global_batch: the global batch, where steps keep it.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class ArraySource(ShardedSource):
         shuffle: bool,
         seed: int,
         follows_share: bool = False,
+        full_size: int | None = None,
+        global_batch: int | None = None,
     ) -> None:
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
@@ -61,20 +65,26 @@ class ArraySource(ShardedSource):
         lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
             raise ValueError(f"Arrays of one data set must have one length, not {sorted(lengths)}.")
-        shard = Shard(lengths.pop(), batch_size, world_size, rank, even=training)
-        super().__init__(arrays, shard, follows_share)
+        if follows_share and full_size is not None and global_batch is not None:
+            batch_size = global_batch // full_size
+        shard = Shard(
+            lengths.pop(), batch_size, world_size, rank, even=training, full_size=full_size
+        )
+        super().__init__(arrays, shard, follows_share, global_batch if training else None)
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         """Let the order follow from `seed`."""
         self._seed = seed
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = np.arange(self._shard.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._shard.batches(offset, num_steps):
+        for start, stop in self._shard.batches(offset, num_steps, in_parts):
             yield self._fetched(order[start:stop])
 
     def _fetched(self, rows: Any) -> Any:
@@ -98,12 +108,22 @@ class ArraySource(ShardedSource):
 class ItemSource(ArraySource):
     """A :class:`raysgd.data.Dataset`: items that each worker fetches for itself."""
 
-    def __init__(self, dataset: Dataset, *, world_size: int, rank: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        world_size: int,
+        rank: int,
+        full_size: int | None = None,
+        global_batch: int | None = None,
+    ) -> None:
         super().__init__(
             np.arange(len(dataset)),
             training=True,
             world_size=world_size,
             rank=rank,
+            full_size=full_size,
+            global_batch=global_batch,
             batch_size=dataset.batch_size,
             shuffle=False,
             seed=0,
@@ -133,14 +153,24 @@ class DatasetSource(Source):
         training: whether every worker gets a batch at every step.
         splits: whether a batch of the data set is one of the whole group, which is split, and not
             one of a worker.
+        full_size: workers of the full group, where steps keep the size that they have there.
     """
 
     sharded = True
 
     def __init__(
-        self, loader: Any, *, training: bool, world_size: int, rank: int, splits: bool = False
+        self,
+        loader: Any,
+        *,
+        training: bool,
+        world_size: int,
+        rank: int,
+        splits: bool = False,
+        full_size: int | None = None,
     ) -> None:
         super().__init__(loader)
+        self._full_size = full_size
+        self._places: Sequence[Place] = ()
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
         self._num_begun = 0
@@ -150,8 +180,18 @@ class DatasetSource(Source):
         self._total = total if total >= 0 else None
 
     @property
+    def keeps_step(self) -> bool:  # type: ignore[override]
+        """Whether a step is the same samples with any number of workers."""
+        return self._full_size is not None
+
+    @property
     def _group(self) -> int:
-        return 1 if self._splits else self._world_size
+        """Batches of the data set in a step."""
+        if self._splits:
+            return 1
+        # of validation data without an end each worker counts its own
+        keeps = self._full_size is not None and (self._training or self._total is not None)
+        return self._full_size or 1 if keeps else self._world_size
 
     def __len__(self) -> int:
         """Batches of this worker in an epoch."""
@@ -188,7 +228,13 @@ class DatasetSource(Source):
         order = -registration.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place]:
+        """Return the places of this worker's batch, or its parts, in the step read last."""
+        return self._places
+
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
         A data set that shuffles itself anew does so with each iteration. So the one under way goes
@@ -197,7 +243,7 @@ class DatasetSource(Source):
         """
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._group
-        return self._shared(iteration, offset, stop)
+        return self._shared(iteration, offset, stop, in_parts)
 
     def _next_order(self, epoch: int, offset: int) -> int:
         """Return the first order in which this worker can read `epoch` from `offset` on."""
@@ -214,23 +260,44 @@ class DatasetSource(Source):
         assert self._iteration is not None
         return self._iteration
 
-    def _shared(self, iteration: _Iteration, offset: int, stop: int | None = None) -> Iterator[Any]:
+    def _shared(
+        self, iteration: _Iteration, offset: int, stop: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
+        deals_out = not self._training and not self._splits
+        size = self._world_size if deals_out else self._group
         while stop is None or offset < stop:
-            group = iteration.take(offset, self._group)
+            group = iteration.take(offset, size if stop is None else min(size, stop - offset))
             if not group:
                 return
             offset += len(group)
-            own = self._own_part(group)
-            if own is not None:
+            if self._training:
+                yield from self._parts(group, in_parts)
+            elif deals_out:
+                yield from group[self._rank : self._rank + 1]
+            elif (own := self._own_part(group)) is not None:
                 yield own
+
+    def _parts(self, group: list[Any], in_parts: bool) -> Iterator[Any]:
+        """Yield this worker's batch of a step; a large one in parts."""
+        sizes = [_num_rows(batch) for batch in group]
+        at_once = max(sizes)
+        if self._splits:
+            at_once = -(-at_once // (self._full_size or self._world_size))
+        self._places = places_of(
+            (sum(sizes),), self._world_size, self._rank, at_once, in_parts and self.keeps_step
+        )
+        own, number = self._own_part(group), len(self._places)
+        if number == 1:
+            yield own
+            return
+        for index in range(number):
+            first, stop = even_part(_num_rows(own), number, index)
+            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
         """Return this worker's part of what the group takes at a step; None where it has none."""
-        sizes = {_num_rows(batch) for batch in group}
-        if len(group) == self._world_size and (len(sizes) == 1 or not self._training):
+        if len(group) == self._world_size and len(set(map(_num_rows, group))) == 1:
             return group[self._rank]
-        if not self._training and not self._splits:
-            return group[self._rank] if self._rank < len(group) else None
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_joined, *group)
         total = _num_rows(rows)
         if not self._training and self._rank >= total:

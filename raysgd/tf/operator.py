@@ -77,12 +77,13 @@ class TrainingOperator(OperatorBase):
         Returns:
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
-        meters = self._registration.new_meters()
+        registration, meters = self._registration, self._registration.new_meters()
         with self.timers.record("train_epoch"):
-            for batch_idx, batch in enumerate(iterator):
-                batch_info = self._batch_info(info, batch_idx, epoch_idx)
+            for batch in self._in_parts(iterator):
+                batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
                 metrics = self.train_batch(batch, batch_info)
-                meters.update(*checked_metrics(self.train_batch, _plain(metrics)))
+                weighted = checked_metrics(self.train_batch, _plain(metrics))
+                meters.update(*weighted, is_batch=registration.place.ends_step)
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +221,8 @@ class TrainingOperator(OperatorBase):
         """Make one update that lowers a loss: the step of a ``train_batch`` of your own.
 
         The loss is computed in a graph; gradients are averaged over the
-        workers, and applied on all of them or, where one fails, on none.
+        workers, and applied on all of them or, where one fails, on none. Where a batch comes in
+        parts, since workers are missing, they are kept until the last part.
 
         Args:
             loss_of: function of `tensors` that returns the mean loss of the batch, or a tuple that

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from raysgd.context import WorkerContext
 from raysgd.data import Dataset
+from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
@@ -62,6 +63,8 @@ class KerasRegistration(Registration):
         self.batch_size: int | None = None
         self.shuffle = True
         self._stepped: set[int] = set()
+        self._has_stepped = False
+        self._held: dict[int, list[Any]] = {}
         self._metrics_made: list[Any] | None = None
         # variables that the step under way has changed, with what they were
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -162,10 +165,9 @@ class KerasRegistration(Registration):
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a data set, arrays, or another iterable."""
-        context, share = self.context, self.settings.batch_share
-        size_and_rank = {"world_size": context.world_size, "rank": context.world_rank}
+        share, placing = self.settings.batch_share, self.settings.placing
         if isinstance(loader, Dataset):
-            return ItemSource(loader, **size_and_rank)
+            return ItemSource(loader, **placing)
         if is_arrays(loader):
             return ArraySource(
                 loader,
@@ -173,12 +175,13 @@ class KerasRegistration(Registration):
                 batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self.seed,
-                follows_share=self.batch_size is None or self.batch_size == share,
-                **size_and_rank,
+                follows_share=share is not None and self.batch_size in (None, share),
+                **placing,
             )
         if isinstance(loader, tf.data.Dataset) and self.settings.options.add_dist_sampler:
             splits = self.settings.options.splits_batches
-            return DatasetSource(loader, training=training, splits=splits, **size_and_rank)
+            del placing["global_batch"]  # its batches are made already
+            return DatasetSource(loader, training=training, splits=splits, **placing)
         return Source(loader)
 
     # ---- steps
@@ -187,11 +190,31 @@ class KerasRegistration(Registration):
     def updated(self) -> bool:
         return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
 
+    def begin_batch(self, place: Place) -> None:
+        super().begin_batch(place)
+        if place.position > 0 and not self._held:
+            self.parts.refuse("train_batch does not call self.minimize()", place)
+        self._has_stepped = False
+
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients and update, on all workers or on none.
 
-        A gradient is None where this worker's batch does not depend on the variable.
+        A gradient is None where this worker's batch does not depend on the variable. Those of a
+        part of a batch are kept until the last part is there.
         """
+        place = self.place
+        if self._has_stepped:
+            self.parts.refuse("train_batch calls self.minimize() several times", place)
+        self._has_stepped = True
+        if place.size is not None:
+            weight = place.size / place.total * place.share if place.size else 0.0
+            gradients = gradients if weight == 1.0 else [_scaled(g, weight) for g in gradients]
+        if place.is_part:
+            held = self._held.get(id(optimizer))
+            gradients = gradients if held is None else list(map(_added, held, gradients))
+            self._held[id(optimizer)] = gradients
+        if not place.is_last:
+            return
         if self.communication.size > 1:
             gradients = self.communication.completed(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
@@ -208,16 +231,20 @@ class KerasRegistration(Registration):
                 self._before[id(variable)] = variable, tf.identity(variable)
 
     def commit(self, num_batches: int = 1) -> None:
-        self._stepped.clear()
-        self._before.clear()
+        self._forget()
         self.global_step += num_batches
 
     def roll_back(self) -> None:
         """Take back what some optimizers did in a step that was not committed."""
         for variable, value in self._before.values():
             variable.assign(value)
+        self._forget()
+
+    def _forget(self) -> None:
         self._stepped.clear()
+        self._held.clear()
         self._before.clear()
+        self._has_stepped = False
 
     def total_loss(self, model: Any, target: Any, output: Any) -> Any:
         """Return the mean loss of a batch and what layers add to it, such as regularization."""
@@ -294,6 +321,27 @@ class KerasRegistration(Registration):
         # a file may be older than this
         for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
             set_arrays(_loss_scale_of(optimizer), arrays)
+
+
+def _scaled(gradient: Any, weight: float) -> Any:
+    if gradient is None:
+        return None
+    factor = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _added(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    if not (isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices)):
+        return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)
+    return tf.IndexedSlices(
+        tf.concat([left.values, right.values], 0),
+        tf.concat([left.indices, right.indices], 0),
+        left.dense_shape,
+    )
 
 
 def _floats(losses: Any) -> list[Any]:

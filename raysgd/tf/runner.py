@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.config import BATCH_SIZE, worker_config
+from raysgd.config import BATCH_SIZE
 from raysgd.context import WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
@@ -63,9 +63,13 @@ class TFRunner(OperatorRunner):
                 "TensorFlow in it sees none. Install one with CUDA there, or pass use_gpu=False."
             )
         operator_cls, given = options.unwrapped()
-        config = worker_config(given, context.world_size)
-        share = config.get(BATCH_SIZE)
-        settings = TFSettings(options=options, context=context, batch_share=share)
+        config = self._setup_config(context)
+        settings = TFSettings(
+            options=options,
+            context=context,
+            batch_share=config.get(BATCH_SIZE),
+            global_batch=given.get(BATCH_SIZE),
+        )
         communication = communication_of(context, options.use_horovod)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
         self.host(operator)

@@ -20,6 +20,7 @@ __all__ = [
     "check_step_freq",
     "check_untrained",
     "checked",
+    "has_static_graph",
     "is_trained",
     "warn_of_order",
     "warn_of_own_schedulers",
@@ -29,9 +30,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def has_static_graph(models: list[torch.nn.Module]) -> bool:
+    """Whether there is a model whose wrapper cannot leave out an exchange of gradients."""
+    return any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models)
+
+
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
-    """Refuse models whose wrappers cannot leave out an exchange of gradients."""
-    if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models):
+    """Refuse such models."""
+    if has_static_graph(models):
         raise ValueError(
             "DistributedDataParallel with static_graph=True exchanges gradients in its first "
             "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "

@@ -52,6 +52,7 @@ class HorovodExchange:
     ) -> None:
         self._optimizer, self._models = optimizer, models
         self._arguments = {"backward_passes_per_step": passes, **arguments}
+        self._passes: int = self._arguments["backward_passes_per_step"]
         self._done = False
         self._distributed: Any = None
         self.rebuild()
@@ -78,6 +79,12 @@ class HorovodExchange:
             self._optimizer, named_parameters=named, **self._arguments
         )
         self._done = False
+
+    def expect(self, passes: int) -> None:
+        """Let no more than the last of so many backward passes start the exchange."""
+        passes = max(passes, self._passes)
+        if passes != self._distributed.backward_passes_per_step:
+            self._distributed.set_backward_passes_per_step(passes)
 
     def synchronize(self) -> None:
         """Wait until all gradients are means over the workers; once for a step."""

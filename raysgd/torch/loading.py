@@ -7,7 +7,7 @@ import copy
 import hashlib
 import itertools
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,15 +68,28 @@ class ShardedLoader(ShardedSource):
         rank: int,
         seed: int,
         batch_share: int | None = None,
+        full_size: int | None = None,
+        global_batch: int | None = None,
     ) -> None:
-        # a loader that does not collate gives one item, a ready batch, at a time
+        # a loader that does not collate gives one item, a ready batch, at a time, and two of them
+        # make no larger one
         size = 1 if loader.batch_size is None else loader.batch_size
-        sampler: Any = loader.sampler
-        drops = bool(loader.drop_last)
-        shard = Shard(len(sampler), size, world_size, rank, drop_last=drops, even=training)
-        # a loader made with config[BATCH_SIZE] follows it when the workers become more or fewer
+        full_size = None if loader.batch_size is None else full_size
+        # a loader made with config[BATCH_SIZE] has that as its global batch
         follows_share = batch_share is not None and loader.batch_size == batch_share
-        super().__init__(loader, shard, follows_share)
+        if follows_share and full_size is not None and global_batch is not None:
+            size = global_batch // full_size
+        sampler: Any = loader.sampler
+        shard = Shard(
+            len(sampler),
+            size,
+            world_size,
+            rank,
+            drop_last=bool(loader.drop_last),
+            even=training,
+            full_size=full_size,
+        )
+        super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
         self._iterates_itself = _iterates_itself(loader)
         self._rows = None if self._iterates_itself else rows_of(loader)
@@ -96,14 +109,16 @@ class ShardedLoader(ShardedSource):
         apart._worker_loader = None
         return apart.batches(epoch=0, offset=0)
 
-    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on."""
         order, shard = self._order_of(epoch), self.shard
         if self._rows is not None and not isinstance(order, list):
-            return self._rows.batches(order, shard.batches(offset, num_steps))
+            return self._rows.batches(order, shard.batches(offset, num_steps, in_parts))
         loader = self._reader(begins=offset == 0)
         indices = loader._index_sampler
-        indices.begin(order, shard, offset, num_steps)
+        indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
         # each worker's loader draws from seeds of its own, and nothing from the generators that a
         # resumed run takes over
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
@@ -249,9 +264,9 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, shard: Shard, offset: int, num_steps: int | None) -> None:
+    def begin(self, order: Order, spans: Callable[[], Iterator[tuple[int, int]]]) -> None:
         """Give the indices of this part from now on; they are made as they are asked for."""
-        self._order, self._spans = order, partial(shard.batches, offset, num_steps)
+        self._order, self._spans = order, spans
         self.drawn = False
         """Whether any has been asked for."""
 
@@ -280,12 +295,15 @@ def wrap_loader(
     rank: int,
     seed: int,
     batch_share: int | None = None,
+    full_size: int | None = None,
+    global_batch: int | None = None,
 ) -> Source:
     """Return the source of batches for a loader that was registered, or for a set of items.
 
     Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or
     with a DistributedSampler, decides for itself what a worker gets; an iterable cannot be
-    shared out.
+    shared out. With `full_size`, the workers of the full group, steps keep the size that they have
+    there: `global_batch` samples where the loader's batch size is `batch_share`.
     """
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
@@ -299,6 +317,8 @@ def wrap_loader(
             rank=rank,
             seed=seed,
             batch_share=batch_share,
+            full_size=full_size,
+            global_batch=global_batch,
         )
     if shard and world_size > 1 and not isinstance(loader, DataLoader):
         _check_no_data_set(loader)

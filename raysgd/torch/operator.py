@@ -93,15 +93,16 @@ class TrainingOperator(OperatorBase):
         self.train_mode(True)
         # an override that calls this may not know it
         epoch_idx = epoch_idx or self._registration.epoch
-        meters = self._registration.new_meters()
+        registration, meters = self._registration, self._registration.new_meters()
         timers = self.timers
         per_batch = self.scheduler_step_freq == "batch"
         with timers.record("train_epoch"):
-            for batch_idx, batch in enumerate(iterator):
-                batch_info = self._batch_info(info, batch_idx, epoch_idx)
+            for batch in self._in_parts(iterator):
+                batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
                 metrics = self.train_batch(batch, batch_info)
-                meters.update(*checked_metrics(self.train_batch, metrics))
-                if per_batch and self._registration.optimization.group.is_last:
+                weighted = checked_metrics(self.train_batch, metrics)
+                meters.update(*weighted, is_batch=registration.place.ends_step)
+                if per_batch and registration.place.is_last:
                     self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over():
             self.step_schedulers()
@@ -350,12 +351,15 @@ class TrainingOperator(OperatorBase):
     def backward(self, loss: torch.Tensor, num_samples: float | None = None) -> None:
         """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
 
-        Several losses of one batch may be given one after the other; their gradients add up.
+        Several losses of one batch may be given one after the other; their gradients add up. A
+        worker with more samples than others counts for more, so that the update is that of one
+        process with the global batch.
 
         Args:
             loss: a tensor of one element, the mean over the samples of the batch.
             num_samples: how many these are, by which the batches of an accumulation group are
-                weighted; None gives them all the same weight.
+                weighted; tokens, say. None: as many as the loader has given, or the same for all
+                where raysgd does not make the batches.
 
         Raises:
             TypeError: if `num_samples` is not a number.
@@ -364,7 +368,7 @@ class TrainingOperator(OperatorBase):
         """
         self._registration.optimization.backward(loss, num_samples)
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update with the gradients that `backward` computed, and zero them.
 
         They are unscaled, clipped if ``max_grad_norm`` was registered, and used; an overflow of
@@ -374,12 +378,16 @@ class TrainingOperator(OperatorBase):
         Args:
             optimizer: a registered optimizer.
 
+        Returns:
+            Whether this was the end of a group, so that the update is made: what follows an
+            update, such as a running average of the model, belongs behind that.
+
         Raises:
             TypeError: if the optimizer needs a closure.
             RuntimeError: if, with gradient accumulation, it is stepped twice in a batch, or the
                 last batch of a group had no `backward`.
         """
-        self._registration.optimization.step(optimizer)
+        return self._registration.optimization.step(optimizer)
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module as you made it, with one worker as with several.
@@ -394,10 +402,13 @@ class TrainingOperator(OperatorBase):
         return plain(model)
 
     def step_schedulers(self) -> None:
-        """Step every registered scheduler."""
+        """Step every registered scheduler; between the parts of one batch it does nothing."""
+        if not self._registration.place.ends_step:
+            return
         with self._registration.optimization.tolerating_a_skipped_step():
             for scheduler in self._registration.schedulers:
                 scheduler.step()
+        self._registration.note_schedule()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with its tensors, also nested ones, on this worker's device.

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.data.shard import Place
+from raysgd.loop.parts import Parts
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
 from raysgd.torch.undo import UndoLog
@@ -36,11 +38,14 @@ class Group:
     samples a group has is known with its last batch; until then the group is taken to consist of
     batches like its first, and where that was wrong the gradients held are corrected once.
 
+    Where it is known how many samples this worker has in the group, and how many all workers, the
+    weights are right from the first batch on.
+
     >>> group = Group()
-    >>> group.begin(0, 2, is_last=False)
+    >>> group.begin(Place(0, 2, is_last=False))
     >>> group.weigh(6)
     (1.0, 0.5)
-    >>> group.begin(1, 2, is_last=True)
+    >>> group.begin(Place(1, 2))
     >>> group.weigh(2)  # 2 of 8 samples, and the first batch counts for 6 / 8, not for 1 / 2
     (1.5, 0.25)
     """
@@ -50,29 +55,26 @@ class Group:
 
     def reset(self) -> None:
         """Let each batch be a group of its own, until `begin` says otherwise."""
-        self.position = 0
-        """Batches of the group before this one."""
-        self.is_last = True
-        """Whether an update follows this batch."""
+        self.place = Place()
+        """That of the batch under way."""
         self._counts: bool | None = None
-        self._planned = 1
         self._taken_as = 0.0
         self._held = 0.0
+        self._given = 0.0
         self._this: float | None = None
 
-    def begin(self, position: int, planned: int, is_last: bool) -> None:
-        """Begin a batch.
-
-        Args:
-            position: batches of the group before it.
-            planned: batches that the group will have, or the most where that is unknown.
-            is_last: whether it is the last of the group.
-        """
-        if position == 0:
+    def begin(self, place: Place) -> None:
+        """Begin a batch."""
+        if place.position == 0:
             self.reset()
         self._held += self._this or 0.0
         self._this = None
-        self.position, self._planned, self.is_last = position, planned, is_last
+        self.place = place
+
+    @property
+    def is_last(self) -> bool:
+        """Whether an update follows this batch."""
+        return self.place.is_last
 
     @property
     def has_backward(self) -> bool:
@@ -88,23 +90,31 @@ class Group:
         """Return by what to multiply the gradients that are held, and the loss at hand.
 
         Args:
-            num_samples: samples of the batch; None to give all batches the same weight. A
-                further loss of the same batch has the weight of the first.
+            num_samples: samples of the batch; None for as many as its place says, or to give all
+                batches the same weight. A further loss of the same batch has the weight of the
+                first.
 
         Raises:
             ValueError: if it does not fit what was given for another loss of the group.
         """
-        size = self._checked(num_samples)
+        given, place = self._checked(num_samples), self.place
         if self._this is not None:
-            return 1.0, self._this / self._taken_as
-        self._this = size
+            return 1.0, self._weight(self._this)
+        self._given = given
+        # what is given to a worker for a second time counts for nothing
+        self._this = size = 0.0 if place.size == 0 else given
         if self._held == 0:
-            self._taken_as = self._planned * size
+            self._taken_as = (
+                place.planned * size if not place.size else size * place.total / place.size
+            )
         correction = 1.0
         total = self._held + size
         if self.is_last and total != self._taken_as:
             correction, self._taken_as = self._taken_as / total, total
-        return correction, size / self._taken_as
+        return correction, self._weight(size)
+
+    def _weight(self, size: float) -> float:
+        return size / self._taken_as * self.place.share if size else 0.0
 
     def _checked(self, num_samples: float | None) -> float:
         if self._this is None:
@@ -114,12 +124,14 @@ class Group:
                     "group and not for others; give it for all of them or for none."
                 )
             self._counts = num_samples is not None
-        elif num_samples is not None and num_samples != self._this:
+        elif num_samples is not None and num_samples != self._given:
             raise ValueError(
-                f"backward(num_samples={num_samples!r}) follows num_samples={self._this:g} for "
+                f"backward(num_samples={num_samples!r}) follows num_samples={self._given:g} for "
                 "another loss of the same batch; the batch has one number of samples."
             )
-        return 1.0 if num_samples is None else float(num_samples)
+        if num_samples is None:
+            return float(self.place.size or 1)
+        return float(num_samples)
 
 
 def check_count(num_samples: Any) -> None:
@@ -135,16 +147,18 @@ def check_count(num_samples: Any) -> None:
 class Optimization:
     """Makes the updates of one operator.
 
-    Batches come in groups of ``accumulation_steps``, of which the last one makes the update; the
-    iterator that a loop draws from says where a group ends. Without such an iterator each batch
-    is a group of its own.
+    Batches come in groups of ``accumulation_steps``, and large ones in parts; the last of a group
+    makes the update. The iterator that a loop draws from says where a group ends. Without such an
+    iterator each batch is a group of its own.
 
     Args:
         precision: how a step computes.
+        parts: is told where batches must not come in parts.
     """
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: Precision, parts: Parts | None = None) -> None:
         self.precision = precision
+        self._parts = parts or Parts()
         self.group = Group()
         self.accumulation_steps = 1
         self.max_grad_norm: float | None = None
@@ -158,15 +172,20 @@ class Optimization:
         self._in_batch = False
         self._in_group = False
         self._in_helper = False
+        self._has_stepped = False
         self._used = False
         self._scheduled = False
         self.exchanges: dict[int, HorovodExchange] = {}
         """Of Horovod, by the ids of the optimizers; without it there are none."""
 
     def register(
-        self, optimizers: list[torch.optim.Optimizer], accumulation_steps: Any, max_grad_norm: Any
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        accumulation_steps: Any,
+        max_grad_norm: Any,
+        may_come_in_parts: bool = False,
     ) -> None:
-        """Take over what ``register`` was given."""
+        """Take over what ``register`` was given, and whether batches may come in parts."""
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
             raise TypeError(
                 f"register(gradient_accumulation_steps={accumulation_steps!r}): must be an int."
@@ -188,26 +207,34 @@ class Optimization:
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._on_step)
-            if accumulation_steps > 1 or max_grad_norm is not None or self.precision.scales:
+            if (
+                accumulation_steps > 1
+                or max_grad_norm is not None
+                or self.precision.scales
+                or may_come_in_parts
+            ):
                 optimizer.register_step_pre_hook(self._check_step)
             if len(optimizers) > 1:
                 optimizer.register_step_pre_hook(self._remember)
 
     # ---- batches
 
-    def begin_batch(
-        self, models: list[torch.nn.Module], position: int, planned: int, is_last: bool
-    ) -> None:
-        """Begin a batch of a group, see :meth:`Group.begin`."""
-        self._in_batch = True
-        if position == 0:
+    def begin_batch(self, models: list[torch.nn.Module], place: Place) -> None:
+        """Begin a batch of a group, or a part of one."""
+        self._in_batch, self._has_stepped = True, False
+        if place.position == 0:
             self._stepped.clear()  # of steps that user code made outside of any batch
-        if self.accumulation_steps == 1:
+        elif place.is_part and not self._used:
+            self._refuse_parts("train_batch does not call self.backward(loss)")
+        self.group.begin(place)
+        if place.position == 0:
+            for exchange in self.exchanges.values():
+                exchange.expect(place.planned)
+        if self.accumulation_steps == 1 and not place.is_part:
             return
         self._in_group = True
-        self.group.begin(position, planned, is_last)
         self._models = models
-        self._exchange(is_last)
+        self._exchange(place.is_last)
         self._asked.clear()
         for parameter, gradient in self._aside:
             parameter.grad = gradient
@@ -288,25 +315,31 @@ class Optimization:
     def backward(self, loss: torch.Tensor, num_samples: float | None) -> None:
         """See :meth:`TrainingOperator.backward`."""
         check_count(num_samples)
-        correction = weight = 1.0
+        if self._has_stepped:
+            self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         if self._in_group:
             self._check_held()
             correction, weight = self.group.weigh(num_samples)
+        else:
+            correction, weight = 1.0, self.group.place.share
         if correction != 1.0:
             self._multiply_gradients(correction)
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """See :meth:`TrainingOperator.optimizer_step`."""
         if _needs_closure(type(optimizer).step):
             raise TypeError(_CLOSURE.format(type(optimizer).__name__))
+        self._has_stepped = True
         if self._in_group:
             self._check_asked_once(optimizer)
             self._witnesses.pop(id(optimizer), None)
+        elif id(optimizer) in self._stepped:
+            self._refuse_parts("train_batch steps an optimizer twice")
         if not self.group.is_last:
             self._set_aside(optimizer)
-            return
+            return False
         if self.group.holds and not self.group.has_backward:
             raise RuntimeError(
                 "optimizer_step() at the end of an accumulation group without self.backward(loss) "
@@ -326,6 +359,10 @@ class Optimization:
             self._in_helper = False
         self._on_step(optimizer)  # also where an overflow made the precision skip it
         optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _refuse_parts(self, why: str) -> None:
+        self._parts.refuse(why, self.group.place)
 
     def _multiply_gradients(self, factor: float) -> None:
         of_models = (p for model in self._models for p in model.parameters())
@@ -377,11 +414,15 @@ class Optimization:
         """Refuse a step that would skip what only the helper does."""
         if self._in_helper:
             return
+        if self._in_batch:
+            self._refuse_parts(
+                "train_batch steps an optimizer itself, not by self.optimizer_step()"
+            )
         if self.accumulation_steps > 1:
             why = f"gradient_accumulation_steps={self.accumulation_steps}"
         elif self.max_grad_norm is not None:
             why = f"max_grad_norm={self.max_grad_norm}"
-        elif self._used:
+        elif self._used and self.precision.scales:
             why = f"the scaled gradients of self.backward(loss) under {self.precision.name}"
         else:
             return
@@ -401,6 +442,7 @@ class Optimization:
 
     def _check_asked_once(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._asked:
+            self._refuse_parts("train_batch steps an optimizer twice")
             raise RuntimeError(
                 f"optimizer_step() was called twice in one batch with the same "
                 f"{type(optimizer).__name__}, and with gradient_accumulation_steps="

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.context import WorkerContext
+from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
@@ -21,6 +22,7 @@ from raysgd.torch.checks import (
     check_step_freq,
     check_untrained,
     checked,
+    has_static_graph,
     is_trained,
     warn_of_order,
     warn_of_strangers,
@@ -63,8 +65,14 @@ class TorchRegistration(Registration):
         self._comm_hooks: list[list[tuple[Any, Any]]] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._buffers = BufferLog()
+        self._schedule: list[Any] = []
+        self._rates: list[dict[str, Any]] = []
+        self._schedule_states: list[Any] = []
         self.optimization = Optimization(
-            create_precision(settings.options.use_fp16, settings.device, settings.options.amp_dtype)
+            create_precision(
+                settings.options.use_fp16, settings.device, settings.options.amp_dtype
+            ),
+            self.parts,
         )
 
     # ---- registering
@@ -103,7 +111,10 @@ class TorchRegistration(Registration):
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
             check_step_freq(self.schedulers, self.settings.options.scheduler_step_freq)
-        self.optimization.register(self.optimizers, accumulation_steps, max_grad_norm)
+        may_come_in_parts = (self.settings.full_size or 1) > 1
+        self.optimization.register(
+            self.optimizers, accumulation_steps, max_grad_norm, may_come_in_parts
+        )
         self.accumulation_steps = accumulation_steps
         self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
@@ -177,6 +188,8 @@ class TorchRegistration(Registration):
         self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
         if self.accumulation_steps > 1:
             check_static_graphs(self.models)
+        elif has_static_graph(self.models):
+            self.parts.why_not = "DistributedDataParallel(static_graph=True) cannot accumulate"
 
     def _not_averaged(self) -> list[tuple[int, torch.nn.Parameter]]:
         """Return the parameters that no wrapper averages, each with the index of its model."""
@@ -226,22 +239,16 @@ class TorchRegistration(Registration):
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader, or for a data set of items."""
-        context, share = self.settings.context, self.settings.batch_share
         return wrap_loader(
             loader,
             training=training,
             shard=self.settings.options.add_dist_sampler,
-            world_size=context.world_size,
-            rank=context.world_rank,
             seed=self.seed,
-            batch_share=share,
+            batch_share=self.settings.batch_share,
+            **self.settings.placing,
         )
 
     # ---- committed steps
-
-    @property
-    def group_position(self) -> int:
-        return self.optimization.group.position
 
     @property
     def num_skipped(self) -> int:
@@ -254,8 +261,38 @@ class TorchRegistration(Registration):
     def updated(self) -> bool:
         return self.optimization.updated
 
-    def begin_batch(self, position: int, planned: int, is_last: bool) -> None:
-        self.optimization.begin_batch(self.models, position, planned, is_last)
+    def begin_batch(self, place: Place) -> None:
+        if place.share != 1.0 and not self.replicated:
+            place = replace(place, share=1.0)  # nobody averages
+        if place.is_part:
+            self._watch_schedulers(place)
+        super().begin_batch(place)
+        self.optimization.begin_batch(self.models, place)
+
+    def note_schedule(self) -> None:
+        """Note how far schedulers are, where they may be stepped."""
+        self._schedule = [getattr(each, "last_epoch", None) for each in self.schedulers]
+
+    def _watch_schedulers(self, place: Place) -> None:
+        """Find out when `train_batch` steps a scheduler, which it would for each part, and undo it.
+
+        Raises:
+            IndivisibleError: if it does.
+        """
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if place.position == 0:
+            self._schedule_states = [scheduler.state_dict() for scheduler in self.schedulers]
+            self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            self.note_schedule()
+            return
+        before = self._schedule
+        self.note_schedule()
+        if self._schedule != before:
+            for scheduler, state in zip(self.schedulers, self._schedule_states, strict=True):
+                scheduler.load_state_dict(state)
+            for group, rates in zip(groups, self._rates, strict=True):
+                group.update(rates)
+            self.parts.refuse("train_batch steps a scheduler itself", place)
 
     def commit(self, num_batches: int = 1) -> None:
         """Count batches whose update is done, and remember what a failed one must not change.

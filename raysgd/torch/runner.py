@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.config import BATCH_SIZE, worker_config
+from raysgd.config import BATCH_SIZE
 from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
@@ -52,12 +52,13 @@ class TorchRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         options = self._options
-        config = worker_config(options.config, context.world_size)
+        config = self._setup_config(context)
         settings = OperatorSettings(
             options=options,
             context=context,
             device=_device(bool(options.use_gpu), context),
             batch_share=config.get(BATCH_SIZE),
+            global_batch=options.config.get(BATCH_SIZE),
         )
         self.host(build_operator(options.training_operator_cls, config, settings))
 

@@ -151,7 +151,9 @@ class BackendExecutor:
         controller = Controller(
             self._group,
             FunctionRunner(
-                self._backend.share_cuda_visible_devices, self._overridden("encode_data")
+                self._backend.share_cuda_visible_devices,
+                self._overridden("encode_data"),
+                self.options.num_workers if self._elastic.global_batch == "keep" else None,
             ),
             self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
             initialization_hook,

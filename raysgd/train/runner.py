@@ -27,16 +27,21 @@ class FunctionRunner:
         share_gpus: whether each worker sees the GPUs of all workers of its node, unless
             ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` says otherwise.
         encode: of the user's backend; None where it does nothing.
+        full_size: workers of the full group, where steps keep the size that they have there.
     """
 
     imports: Sequence[str] = ()
 
     def __init__(
-        self, share_gpus: bool, encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self,
+        share_gpus: bool,
+        encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        full_size: int | None = None,
     ) -> None:
         # on the driver: its environment decides
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
         self._encode = encode
+        self._full_size = full_size
         self._context = WorkerContext()
         self._plan: Plan | None = None
         self._session: Session | None = None  # of the plan; None until the function has started
@@ -134,6 +139,8 @@ class FunctionRunner:
             if self._plan is None:
                 raise RuntimeError("This worker was given no function to run.")
             shards = session.held_shards()
-            self._session = Session(self._plan, self._context, ReportQueue(), shards, self._encode)
+            self._session = Session(
+                self._plan, self._context, ReportQueue(), shards, self._encode, self._full_size
+            )
             self._session.start()
         return self._session

@@ -110,6 +110,7 @@ class Session:
         report_queue: the way to the driver.
         shards: this worker's data sets by name; None where there are none.
         encode: of the backend, applied to what is reported and saved.
+        full_size: workers of the full group, where steps keep the size that they have there.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class Session:
         report_queue: ReportQueue,
         shards: Any = None,
         encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        full_size: int | None = None,
     ) -> None:
+        self.full_size = full_size
         self.plan = plan
         self.context = context
         self.report_queue = report_queue

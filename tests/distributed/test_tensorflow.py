@@ -198,6 +198,7 @@ def test_a_lost_worker_costs_no_finished_step_and_another_takes_its_place(traine
     with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 10)]):
         result = trainer.train()
     assert (result["epoch"], result["num_samples"]) == (epoch + 1, 1440)
+    assert trainer.global_step == (epoch + 1) * 45
 
     def whole():
         trainer.train(num_steps=5)

@@ -42,6 +42,12 @@ class _Accelerator:
         self.amp = amp
         self.precision = create_precision(amp, get_device())
         self.optimizers: list[Optimizer] = []
+        self.share = 1.0
+        """What the loss of the batch under way counts for among those of the workers."""
+
+    def weigh(self, share: float) -> None:
+        """Take note of that."""
+        self.share = share
 
 
 _OUTSIDE: dict[str, Any] = {}
@@ -142,8 +148,13 @@ def prepare_data_loader(
     pass first, the pass raises RuntimeError; no worker waits for another meanwhile, and without a
     process group of torch.distributed nothing is compared.
 
+    Where a run that was given ``num_workers=(min, max)`` has fewer than the most, a step keeps its
+    size: batches become larger, which a warning says, and differ by one sample at most, by which
+    `backward` weights their losses. ``ElasticConfig(global_batch="scale")`` makes steps smaller.
+
     Args:
-        data_loader: the loader, the same on all workers; its batch size is that of one worker.
+        data_loader: the loader, the same on all workers; its batch size is that of one worker in
+            the full group.
         add_dist_sampler: whether to share it out, where there are several workers. One over an
             IterableDataset, with a batch sampler of its own, or with a sampler that is for one
             worker of several already (a DistributedSampler, or another with ``num_replicas``), is
@@ -153,7 +164,8 @@ def prepare_data_loader(
         auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
             before is trained on; needs a GPU.
     """
-    _accelerator()  # so that a later accelerate() is an error
+    accelerator = _accelerator()  # so that a later accelerate() is an error
+    running = session.current()
     return prepared_loader(
         data_loader,
         world_size=world_size() if add_dist_sampler else 1,
@@ -161,7 +173,9 @@ def prepare_data_loader(
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=_kept().get(_SEED, 0),
-        run="" if (running := session.current()) is None else running.plan.name,
+        run="" if running is None else running.plan.name,
+        full_size=running.full_size if running is not None and add_dist_sampler else None,
+        weigh=accelerator.weigh,
     )
 
 
@@ -179,8 +193,14 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss, in the precision of the run."""
-    _accelerator().precision.backward(tensor, True)
+    """Compute the gradients of a loss, in the precision of the run.
+
+    The loss is the mean over a batch of a loader that `prepare_data_loader` returned: where workers
+    have batches of different sizes, it counts by the size of this worker's.
+    """
+    accelerator = _accelerator()
+    share = accelerator.share
+    accelerator.precision.backward(tensor if share == 1.0 else tensor * share, True)
 
 
 def enable_reproducibility(seed: int = 0) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ def prepared_loader(
     ahead: bool,
     seed: int,
     run: str = "",
+    full_size: int | None = None,
+    weigh: Callable[[float], None] | None = None,
 ) -> PreparedLoader:
     """Return a loader that gives this worker its part, on its device.
 
@@ -56,11 +58,24 @@ def prepared_loader(
         ahead: whether to move the next batch while the one before is used.
         seed: of the order, where the loader shuffles and has no generator.
         run: tells runs in one process group apart, the same on all workers.
+        full_size: workers of the full group, where steps keep the size that they have there.
+        weigh: is told what the loss of each batch counts for among those of the workers.
     """
-    if world_size > 1 and _can_share(loader):
+    full_size = full_size or world_size
+    if full_size > 1 and _can_share(loader):
         on_gpu = device is not None and device.type == "cuda"
-        loader = _shared(loader, world_size, rank, seed, run, pin=ahead and on_gpu)
-    return PreparedLoader(loader, device, ahead)
+        if world_size < full_size and loader.batch_size is not None:
+            logger.warning(
+                "A loader gives this worker up to %d samples a batch, in place of %d, since there "
+                "are %d workers of %d: so steps have as many samples as with all of them. "
+                'ElasticConfig(global_batch="scale") makes them smaller.',
+                -(-full_size * loader.batch_size // world_size),
+                loader.batch_size,
+                world_size,
+                full_size,
+            )
+        loader = _shared(loader, world_size, rank, seed, run, ahead and on_gpu, full_size)
+    return PreparedLoader(loader, device, ahead, weigh)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -69,9 +84,16 @@ class PreparedLoader(DataLoader[Any]):
     Everything else of it, ``dataset``, ``sampler``, ``batch_size``, is that loader's.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None, ahead: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device | None,
+        ahead: bool,
+        weigh: Callable[[float], None] | None = None,
+    ) -> None:
         self.__dict__.update(loader.__dict__)
         self._loader = loader
+        self._weigh = weigh
         self._device = device
         self._ahead = ahead and device is not None and device.type == "cuda"
         self._num_passes = 0
@@ -87,12 +109,16 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Go through this worker's batches once."""
         self._advance()
-        batches = iter(self._loader)
-        if self._device is None:
+        batches: Iterator[Any] = iter(self._loader)
+        if (device := self._device) is not None and self._ahead:
+            batches = _moved_ahead(batches, device)
+        elif device is not None:
+            whole = batches
+            batches = (moved(batch, device) for batch in whole)
+        sampler = self._loader.sampler
+        if self._weigh is None or not isinstance(sampler, _SharedSampler) or sampler.is_even:
             return batches
-        if self._ahead:
-            return _moved_ahead(batches, self._device)
-        return (moved(batch, self._device) for batch in batches)
+        return _weighed(batches, sampler, self._weigh)
 
     def _advance(self) -> None:
         """Let the order of a shuffled loader change, unless the user sets it."""
@@ -105,6 +131,18 @@ class PreparedLoader(DataLoader[Any]):
         sampler.set_epoch(_Epoch(self._num_passes))
         self._own_epoch = sampler.epoch
         self._num_passes += 1
+
+
+def _weighed(
+    batches: Iterator[Any], sampler: _SharedSampler, weigh: Callable[[float], None]
+) -> Iterator[Any]:
+    """Say with each batch what its loss counts for."""
+    try:
+        for batch, share in zip(batches, sampler.shares(), strict=False):
+            weigh(share)
+            yield batch
+    finally:
+        weigh(1.0)
 
 
 class _Epoch(int):
@@ -145,13 +183,25 @@ def _record(batch: Any, stream: Any) -> None:
 class _SharedSampler(DistributedSampler[Any]):
     """This worker's part of what a loader's sampler gives.
 
-    Every worker draws the whole order, from the same random numbers, and takes its part of it.
+    Every worker draws the whole order, from the same random numbers, and takes its part of each
+    step's samples, which are those of a step of the full group.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], num_replicas: int, rank: int, seed: int, run: str
+        self,
+        loader: DataLoader[Any],
+        num_replicas: int,
+        rank: int,
+        seed: int,
+        run: str,
+        full_size: int,
     ) -> None:
         given: Any = loader.sampler
+        if loader.batch_size is None:  # items are batches, and two make no larger one
+            full_size = num_replicas
+        self._full_size, self._step = full_size, full_size * (loader.batch_size or 1)
+        self.is_even = full_size == num_replicas
+        """Whether all workers have as many samples in each step."""
         # of one over something else than the data, torch's own shuffle is not the order
         self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
@@ -176,8 +226,24 @@ class _SharedSampler(DistributedSampler[Any]):
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
 
+    @property
+    def _sizes(self) -> Iterator[int]:
+        """Samples of the steps of a pass."""
+        total = -(-len(self._given) // self._full_size) * self._full_size
+        return (min(self._step, total - start) for start in range(0, total, self._step))
+
+    def shares(self) -> Iterator[float]:
+        """Return what this worker's mean counts for among those of the workers, by step."""
+        for size in self._sizes:
+            yield len(range(self.rank, size, self.num_replicas)) * self.num_replicas / size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this worker in a full step."""
+        return len(range(self.rank, self._step, self.num_replicas))
+
     def __len__(self) -> int:
-        return -(-len(self._given) // self.num_replicas)
+        return sum(len(range(self.rank, size, self.num_replicas)) for size in self._sizes)
 
     def __iter__(self) -> Iterator[Any]:
         order = drawn_order(self._given, self.seed + self._epoch, self._is_plain)
@@ -189,9 +255,15 @@ class _SharedSampler(DistributedSampler[Any]):
         else:
             keys = order if isinstance(order, list) else order.tolist()
         # begun again where it does not divide, as torch does, so that all have equally many
-        missing = -len(keys) % self.num_replicas
+        missing = -len(keys) % self._full_size
         keys = [*keys, *itertools.islice(itertools.cycle(keys), missing)] if missing else keys
-        return iter(keys[self.rank :: self.num_replicas])
+        if self.is_even:
+            return iter(keys[self.rank :: self.num_replicas])
+        step, rank = self._step, self.rank
+        starts = range(0, len(keys), step)
+        return itertools.chain.from_iterable(
+            keys[start : start + step][rank :: self.num_replicas] for start in starts
+        )
 
 
 class _OrderCheck:
@@ -272,15 +344,21 @@ def _warn(reason: str) -> None:
 
 
 def _shared(
-    loader: DataLoader[Any], world_size: int, rank: int, seed: int, run: str, pin: bool
+    loader: DataLoader[Any],
+    world_size: int,
+    rank: int,
+    seed: int,
+    run: str,
+    pin: bool,
+    full_size: int,
 ) -> DataLoader[Any]:
     """Return a loader with the same settings over this worker's part."""
     while isinstance(loader, PreparedLoader):
         loader = loader._loader
     if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
         seed = loader.generator.initial_seed() % 2**31
-    sampler = _SharedSampler(loader, world_size, rank, seed, run)
+    sampler = _SharedSampler(loader, world_size, rank, seed, run, full_size)
     settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
     if loader.batch_size is not None:
-        settings["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        settings["batch_sampler"] = BatchSampler(sampler, sampler.batch_size, loader.drop_last)
     return changed(loader, **settings)

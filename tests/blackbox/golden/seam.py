@@ -21,28 +21,31 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
         seed: the trainer's.
         epoch: number of the epoch.
         segments: pairs of the number of workers and the steps that they take; None: all that is
-            left. Each goes on where the one before ended.
+            left. Each goes on where the one before ended. The full group has the largest number.
         global_batch: ``config[BATCH_SIZE]``; None: the loader has a batch size of its own.
 
     Returns:
         A list of the segments, each a list of the workers.
     """
-    offset, shares = 0, [global_batch and global_batch // size for size, _ in segments]
+    full_size = max(size for size, _ in segments)
+    offset, share = 0, global_batch and global_batch // full_size
     first = segments[0][0]
     sources = {}
     read = []
-    for (world_size, num_steps), share in zip(segments, shares, strict=True):
+    for world_size, num_steps in segments:
         workers = []
         for rank in range(world_size):
             if rank not in sources:
                 sources[rank] = wrap_loader(
-                    make_loader(shares[0]),
+                    make_loader(share),
                     training=training,
                     shard=True,
                     world_size=first,
                     rank=rank,
                     seed=seed,
-                    batch_share=shares[0],
+                    batch_share=share,
+                    full_size=full_size,
+                    global_batch=global_batch,
                 )
             sources[rank].reshard(world_size, rank, share)
             batches = sources[rank].batches(epoch, offset, num_steps)
@@ -72,10 +75,12 @@ def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
     from raysgd.tf.loading import ArraySource, DatasetSource
 
     offset, read = 0, []
+    full_size = max(size for size, _ in segments)
     for world_size, num_steps in segments:
         workers = []
         for rank in range(world_size):
             place = {"training": training, "world_size": world_size, "rank": rank}
+            place["full_size"] = full_size
             if batch_size is None:
                 source = DatasetSource(data(), **place)
             else:

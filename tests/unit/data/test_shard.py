@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data.shard import Shard
+from raysgd.data.shard import Shard, places_of
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -163,3 +164,79 @@ def test_an_interrupted_epoch_goes_on_as_if_nothing_had_been(total, batch_size, 
         pieces += shard.batches(offset, k)
         offset = shard.offset_after(offset, k)
     assert pieces == list(shard.batches())
+
+
+# ---- steps that keep their size
+
+
+full_sizes = st.integers(1, 6)
+
+
+@given(full_sizes, courses, totals, batch_sizes, st.integers(0, 5), st.booleans())
+def test_steps_are_the_same_samples_with_any_number_of_workers(
+    full_size, course, total, batch_size, more, drop_last
+):
+    """`more`: a global batch that does not divide."""
+    course = [(min(size, full_size), num_steps) for size, num_steps in course]
+    kept = {"full_size": full_size, "drop_last": drop_last}
+    if more:
+        kept["global_batch"] = batch_size * full_size + min(more, full_size - 1)
+    steps, _ = run(course, 1, total, batch_size, **kept)
+    whole = Shard(total, batch_size, 1, 0, **kept)
+    assert [set(samples([step])) for step in steps] == [
+        set(range(start, stop)) for start, stop in whole.batches()
+    ]
+    for step in steps:
+        sizes = [stop - start for start, stop in step]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(
+    full_sizes,
+    st.integers(1, 6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
+    full_size, world_size, sizes, in_parts
+):
+    """Each sample counts the same, also where a worker is given one that another has."""
+    world_size = min(world_size, full_size)
+    at_once = -(-max(sizes) // full_size)
+    places = [
+        places_of(tuple(sizes), world_size, rank, at_once, in_parts) for rank in range(world_size)
+    ]
+    weights = Counter()
+    for rank, own in enumerate(places):
+        start, held = 0, iter(own)
+        for size in sizes:
+            shard = Shard(
+                size, at_once, world_size, rank, full_size=full_size, global_batch=max(sizes)
+            )
+            for low, high in shard.batches(in_parts=in_parts):
+                place = next(held)
+                assert not in_parts or high - low <= (3 if at_once == 2 else at_once)
+                for sample in range(start + low, start + high):
+                    # the loss is a mean over the batch, and gradients are one over the workers
+                    mean = place.size / max(1, place.total) * place.share / world_size
+                    weights[sample] += mean / (high - low)
+            start += size
+        assert next(held, None) is None
+    expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
+    assert weights == pytest.approx(expected, rel=1e-12)
+    # what is said by forward passes is said equally often
+    assert len({tuple(place.step for place in own) for own in places}) == 1
+    for own in places:
+        assert [place.is_last for place in own] == [False] * (len(own) - 1) + [True]
+
+
+@given(full_sizes, world_sizes, totals, batch_sizes, st.integers(1, 9))
+def test_so_many_steps_of_validation_are_the_same_samples_with_any_number_of_workers(
+    full_size, world_size, total, batch_size, num_steps
+):
+    world_size = min(world_size, full_size)
+    shards = group(total, batch_size, world_size, full_size=full_size, even=False)
+    spans = [span for shard in shards for span in shard.batches(0, num_steps)]
+    end = min(total, num_steps * batch_size * full_size)
+    assert sorted(i for span in spans for i in range(*span)) == list(range(end))
+    assert {shard.offset_after(0, num_steps) for shard in shards} == {end}

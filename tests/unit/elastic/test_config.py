@@ -22,6 +22,7 @@ DEFAULTS = {
     "grow": True,
     "warm_spares": True,
     "snapshot_every": "epoch",
+    "global_batch": "keep",
 }
 
 
@@ -65,6 +66,7 @@ def test_values_are_given_by_name():
         ("snapshot_every", "epoch"),
         ("snapshot_every", 1),
         ("snapshot_every", None),
+        ("global_batch", "scale"),
     ],
 )
 def test_the_ends_of_each_range_are_allowed(name, value):
@@ -89,6 +91,8 @@ def test_the_ends_of_each_range_are_allowed(name, value):
         ("snapshot_every", -5),
         ("snapshot_every", "step"),
         ("snapshot_every", "EPOCH"),
+        ("global_batch", "keeps"),
+        ("global_batch", None),
         *(
             (name, value)
             for name in ("initial_s", "factor", "max_s", "resize_cooldown_s", "hang_timeout_s")

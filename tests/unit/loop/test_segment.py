@@ -361,9 +361,9 @@ def groups_of(registration, steps, after=None, pause=None):
     """Draw all batches; return them in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
-        assert registration.optimization.group.position == len(group)
+        assert registration.place.position == len(group)
         group.append(batch)
-        if registration.optimization.group.is_last:
+        if registration.place.is_last:
             groups.append(group)
             group = []
         if count == after:
@@ -479,7 +479,7 @@ def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_know
     again = steps.fail()
     assert again + list(iterator) == batches[reached:]
     assert registration.global_step == registration.offset == steps.num_batches == reached
-    assert registration.optimization.group.position == 0
+    assert registration.place.position == 0
 
 
 def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.data.shard import Place
 from raysgd.torch.optimization import Group, check_count
 
 
@@ -13,7 +14,7 @@ def effective_weights(sizes, planned, num_losses=1):
     """By how much each batch's gradient counts in the end."""
     group, held = Group(), []
     for position, size in enumerate(sizes):
-        group.begin(position, planned, is_last=position == len(sizes) - 1)
+        group.begin(Place(position, planned, is_last=position == len(sizes) - 1))
         correction, weight = group.weigh(size)
         held = [value * correction for value in held] + [weight]
         for _ in range(num_losses - 1):
@@ -31,7 +32,7 @@ def test_each_batch_counts_by_its_samples(sizes, more_planned, num_losses):
 def test_equal_batches_need_no_correction(size, count):
     group = Group()
     for position in range(count):
-        group.begin(position, count, is_last=position == count - 1)
+        group.begin(Place(position, count, is_last=position == count - 1))
         assert group.weigh(size) == (1.0, size / (count * size))
 
 
@@ -43,22 +44,18 @@ def test_without_sizes_all_batches_count_the_same(count, planned):
 
 def test_a_group_is_one_batch_until_it_is_begun():
     group = Group()
-    assert (group.position, group.is_last, group.holds, group.has_backward) == (
-        0,
-        True,
-        False,
-        False,
-    )
+    assert group.place == Place()
+    assert (group.is_last, group.holds, group.has_backward) == (True, False, False)
     assert group.weigh(7) == (1.0, 1.0)
     assert group.has_backward
 
 
 def test_a_batch_without_a_loss_counts_for_nothing():
     group = Group()
-    group.begin(0, 3, is_last=False)
-    group.begin(1, 3, is_last=False)
+    group.begin(Place(0, 3, is_last=False))
+    group.begin(Place(1, 3, is_last=False))
     assert group.weigh(4) == (1.0, 1 / 3)
-    group.begin(2, 3, is_last=True)
+    group.begin(Place(2, 3, is_last=True))
     assert group.holds
     assert group.weigh(4) == (1.5, 0.5)
 
@@ -68,7 +65,7 @@ def test_a_new_group_knows_nothing_of_the_one_before():
     effective = []
     for size in (5, 9):
         for position in range(2):
-            group.begin(position, 2, is_last=position == 1)
+            group.begin(Place(position, 2, is_last=position == 1))
             assert group.holds == (position == 1)
             effective.append(group.weigh(size))
     assert effective == [(1.0, 0.5)] * 4
@@ -77,9 +74,9 @@ def test_a_new_group_knows_nothing_of_the_one_before():
 def test_sizes_for_some_batches_of_a_group_alone_are_refused():
     for first, second in ((None, 3), (3, None)):
         group = Group()
-        group.begin(0, 2, is_last=False)
+        group.begin(Place(0, 2, is_last=False))
         group.weigh(first)
-        group.begin(1, 2, is_last=True)
+        group.begin(Place(1, 2, is_last=True))
         with pytest.raises(ValueError, match="for all of them or for none"):
             group.weigh(second)
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
+from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, Sums
 from raysgd.torch.options import TorchOptions
@@ -164,7 +165,8 @@ class Distilling(TrainingOperator):
 
 def set_up(seed):
     config = {"seed": seed}
-    runner = TorchRunner(TorchOptions(training_operator_cls=Distilling, config=config))
+    options = TorchOptions(training_operator_cls=Distilling, config=config, num_workers=2)
+    runner = TorchRunner(options)
     runner.prepare(context)
     runner.setup(context)
     return runner
@@ -643,7 +645,7 @@ def test_data_that_differ_from_worker_to_worker_are_named_with_the_seed_as_the_w
 
 
 def test_a_new_generation_shares_out_a_given_data_set_too():
-    runner = make_runner()
+    runner = make_runner(elastic=ElasticConfig(global_batch="scale"))
     data = ItemDataset(
         range(16),
         batch_size=2,

@@ -1,0 +1,346 @@
+"""The same steps and the same result, whatever workers are lost, join, or load.
+
+Workers are threads here, and what they tell each other goes through a barrier in place of gloo; all
+else is what runs in a worker.
+"""
+
+import copy
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+from raysgd import ElasticConfig
+from raysgd.context import WorkerContext
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.utils import BATCH_SIZE
+from tests.conftest import examples
+from tests.fidelity import Exact, Meeting, flat, plain_run
+
+
+class DiedError(Exception):
+    """A worker is gone."""
+
+
+class Mortal(Exact):
+    """Dies at a step when it is told to: before its update, after it, or between its parts."""
+
+    death = step = None
+    part = 0
+
+    def train_batch(self, batch, batch_info):
+        step = batch_info["global_step"]
+        self.part = self.part + 1 if step == self.step else 0
+        self.step = step
+        if self.death == (step, "before") or (self.death == (step, "between") and self.part):
+            raise DiedError
+        result = super().train_batch(batch, batch_info)
+        if self.death == (step, "after") and self._registration.place.is_last:
+            raise DiedError
+        return result
+
+
+class Exchange:
+    """Averages gradients as DistributedDataParallel does: each worker counts the same."""
+
+    def __init__(self, worker, optimizer):
+        self.worker, self.optimizer = worker, optimizer
+
+    def synchronize(self):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        told = self.worker.gather([parameter.grad.clone() for parameter in parameters])
+        for parameter, gradients in zip(parameters, zip(*told, strict=True), strict=True):
+            parameter.grad = sum(gradients) / len(gradients)
+
+    def rebuild(self):
+        pass
+
+    def abandon(self):
+        pass
+
+    def expect(self, passes):
+        pass
+
+
+class Worker:
+    """A runner that talks to others by a `Meeting`."""
+
+    def __init__(self, config, num_workers, operator_cls=Mortal, **elastic):
+        self.runner = TorchRunner(
+            TorchOptions(
+                training_operator_cls=operator_cls,
+                config=config,
+                num_workers=num_workers,
+                scheduler_step_freq="batch",
+                elastic=ElasticConfig(**elastic),
+            )
+        )
+        self.runner.setup(WorkerContext(in_driver=True))
+        self.registration = registration = self.operator._registration
+        registration.from_rank = lambda make, rank: copy.deepcopy(
+            self.gather(make() if rank == self.rank else None)[rank]
+        )
+        registration.share_training_state = self.share_training_state
+        registration.optimization.exchanges = {
+            id(optimizer): Exchange(self, optimizer) for optimizer in registration.optimizers
+        }
+        self.is_new = True
+
+    @property
+    def operator(self):
+        return self.runner.operator
+
+    def gather(self, value):
+        return self.meeting.gather(self.rank, value)
+
+    def share_training_state(self, leader, follows):
+        state = self.registration.from_rank(self.registration.training_state, leader)
+        if follows:
+            self.registration.load_training_state(state)
+
+    def rejoin(self, meeting, rank, size, leader):
+        self.meeting, self.rank = meeting, rank
+        context = WorkerContext(
+            world_rank=rank, world_size=size, distributed=size > 1, in_driver=True
+        )
+        self.runner.rejoin(context, leader)
+        self.is_new = False
+
+    def train(self, until_step):
+        try:
+            self.runner.train(call=0, until_step=until_step)
+        except (DiedError, threading.BrokenBarrierError) as error:
+            self.meeting.barrier.abort()
+            return error
+        return None
+
+
+class Workers:
+    """A group, whose members come and go."""
+
+    def __init__(self, size, *arguments, **options):
+        self.arguments, self.options = arguments, options
+        self.members = [Worker(*arguments, **options) for _ in range(size)]
+        self.enter()
+
+    def __len__(self):
+        return len(self.members)
+
+    def each(self, call):
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            return list(pool.map(call, range(len(self.members)), self.members))
+
+    def enter(self):
+        reached = [-1 if m.is_new else m.registration.global_step for m in self.members]
+        size, leader = len(self.members), reached.index(max(reached))
+        meeting = Meeting(size)
+        self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader))
+
+    def train(self, until_step):
+        ends = self.each(lambda rank, member: member.train(until_step))
+        left = [
+            member
+            for member, end in zip(self.members, ends, strict=True)
+            if not isinstance(end, DiedError)
+        ]
+        if len(left) < len(self.members) or any(ends):
+            self.members = left
+            self.enter()
+            self.train(until_step)
+
+    def grow(self, size):
+        self.members += [Worker(*self.arguments, **self.options) for _ in range(size)]
+        self.enter()
+
+    def loaded(self, size, num_workers):
+        """Another group, which goes on with the state of this one."""
+        state = self.members[0].runner.state_dict()
+        config, _, *others = self.arguments
+        other = Workers(size, config, num_workers, *others, **self.options)
+        for member in other.members:
+            member.runner.load_state_dict(copy.deepcopy(state))
+        return other
+
+    @property
+    def step(self):
+        return self.members[0].registration.global_step
+
+    def check(self, expected, num_steps):
+        """All have trained so many steps, and have these parameters."""
+        for member in self.members:
+            assert member.registration.global_step == num_steps
+            torch.testing.assert_close(flat(member.operator.model), expected, rtol=0.0, atol=1e-10)
+
+
+happenings = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), st.integers(1, 9)),
+        st.tuples(
+            st.just("lose"),
+            st.integers(0, 4),
+            st.integers(0, 4),
+            st.sampled_from(["before", "between", "after"]),
+        ),
+        st.tuples(st.just("join"), st.integers(1, 3)),
+        st.tuples(st.just("load"), st.integers(1, 5)),
+    ),
+    max_size=7,
+)
+
+
+@pytest.mark.slow("tens of groups train, with several workers each")
+@examples(40)
+@given(
+    full=st.integers(1, 5),
+    first=st.integers(1, 5),
+    batch_size=st.integers(1, 7),
+    given_global=st.booleans(),
+    num_samples=st.integers(20, 67),
+    accumulated=st.sampled_from([1, 1, 2, 3]),
+    drop_last=st.booleans(),
+    counts=st.booleans(),
+    course=happenings,
+)
+@example(4, 4, 5, True, 61, 1, False, True, [("train", 2), ("load", 1), ("train", 2), ("load", 3)])
+@example(4, 1, 5, False, 61, 1, False, False, [("train", 1), ("join", 2), ("lose", 1, 2, "after")])
+@example(3, 3, 7, True, 53, 2, False, True, [("lose", 0, 1, "between"), ("lose", 1, 3, "before")])
+def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
+    full, first, batch_size, given_global, num_samples, accumulated, drop_last, counts, course
+):
+    global_batch = full * batch_size + (given_global and full > 1)  # which does not divide
+    config = {
+        "num_samples": num_samples,
+        "num_epochs": 2,
+        "accumulated": accumulated,
+        "drop_last": drop_last and num_samples >= global_batch,
+        "counts": counts,
+        **({BATCH_SIZE: global_batch} if given_global else {"batch_size": batch_size}),
+    }
+    expected, num_steps = plain_run(config, global_batch)
+    per_epoch = num_steps // 2
+
+    def goal(step):
+        """The end of the group of batches that a step is in: a call that ends before ends it."""
+        epoch, within = divmod(step, per_epoch)
+        whole = min(per_epoch, math.ceil(within / accumulated) * accumulated)
+        return min(num_steps, epoch * per_epoch + whole)
+
+    workers = Workers(min(first, full), config, full)
+    for what, *details in course:
+        event(what)
+        if what == "train":
+            workers.train(goal(workers.step + details[0]))
+        elif what == "lose" and len(workers) > 1 and workers.step < num_steps:
+            rank, later, when = details
+            dying = workers.members[rank % len(workers)]
+            dying.operator.death = (workers.step + later, when)
+            workers.train(goal(workers.step + later + 1))
+            dying.operator.death = None
+        elif what == "join" and len(workers) < full:
+            workers.grow(min(details[0], full - len(workers)))
+        elif what == "load":
+            # with a global batch of its own, for any number of workers
+            size = min(details[0], global_batch)
+            full = max(size, full) if given_global else full
+            workers = workers.loaded(min(size, full), full)
+    workers.train(num_steps)
+    workers.check(expected, num_steps)
+    # memory does not grow
+    at_once = math.ceil(global_batch / full)
+    largest = max(member.operator.largest for member in workers.members)
+    assert largest <= (3 if at_once == 2 else at_once)
+
+
+class Raw(Exact):
+    """Steps its optimizers itself."""
+
+    def train_batch(self, batch, batch_info):
+        features, ids, target = batch
+        self.largest = max(self.largest, len(ids))
+        (self.model(features, ids) - target).square().mean().backward()
+        for optimizer in self.optimizers:
+            self._registration.optimization.exchanges[id(optimizer)].synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"num_samples": len(ids)}
+
+
+class SteppingSchedulers(Exact):
+    """Steps its schedulers in each batch that it is given."""
+
+    def train_batch(self, batch, batch_info):
+        result = super().train_batch(batch, batch_info)
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return result
+
+    def step_schedulers(self):
+        pass
+
+
+class Twofold(Exact):
+    """Trains one half with gradients that depend on the update of the other."""
+
+    def train_batch(self, batch, batch_info):
+        features, ids, target = batch
+        self.largest = max(self.largest, len(ids))
+        for optimizer in self.optimizers:
+            loss = (self.model(features, ids) - target).square().mean()
+            self.backward(loss, num_samples=len(ids))
+            self.optimizer_step(optimizer)
+            self.model.zero_grad()
+        return {"num_samples": len(ids)}
+
+
+class OwnLoop(Exact):
+    """Has a loop of its own, by the helpers."""
+
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            self.train_batch(batch, {})
+            self.step_schedulers()
+        return {"num_samples": 1}
+
+
+WHOLE = {
+    Raw: "train_batch steps an optimizer itself",
+    SteppingSchedulers: "train_batch steps a scheduler itself",
+    Twofold: "train_batch computes gradients after it has stepped an optimizer",
+    OwnLoop: "only the default train_epoch",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # in a part, and taken back
+@pytest.mark.parametrize("first", [1, 2], ids=["starts smaller", "becomes smaller"])
+@pytest.mark.parametrize("operator_cls", WHOLE)
+def test_what_parts_would_change_gets_whole_batches_and_is_told_so_once(
+    operator_cls, first, caplog
+):
+    """Also where that is seen only when the first part is trained."""
+    config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
+    undisturbed = Workers(2, config, 2, operator_cls)
+    undisturbed.train(12)
+    workers = Workers(first, config, 2, operator_cls)
+    workers.train(3)
+    del workers.members[1:]
+    workers.enter()
+    workers.train(12)
+    assert workers.members[0].operator.largest == 6
+    told = [record.message for record in caplog.records if "comes as a whole" in record.message]
+    assert len(told) == 1
+    assert "With 1 of 2 workers" in told[0]
+    assert WHOLE[operator_cls] in told[0]
+    workers.check(flat(undisturbed.members[0].operator.model), 12)
+
+
+def test_scale_makes_steps_follow_the_number_of_workers():
+    config = {"num_samples": 36, "num_epochs": 8, "batch_size": 3}
+    workers = Workers(2, config, 3, global_batch="scale")
+    assert [member.operator.steps_per_epoch for member in workers.members] == [6, 6]
+    workers.train(6)
+    assert workers.members[0].registration.epoch == 1

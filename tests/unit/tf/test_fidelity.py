@@ -1,0 +1,88 @@
+"""Workers that are fewer than the full group make the updates of one process, also in parts."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from raysgd.context import WorkerContext
+from raysgd.tf.communication import Communication
+from raysgd.tf.options import TFOptions
+from raysgd.tf.runner import TFRunner
+from tests.fidelity import Meeting
+from tests.tf_operators import Digits
+
+
+class Averages(Communication):
+    """Exchanges with workers that are threads."""
+
+    def __init__(self, size, rank, meeting):
+        super().__init__(size, rank)
+        self.meeting = meeting
+
+    def mean(self, tensors):
+        told = self.meeting.gather(self.rank, tensors)
+        return [sum(each) / self.size for each in zip(*told, strict=True)]
+
+
+class Watched(Digits):
+    """Notes how large its batches are, and trains in two updates where it is told to."""
+
+    sizes = ()
+
+    def train_batch(self, batch, batch_info):
+        self.sizes = (*self.sizes, len(batch[-1]))
+        for _ in range(self.config.get("updates", 1) - 1):
+            super().train_batch(batch, batch_info)
+        return super().train_batch(batch, batch_info)
+
+
+def trained(num_workers, size, batch_size, **config):
+    """Train two epochs on so many workers of `num_workers`; return arrays, counts and sizes."""
+    config = {
+        "shuffle": False,
+        "optimizer": "Adam",
+        "num_samples": 100,
+        "batch_size": batch_size,
+        **config,
+    }
+    meeting, runners = Meeting(size), []
+    for rank in range(size):
+        options = TFOptions(
+            training_operator_cls=Watched, config=config, num_workers=num_workers, seed=3
+        )
+        runners.append(TFRunner(options))
+        runners[-1].setup(WorkerContext(in_driver=True))
+        registration = runners[-1].operator._registration
+        registration.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
+        registration.communication = Averages(size, rank, meeting)
+        registration.minimum = min  # of data sets that know their size
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(lambda runner: runner.train(call=0, until_epoch=2), runners))
+    assert {result["batch_count"] for result in results} == {8}
+    state = runners[0].state_dict()
+    arrays = [array for part in state["models"] for array in part.values()]
+    return arrays, state["global_step"], [runner.operator.sizes for runner in runners]
+
+
+@pytest.mark.parametrize("data", ["tf", "arrays"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_fewer_workers_make_the_updates_of_one_process_in_parts(data, size):
+    """Steps have 33 samples, and the last of an epoch has one, which all workers are given."""
+    expected, num_steps, _ = trained(1, 1, 33, data=data)
+    found, steps, sizes = trained(3, size, 11, data=data)
+    assert steps == num_steps == 8
+    for array, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, other, atol=2e-6)
+    assert max(max(each) for each in sizes) <= 11
+
+
+def test_a_step_of_two_updates_gets_whole_batches(caplog):
+    expected, _, _ = trained(1, 1, 33, data="arrays", updates=2)
+    found, _, sizes = trained(3, 1, 11, data="arrays", updates=2)
+    for array, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, other, atol=2e-6)
+    assert sizes == [(11, *[33, 33, 33, 1] * 2)]
+    assert "train_batch calls self.minimize() several times" in caplog.text
