@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -50,15 +51,16 @@ class ConfiguredOperator(TrainingOperator):
     ``weight_decay``                 0.0         as the optimizer defines it
     ``momentum``                     0.9         of "sgd"
     ``scheduler``                    None        function of (optimizer, config) that makes a
-                                                 scheduler; the trainer needs a
-                                                 ``scheduler_step_freq`` then
+                                                 scheduler; one with an argument
+                                                 ``steps_per_epoch`` gets that as well. The trainer
+                                                 needs a ``scheduler_step_freq`` then
     ``gradient_accumulation_steps``  1           batches that make one update together
     ``max_grad_norm``                None        2-norm to which gradients are clipped
     ``train_data``                   None        a Dataset, a tensor or a tuple of tensors, an
                                                  iterable of batches, or a function of the
                                                  config that returns one of them
     ``validation_data``              None        likewise
-    ``batch_size``                   32          samples that each worker takes at a step;
+    ``batch_size``                   32          samples of a step for each of ``num_workers``;
                                                  ``config[BATCH_SIZE]`` sets those of all workers
     ``num_loader_workers``           0           processes that load data, for each worker
     ``seed``                         None        of torch's random numbers from `setup` on; what
@@ -108,11 +110,12 @@ class ConfiguredOperator(TrainingOperator):
         self.check_options()
         if self.options["seed"] is not None:
             torch.manual_seed(self.options["seed"])
-        self.setup_models(config)
+        # before the models, since schedulers may ask for the steps of an epoch
         self.register_data(
             train_loader=self.make_loader(self.build_train_data(config), shuffle=True),
             validation_loader=self.make_loader(self.build_validation_data(config), shuffle=False),
         )
+        self.setup_models(config)
 
     def _seed_worker(self) -> None:
         # alike until here, for models and data; from now on no two workers may drop the same
@@ -150,7 +153,11 @@ class ConfiguredOperator(TrainingOperator):
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         """Return the scheduler of an optimizer, or None."""
         make = self.options["scheduler"]
-        return None if make is None else make(optimizer, config)
+        if make is None:
+            return None
+        if "steps_per_epoch" in inspect.signature(make).parameters:
+            return make(optimizer, config, steps_per_epoch=self.steps_per_epoch)
+        return make(optimizer, config)
 
     def build_train_data(self, config: dict[str, Any]) -> Any:
         """Return what to train on, in one of the forms that ``train_data`` may have."""

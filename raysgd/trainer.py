@@ -111,8 +111,8 @@ class OperatorTrainer:
         """Train for one epoch, or for the rest of one that is part-finished.
 
         Args:
-            num_steps: train for that many batches on each worker instead, going on where the last
-                call stopped and starting over as the loader ends.
+            num_steps: train for that many steps instead, a batch on each worker, going on where the
+                last call stopped and starting over as the loader ends.
             profile: add ``profile``, the mean seconds of the stages of a step.
             reduce_results: whether to merge the workers' metrics into one dict.
             max_retries: how often workers may be lost in this call; those that are lost together

@@ -21,6 +21,7 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import examples
 from tests.fidelity import Exact, Meeting, flat, plain_run
+from tests.unit.recorder import Recorder, Streaming
 
 
 class DiedError(Exception):
@@ -344,3 +345,49 @@ def test_scale_makes_steps_follow_the_number_of_workers():
     assert [member.operator.steps_per_epoch for member in workers.members] == [6, 6]
     workers.train(6)
     assert workers.members[0].registration.epoch == 1
+
+
+def test_a_state_of_steps_of_another_size_is_loaded_and_both_sizes_are_said(make_trainer, caplog):
+    state = make_trainer(Recorder, {"batch_size": 8}).state_dict()
+    assert (state["data"]["global_batch"], state["data"]["num_workers"]) == (8, 1)
+    other = make_trainer(Recorder, {"batch_size": 4})
+    other.load_state_dict(state)
+    said = "steps of 8 samples (num_workers=1), and steps have 4 samples now (num_workers=1)"
+    assert said in caplog.text
+    other.train()
+    assert other.global_step == 10
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        for key in ("global_batch", "num_workers"):  # as earlier versions wrote it
+            del state["data"][key]
+        other.load_state_dict(state)
+    assert "does not say for steps of how many samples" in caplog.text
+
+
+def test_where_steps_cannot_keep_their_size_the_log_says_so_once(caplog):
+    config = {"num_samples": 16, "batch_size": 4}
+    runner = TorchRunner(
+        TorchOptions(training_operator_cls=Streaming, config=config, num_workers=3)
+    )
+    runner.setup(WorkerContext(in_driver=True, world_size=1))
+    for _ in range(2):
+        runner.rejoin(WorkerContext(in_driver=True, world_size=1), leader=0)
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1
+    assert "which has 1 of 3 workers" in told[0]
+    assert "the batches of the train loader (Unsized)" in told[0]
+
+
+def test_what_follows_an_update_can_tell_parts_from_the_last():
+    """As a running average of the model has to."""
+    updates = []
+
+    class Averaging(Exact):
+        def optimizer_step(self, optimizer):
+            made = super().optimizer_step(optimizer)
+            updates.append(made)
+            return made
+
+    config = {"num_samples": 36, "num_epochs": 1, "batch_size": 3}
+    Workers(1, config, 2, Averaging).train(6)
+    assert updates == ([False] * 3 + [True] * 3) * 6

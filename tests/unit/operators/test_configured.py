@@ -56,6 +56,24 @@ def test_a_scheduler_by_function():
     assert rates == [pytest.approx(0.05)]
 
 
+def test_a_scheduler_that_counts_steps_is_told_how_many_an_epoch_has():
+    def make(optimizer, config, steps_per_epoch):
+        assert steps_per_epoch == 3  # of two, of six samples
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps_per_epoch)
+
+    config = {"model": torch.nn.Linear(2, 1), "train_data": DATA, "batch_size": 2}
+    with TorchTrainer(
+        training_operator_cls=Regressor,
+        config={**config, "scheduler": make},
+        use_local=True,
+        use_gpu=False,
+        scheduler_step_freq="batch",
+    ) as trainer:
+        trainer.train()
+        (scheduler,) = trainer.get_local_operator()._registration.schedulers
+        assert scheduler.last_epoch == 3
+
+
 @pytest.mark.parametrize("form", ["tensors", "dataset", "function"])
 def test_data_sets_get_a_loader(form):
     data = {"tensors": DATA, "dataset": TensorDataset(*DATA), "function": lambda config: DATA}

@@ -1,11 +1,14 @@
 """Models, loaders and optimizers made ready, in this process."""
 
 import datetime
+import itertools
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -452,3 +455,48 @@ def test_the_same_seed_gives_the_same_numbers(monkeypatch):
         assert drawn[0] == drawn[1]
     finally:
         torch.use_deterministic_algorithms(held)
+
+
+@given(
+    full_size=st.integers(1, 5),
+    world_size=st.integers(1, 5),
+    total=st.integers(1, 60),
+    batch_size=st.integers(1, 6),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_steps_of_fewer_workers_are_those_of_the_full_group_and_count_by_their_samples(
+    full_size, world_size, total, batch_size, shuffle, drop_last
+):
+    def steps(size, shares):
+        loaders = [
+            prepared_loader(
+                DataLoader(list(range(total)), batch_size, shuffle=shuffle, drop_last=drop_last),
+                world_size=size,
+                rank=rank,
+                device=None,
+                ahead=False,
+                seed=3,
+                full_size=full_size,
+                weigh=shares[rank].append,
+            )
+            for rank in range(size)
+        ]
+        passes = [[batch.tolist() for batch in loader] for loader in loaders]
+        assert [len(loader) for loader in loaders] == [len(each) for each in passes]
+        return list(zip(*passes, strict=True))
+
+    world_size = min(world_size, full_size)
+    expected = steps(full_size, [[] for _ in range(full_size)])
+    if full_size == 1:
+        return
+    shares = [[] for _ in range(world_size)]
+    found = steps(world_size, shares)
+    flat = [[sorted(itertools.chain(*step)) for step in each] for each in (found, expected)]
+    assert flat[0] == flat[1]
+    for step, weights in zip(found, zip(*shares, strict=True), strict=False):
+        sizes = [len(batch) for batch in step]
+        assert max(sizes) - min(sizes) <= 1
+        if world_size < full_size:
+            expected_weights = [size * world_size / sum(sizes) for size in sizes]
+            assert list(weights) == pytest.approx(expected_weights)
