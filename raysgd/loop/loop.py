@@ -47,6 +47,7 @@ class Loop:
         self._in_parts = False
         self._source: Source | None = None
         self._call = -1
+        self._until_epoch: int | None = None
         self._results: list[Mapping[str, Any]] = []
         # ends of epochs that the goal does not count: the call began just before one
         self._more_epochs = 0
@@ -151,6 +152,7 @@ class Loop:
         if self._call != call:
             self._begin(call)
         self._profile(profile)
+        self._until_epoch = until_epoch
         source, changed = registration.training_source(dataset)
         if changed:
             self.forget_iteration()
@@ -284,7 +286,9 @@ class Loop:
         if segment.epoch_is_over and segment.start == 0:
             raise _empty("train", source)
         if segment.epoch_is_over:
-            if self._registration.global_step == self._began_at:
+            registration = self._registration
+            is_last = registration.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
+            if registration.global_step == self._began_at and is_last:
                 # the call before stopped or failed exactly at the end of its epoch, and could not
                 # know that it was the end; this one has not done anything yet
                 self._more_epochs += 1

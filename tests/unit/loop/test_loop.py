@@ -721,6 +721,14 @@ def test_who_joins_a_call_knows_of_it_what_the_others_know(loop_of):
     assert joining.call_state()["more_epochs"] == 1
 
 
+def test_an_epoch_of_which_nothing_is_left_counts_where_the_goal_counts_it(loop_of):
+    """As in a process that goes on from the snapshot of the last step of an epoch."""
+    loop, operator = loop_of(Streaming)
+    train(loop, until_step=5)
+    train(loop, call=1, until_epoch=2)
+    assert (operator.global_step, operator._registration.epoch) == (10, 2)
+
+
 @pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
 def test_a_pause_beyond_the_goal_changes_nothing(loop_of, goal):
     loop, operator = loop_of()
