@@ -169,22 +169,6 @@ def run_ranks(script, size):
             rank.close()
 
 
-def restart_when_created(monkeypatch, controller, group):
-    """Let workers start anew when a placement group has its room, and not ask at the same time.
-
-    Which of the two Ray would serve is open, and Ray may lose the room of a request that is taken
-    back while it is being served.
-    """
-    start = controller._start
-
-    def start_later(*arguments):
-        monkeypatch.setattr(controller, "_start", start)  # once: the test gives the room back
-        assert group.wait(timeout_seconds=60)
-        start(*arguments)
-
-    monkeypatch.setattr(controller, "_start", start_later)
-
-
 @pytest.fixture(autouse=True)
 def sigint():
     """Ray Tune leaves a handler behind that swallows the next Ctrl-C."""

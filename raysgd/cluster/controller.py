@@ -20,10 +20,10 @@ from typing import Any
 
 from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.call import Call
-from raysgd.cluster.health import HealthMonitor, Heartbeats, stacks_of
-from raysgd.cluster.members import Member, is_loss, loss_cause
+from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
+from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.scaling import Replacement, ScaleUp
-from raysgd.cluster.serialization import dumps
+from raysgd.cluster.serialization import sendable
 from raysgd.cluster.snapshot import SnapshotKeeper
 from raysgd.cluster.states import Broken, Closed, Generation, New, Ready, Running, State
 from raysgd.cluster.worker import Outcome
@@ -42,7 +42,6 @@ from raysgd.elastic.policies import (
 )
 from raysgd.errors import (
     CollectiveError,
-    InsufficientResourcesError,
     WorkerLostError,
     WorkerTimeoutError,
 )
@@ -61,8 +60,6 @@ _STRAGGLER_S = 60.0
 """How long the next call waits for workers that are still busy with one that failed."""
 _RESTART_STRAGGLER_S = 5.0
 """The same for training functions: all of their workers restart from a checkpoint anyway."""
-_MENTION_STRAGGLER_S = 5.0
-"""After how long to say so, and where they are."""
 _MENTION_S = 30.0
 """After how long to say what a start or a rejoin waits for."""
 _SALVAGE_S = 10.0
@@ -73,6 +70,8 @@ _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
 _BUSY_TICK_S = 0.05
 """How often to look at it while replacement workers are on their way."""
+_START_TICK_S = 0.01
+"""How often to look at workers that come up while there is no group."""
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
@@ -138,9 +137,9 @@ class Controller:
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
             self._created = (
-                _pickled("initialization_hook", hook),
-                _pickled("the runner", runner),
-                _pickled("backend", backend),
+                sendable("initialization_hook", hook),
+                sendable("the runner", runner),
+                sendable("backend", backend),
                 sys.path,
             )
         self._scale_up = ScaleUp(
@@ -149,8 +148,9 @@ class Controller:
             self._created,
             random.random,
             self._note_failed_replacement,
+            timeout_s,
             can_join=can_join,
-            starts_early=self._recovery.rejoins,
+            rejoins=self._recovery.rejoins,
         )
 
     # ---- life
@@ -159,23 +159,12 @@ class Controller:
         """Start the workers and set them up; if that fails, none is left behind."""
         try:
             with self._until_shut_down():
-                self._start(self._group.options.start_timeout_s)
+                self._group.reserve(self._group.options.start_timeout_s)
+                self._begin(self.min_workers)
                 self._record("started", self.members)
         except BaseException:
             self.shutdown(force=True)
             raise
-
-    def _start(self, timeout_s: float) -> None:
-        self._group.start(timeout_s)
-        self._number_members()
-        self._first_step("create", [self._created] * len(self.members), "start")
-        contexts = self._contexts(self.members)
-        self._first_step("prepare", [(context,) for context in contexts], "get ready")
-        self._raise_failure(self._enter(self.members, contexts, leader=None))
-        self._become(Ready())
-        self._scale_up.resized()
-        if self.on_start is not None:
-            self.on_start()
 
     def shutdown(self, force: bool = False) -> None:
         """End all workers."""
@@ -316,7 +305,7 @@ class Controller:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
         packed: Any = call.arguments
         if not self._group.options.inline:
-            packed = self._group.shared(_pickled(f"the arguments of {call.method}", packed))
+            packed = self._group.shared(sendable(f"the arguments of {call.method}", packed))
         futures: dict[Member, Future[Outcome]] = {}
         attempt = None
         try:
@@ -435,7 +424,7 @@ class Controller:
             return
         busy = self._broken().busy
         self._interrupt(besides=busy)  # which have been told
-        nothing = self._group.shared(_pickled("no arguments", {}))
+        nothing = self._group.shared(sendable("no arguments", {}))
         idle = [member for member in self.members if member not in busy]
         attempt = Attempt(
             {member: member.work("call", method, nothing) for member in idle}, self._clock
@@ -454,7 +443,7 @@ class Controller:
         with self._until_shut_down():
             if not self._scale_up.has_room():
                 return False
-            self._restart(len(self.members))
+            self._restart(self.min_workers, len(self.members))
         return True
 
     # ---- generations
@@ -465,14 +454,14 @@ class Controller:
             self._check_open()
             self._scale_up.tend(self._generation.number)
             if not self.members:
-                self._restart()
+                self._restart(min_workers)
             elif len(self.members) + len(self._scale_up.ready()) < min_workers:
-                self._await_replacements(min_workers)
+                self._await_workers(min_workers)
             elif isinstance(self.state, Broken) or self._scale_up.ready():
                 if self._recovery.rejoins:
                     self._make_generation()
                 else:
-                    self._replace_all()
+                    self._replace_all(min_workers)
             else:
                 break
         if self._generation.pause is not None:  # nobody joined, so that nobody was told to go on
@@ -493,11 +482,10 @@ class Controller:
         if not isinstance(self.state, Ready):
             return
         seconds = self._clock.monotonic() - started
-        if replacements:
-            self._scale_up.joined(replacements)
-            joining = [
-                replacement.member for replacement in replacements if replacement.member is not None
-            ]
+        joined = [r for r in replacements if r.member in self.members]
+        if joined:
+            self._scale_up.joined(joined)
+            joining = [r.member for r in joined if r.member is not None]
             self._record("grown", joining, seconds=seconds)
             who = f"Worker{'s' * (len(joining) > 1)} {self._listed(joining)}"
             logger.warning(
@@ -508,59 +496,29 @@ class Controller:
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
-        broken = self._broken()
-        stragglers = Attempt(broken.busy, self._clock)
         patience_s = _STRAGGLER_S if self._recovery.replaces else _RESTART_STRAGGLER_S
-        deadline = self._clock.monotonic() + patience_s
-        mentioned = False
-        try:
-            while stragglers.pending and (left := deadline - self._clock.monotonic()) > 0:
-                quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
-                stragglers.settle(left if mentioned else min(quiet_s, left))
-                waited_s = self._clock.monotonic() - deadline + patience_s
-                if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
-                    mentioned = True
-                    logger.warning(
-                        "Waiting up to %.0f s for workers that are still busy with the call that "
-                        "failed before:\n%s",
-                        left,
-                        stacks_of(stragglers.pending, self._ranks, self._clock),
-                    )
-        finally:
-            broken.busy = stragglers.pending
-        why = f"still busy {patience_s:g} s after it was stopped"
-        for member in stragglers.pending:
-            if not member.remote:  # it cannot be killed
-                raise WorkerTimeoutError(
-                    f"The worker in the driver's process is {why}.",
-                    ranks=[self._ranks[member]],
-                    waited_s=patience_s,
-                )
-        return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}
+        return await_stragglers(self._broken().busy, self._ranks, self._clock, patience_s)
 
     def _rejoin(self, replacements: Sequence[Replacement]) -> dict[Member, BaseException]:
         """Let members and replacements enter a new generation; returns members that were lost.
 
         The group is `Ready` and includes the replacement workers if all went well; else `Broken`.
         """
-        asked = {member: member.control("progress") for member in self.members}
-        self._clock.wait(asked.values(), _SILENCE_S)
-        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
-        for member, error in lost.items():
-            if not is_loss(error):  # it may be stopped
-                member.kill_process()
+        joining = {r.member: r for r in replacements if r.member is not None}
+        answers, lost = self._reached([*self.members, *joining])
+        for member in [member for member in joining if member in lost]:
+            self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
             return lost
-        reached = [asked[member].result() for member in self.members]
+        reached = [answers[member] for member in self.members]
         leader = self.members[choose_leader(reached)]
         self.progress = reached[choose_leader(reached)]
         broken = self._broken()
-        joining = {r.member: r for r in replacements if r.member is not None}
         entering = self._group.in_order([*self.members, *joining])
         attempt = self._enter(entering, self._contexts(entering), leader)
         if not attempt.failed:
             self._group.members[:] = entering
-            self._number_members()
+            self._number(self.members)
             start_step = self._call.metrics_start_step
             start_step |= dict.fromkeys(joining, self.progress.global_step)
             self._become(Ready())
@@ -582,6 +540,18 @@ class Controller:
             logger.warning("No new process group came about, and is tried again: %s", reason)
         return attempt.lost
 
+    def _reached(
+        self, members: Iterable[Member]
+    ) -> tuple[dict[Member, Progress], dict[Member, BaseException]]:
+        """Return how far workers are, and who is lost: those that do not answer are ended."""
+        asked = {member: member.control("progress") for member in members}
+        self._clock.wait(asked.values(), _SILENCE_S)
+        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
+        for member, error in lost.items():
+            if not is_loss(error):  # it may be stopped
+                member.kill_process()
+        return {m: f.result() for m, f in asked.items() if m not in lost}, lost
+
     def _handle_losses(self, lost: Mapping[Member, BaseException]) -> None:
         """Take lost workers out of the group; raise where the call cannot go on."""
         call = self._call
@@ -593,7 +563,7 @@ class Controller:
         if not lost:
             return
         for member, error in lost.items():
-            rank, said = self._ranks.get(member, -1), _cause(member, error)
+            rank, said = self._ranks.get(member, -1), cause_of(member, error)
             since = call.metrics_start_step.get(member, self.progress.global_step)
             # no survivor to ask: use the last polled progress
             step = max(self.progress.global_step, self._seen_step)
@@ -604,8 +574,7 @@ class Controller:
             self._group.discard(member)
         if not self._recovery.survivors_stay:
             self._rescue_state()
-            for member in list(self.members):
-                self._group.discard(member)
+            self._discard_members()
         self._scale_up.resized()
         self._scale_up.tend(self._generation.number)
         member, error = next(iter(lost.items()))
@@ -634,40 +603,127 @@ class Controller:
             "\n".join([f"Training run failed: {why.rstrip('.')}.", *self._call.causes]),
             rank=-1 if member is None else self._ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
-            cause="" if cause is None else _cause(member, cause),
+            cause="" if cause is None else cause_of(member, cause),
         )
         error.__cause__ = cause
         return error
 
     # ---- too few workers
 
-    def _await_replacements(self, min_workers: int) -> None:
-        """Wait, longer each time, until survivors and replacement workers are enough."""
-        config = self._elastic
+    def _await_workers(self, min_workers: int) -> None:
+        """Wait until there are enough workers; for room that is not there, longer each time."""
+        config, starting = self._elastic, not self.members
         missing = f"{len(self.members)} left, and min_workers={min_workers}"
-        if not config.grow or self._group.options.inline:
+        if not starting and (not config.grow or self._group.options.inline):
             raise self._failed(f"{missing}, and replacement workers are not allowed (grow=False)")
-        limit = self._clock.monotonic() + self._timeout_s
-        for number in range(config.max_attempts):
-            wait_s = backoff_s(number, config, random.random())
-            self._mention_wait(missing, number, wait_s)
-            deadline = self._clock.monotonic() + wait_s
-            while (now := self._clock.monotonic()) < deadline or now < limit:
-                self._check_open()
-                self._scale_up.tend(self._generation.number)
-                if len(self.members) + len(self._scale_up.ready()) >= min_workers:
-                    return
-                enough_come = len(self.members) + self._scale_up.coming() >= min_workers
-                if now >= deadline and not enough_come:
-                    break
-                self._clock.sleep(_BUSY_TICK_S)
-        raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
+        deadline, number = 0.0, 0
+        while True:
+            self._check_open()
+            self._scale_up.tend(self._generation.number, starting)
+            if starting and (error := self._scale_up.error) is not None:
+                lost = isinstance(error, WorkerLostError) and self._call.causes
+                raise self._failed(str(error), cause=error) if lost else error
+            if self._scale_up.are_enough(min_workers):
+                return
+            now = self._clock.monotonic()
+            if len(self.members) + self._scale_up.coming() < min_workers and now >= deadline:
+                if number == config.max_attempts:
+                    raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
+                wait_s = backoff_s(number, config, random.random())
+                self._mention_wait(missing, number, wait_s)
+                deadline, number = now + wait_s, number + 1
+            self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
-    def _replace_all(self) -> None:
+    # ---- a group begins
+
+    def _begin(self, min_workers: int) -> None:
+        """Bring workers up until they are a group, with the newest snapshot's state.
+
+        Whoever is lost on the way is replaced, and the others stay.
+        """
+        self._scale_up.begin()
+        while not self.members:
+            self._await_workers(min_workers)
+            ready = self._scale_up.ready()
+            joining = {r.member: r for r in ready if r.member is not None}
+            _, lost = self._reached(joining)
+            for member, error in lost.items():  # while they waited
+                self._scale_up.fail(joining[member], error)
+            if lost:
+                continue
+            try:
+                self._found(joining)
+            except WorkerLostError as failure:
+                self._part(joining, failure)
+            else:
+                self._scale_up.joined(ready)
+            self._scale_up.set_up_alone(self._generation.number)
+        if not (self._recovery.joins and self._elastic.grow):
+            self._scale_up.stop()  # those that are late would never be let in
+        self._become(Ready())
+
+    def _found(self, joining: Mapping[Member, Replacement]) -> None:
+        """Let workers that are ready be the group.
+
+        Raises:
+            WorkerLostError: if one of them is lost meanwhile.
+        """
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        contexts = self._contexts(members)
+        self._number(members)
+        leader = None
+        if self._scale_up.together:
+            for member, context in zip(members, contexts, strict=True):
+                joining[member].context, joining[member].step = context, "set up"
+            prepared = self._step("prepare", [(c,) for c in contexts], "get ready", members)
+            self._raise_failure(prepared)
+        else:
+            leader = members[0]
+            self._load_snapshot([leader])  # which the others get from it
+        self._raise_failure(self._enter(members, contexts, leader))
+        self._group.members[:] = members
+        if self.on_start is not None:
+            self.on_start()
+        if leader is None:
+            self._load_snapshot(members)
+
+    def _part(self, joining: Mapping[Member, Replacement], error: WorkerLostError) -> None:
+        """Give up who was lost as a group was to begin; the others stay where they can."""
+        # nobody knows what `on_start` has done to a process, and some can be in one group only
+        are_used = bool(self.members) or not self._recovery.rejoins
+        self.members.clear()
+        _, lost = self._reached(joining)
+        if not lost:
+            raise error
+        busy = self._broken().busy
+        for member, replacement in joining.items():
+            busy.pop(member, None)  # it is no member that could be lost
+            if member in lost:
+                self._scale_up.fail(replacement, lost[member])
+            elif are_used:
+                self._scale_up.drop(replacement)
+        # a late interruption of this generation is not to reach what they do alone
+        self._generation = Generation(self._generation.number + 1)
+
+    def _load_snapshot(self, members: Sequence[Member]) -> None:
+        """Let workers take over the newest snapshot; without one they stay as their setup was."""
+        state = self.snapshots.state()
+        self.progress = Progress()
+        if state is None:
+            return
+        packed = self._group.shared(sendable("the snapshot", {"state": state}), members)
+        arguments = [("load_state_dict", packed)] * len(members)
+        attempt = self._step("call", arguments, "load", members)
+        self._raise_failure(attempt)
+        self.progress = next(iter(attempt.outcomes.values())).progress
+
+    # ---- all start anew
+
+    def _replace_all(self, min_workers: int) -> None:
         """Start all workers anew with the state that they have."""
         num_before = len(self.members)
         self._rescue_state()
-        self._restart(num_before)
+        self._restart(min_workers, num_before)
 
     def _rescue_state(self) -> None:
         """Take over the state of the workers that are left, if they cannot go on with it."""
@@ -685,41 +741,25 @@ class Controller:
                 self.progress = reached[member]
                 return
 
-    def _restart(self, num_before: int | None = None) -> None:
-        """Start all workers anew from the newest snapshot, trying longer each time."""
+    def _restart(self, min_workers: int, num_before: int | None = None) -> None:
+        """Let all members end, and workers that come up go on from the newest snapshot."""
         config = self._elastic
         started = self._clock.monotonic()
         has_state = self._broken().has_state
         if config.snapshot_every is None and self.progress.global_step > 0 and not has_state:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
-        self._scale_up.stop()
-        self._group.shutdown(force=True)
         self._call.metrics_start_step = {}
-        for number in range(config.max_attempts):
-            wait_s = backoff_s(number, config, random.random())
-            deadline = self._clock.monotonic() + wait_s
-            self._check_open()
-            try:
-                self._start(max(wait_s, 1.0))
-                self._load_snapshot()
-                break
-            except BaseException as error:
-                self._group.shutdown(force=True)
-                if not self._is_shut_down:
-                    self._broken().has_state = has_state
-                expected = InsufficientResourcesError | WorkerLostError | WorkerTimeoutError
-                if not (isinstance(error, expected) or is_loss(error)):
-                    raise
-                self._check_open()
-                self._mention_wait(_first_line(error), number, wait_s)
-                last = error
-            while self._clock.monotonic() < deadline:
-                self._check_open()
-                self._clock.sleep(_BUSY_TICK_S)
-        else:
-            raise self._failed(
-                f"no {self.min_workers} workers to be had: {self._group.room()}", cause=last
-            )
+        self._discard_members()
+        if not self._recovery.joins:
+            self._scale_up.stop()  # these only waited for room
+        try:
+            self._begin(min_workers)
+        except BaseException:
+            self._discard_members()
+            self._scale_up.stop()
+            if not self._is_shut_down:
+                self._broken().has_state = has_state
+            raise
         if self._call.has_begun:  # what was measured in the call is gone
             since = dict.fromkeys(self.members, self.progress.global_step)
             self._call.metrics_start_step = since
@@ -731,15 +771,9 @@ class Controller:
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
         )
 
-    def _load_snapshot(self) -> None:
-        state = self.snapshots.state()
-        self.progress = Progress()
-        if state is None:
-            return  # none had been taken yet: the workers are as their setup made them
-        packed = self._group.shared(_pickled("the snapshot", {"state": state}))
-        attempt = self._step("call", [("load_state_dict", packed)] * len(self.members), "load")
-        self._raise_failure(attempt)
-        self.progress = next(iter(attempt.outcomes.values())).progress
+    def _discard_members(self) -> None:
+        for member in list(self.members):
+            self._group.discard(member)
 
     def _mention_wait(self, why: str, number: int, wait_s: float) -> None:
         self._record("waiting", [], cause=why, seconds=wait_s)
@@ -753,7 +787,7 @@ class Controller:
         )
 
     def _note_failed_replacement(self, member: Member | None, error: BaseException) -> None:
-        said = _cause(member, error)
+        said = cause_of(member, error)
         self._record("newcomer_failed", [] if member is None else [member], cause=said)
         logger.warning("A replacement worker failed before it joined: %s", said)
 
@@ -819,11 +853,9 @@ class Controller:
         if leader is not None:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
-        if leader is None:
-            attempt = self._step("enter", arguments, "set up")
-        else:
-            what = "join a new generation"
-            attempt = self._step("enter", arguments, what, entering, listening=True)
+        what = "set up" if leader is None else "join a new generation"
+        listening = leader is not None
+        attempt = self._step("enter", arguments, what, entering, listening)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
@@ -833,14 +865,14 @@ class Controller:
         method: str,
         arguments: Sequence[tuple[Any, ...]],
         what: str,
-        members: Sequence[Member] | None = None,
+        members: Sequence[Member],
         listening: bool = False,
     ) -> Attempt:
         """Let workers take one step of a start or a rejoin, within the bound for those.
 
         With `listening`, a worker that answers no control call counts as lost.
         """
-        self._entering = list(members or self.members)
+        self._entering = list(members)
         attempt = Attempt(
             {m: m.work(method, *a) for m, a in zip(self._entering, arguments, strict=True)},
             self._clock,
@@ -877,41 +909,23 @@ class Controller:
         self._entering = []
         return attempt
 
-    def _first_step(self, method: str, arguments: Sequence[tuple[Any, ...]], what: str) -> None:
-        """Let every member take one step of the start; raise where one fails."""
-        self._raise_failure(self._step(method, arguments, what))
-
     def _raise_failure(self, attempt: Attempt) -> None:
-        if not attempt.failed:
-            return
         for member, error in attempt.lost.items():
             raise WorkerLostError(
                 f"Lost worker {self._ranks[member]} on {member.name} while the workers were "
-                f"starting: {_cause(member, error)}",
+                f"starting: {cause_of(member, error)}",
                 rank=self._ranks[member],
                 node_id=member.info.node_id,
-                cause=_cause(member, error),
             ) from error
-        raise attempt.error()
+        if attempt.failed:
+            raise attempt.error()
 
-    def _number_members(self) -> None:
-        self._ranks = {member: rank for rank, member in enumerate(self.members)}
+    def _number(self, members: Sequence[Member]) -> None:
+        self._ranks = {member: rank for rank, member in enumerate(members)}
 
     def _listed(self, members: Iterable[Member]) -> str:
         names = [str(self._ranks.get(member, "(new)")) for member in members]
         return ", ".join(sorted(names))
-
-
-def _pickled(what: str, value: Any) -> bytes:
-    try:
-        return dumps(value)
-    except Exception as error:
-        # runners may say which part of their own it is, in words that users know
-        say = getattr(value, "unpicklable_part", lambda: what)
-        raise TypeError(
-            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
-            "such objects in setup() instead, which runs on the workers."
-        ) from error
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:
@@ -925,15 +939,3 @@ def _value_of(outcome: Outcome) -> Any:
 
 def _silence() -> WorkerTimeoutError:
     return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
-
-
-def _cause(member: Member | None, error: BaseException) -> str:
-    """Say in one line why a worker is gone."""
-    if member is not None and is_loss(error):
-        return without_secrets(loss_cause(error, member.info))
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return without_secrets(" ".join(lines[:3])) if lines else type(error).__name__

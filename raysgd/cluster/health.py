@@ -14,9 +14,11 @@ from typing import Any
 from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.members import Member
+from raysgd.cluster.worker import Outcome
 from raysgd.context import Progress
+from raysgd.errors import WorkerTimeoutError
 
-__all__ = ["HealthMonitor", "Heartbeats", "stacks_of"]
+__all__ = ["HealthMonitor", "Heartbeats", "await_stragglers"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ _STANDSTILL_S = 60.0
 """After how long without a batch to show what all workers are doing."""
 _STACKS_S = 2.0
 """How long a worker may take to show its stack; one that is stopped never does."""
+_MENTION_STRAGGLER_S = 5.0
+"""After how long to say that workers are still busy with a call that was given up."""
 _IN_VAIN_S = 0.7
 """After how long a collective that cannot end is given up."""
 _IN_COLLECTIVE = (
@@ -178,7 +182,7 @@ class HealthMonitor:
         return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
 
 
-def stacks_of(members: Iterable[Member], ranks: Mapping[Member, int], clock: Clock) -> str:
+def _stacks_of(members: Iterable[Member], ranks: Mapping[Member, int], clock: Clock) -> str:
     """Return what the threads of workers are doing, as text."""
     return _described(_ask_stacks(members, clock), ranks)
 
@@ -199,3 +203,44 @@ def _described(stacks: Mapping[Member, str | None], ranks: Mapping[Member, int])
         f"{'no answer: the process is stopped or gone' if text is None else text}"
         for member, text in stacks.items()
     )
+
+
+def await_stragglers(
+    busy: dict[Member, Future[Outcome]],
+    ranks: Mapping[Member, int],
+    clock: Clock,
+    patience_s: float,
+) -> dict[Member, BaseException]:
+    """Wait for workers that are busy with a call that was given up; return those that are lost.
+
+    `busy` loses those that have returned, also where Ctrl-C ends the wait. Those that are left
+    after `patience_s` are lost too.
+    """
+    stragglers = Attempt(busy, clock)
+    deadline = clock.monotonic() + patience_s
+    mentioned = False
+    try:
+        while stragglers.pending and (left := deadline - clock.monotonic()) > 0:
+            quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
+            stragglers.settle(left if mentioned else min(quiet_s, left))
+            waited_s = clock.monotonic() - deadline + patience_s
+            if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
+                mentioned = True
+                logger.warning(
+                    "Waiting up to %.0f s for workers that are still busy with the call that "
+                    "failed before:\n%s",
+                    left,
+                    _stacks_of(stragglers.pending, ranks, clock),
+                )
+    finally:
+        for member in busy.keys() - stragglers.pending.keys():
+            del busy[member]
+    why = f"still busy {patience_s:g} s after it was stopped"
+    for member in stragglers.pending:
+        if not member.remote:  # it cannot be killed
+            raise WorkerTimeoutError(
+                f"The worker in the driver's process is {why}.",
+                ranks=[ranks[member]],
+                waited_s=patience_s,
+            )
+    return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}

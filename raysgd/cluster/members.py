@@ -16,8 +16,17 @@ from raysgd.cluster.channels import Channel, Channels
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
+from raysgd.paths import without_secrets
 
-__all__ = ["ActorMember", "InlineMember", "Member", "ThreadMember", "is_loss", "loss_cause"]
+__all__ = [
+    "ActorMember",
+    "InlineMember",
+    "Member",
+    "ThreadMember",
+    "cause_of",
+    "is_loss",
+    "loss_cause",
+]
 
 
 _SIGNAL_S = 10.0
@@ -350,3 +359,11 @@ def is_loss(error: BaseException) -> bool:
         # Ray's own, for a worker that it killed; what user code raises comes as an outcome
         | ray.exceptions.OutOfMemoryError,
     )
+
+
+def cause_of(member: Member | None, error: BaseException) -> str:
+    """Say in one line why a worker is gone, or did not come."""
+    if member is not None and is_loss(error):
+        return without_secrets(loss_cause(error, member.info))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return without_secrets(" ".join(lines[:3])) if lines else type(error).__name__

@@ -1,18 +1,25 @@
-"""Replacement workers: started and set up in the background, for each place that is missing."""
+"""Workers on their way into a group: started for each place that is missing, each by itself.
+
+A start is a scale-up from none. So one that is lost meanwhile is replaced alone.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from raysgd.cluster.members import Member
+from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_group import COME_UP_S, WorkerGroup
+from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import assign_contexts, backoff_s, may_resize
+from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
 __all__ = ["Replacement", "ScaleUp"]
 
@@ -22,6 +29,16 @@ _LOOK_EVERY_S = 0.25
 """How often to ask whether there is room for a worker."""
 _SETTLED_S = 10.0
 """How long a group has to have its full size before it gets spares."""
+_FIRST_MOMENT_S = COME_UP_S
+"""How long the first start waits at least for late workers, when ``min_workers`` are ready."""
+_MOMENT_S = 0.5
+"""The same after a loss."""
+_MAX_DEATHS = 3
+"""So often in a row workers of one place may die in their setup, or as they join, before there is a
+wait; if nobody has managed its setup that is the error of a start."""
+
+Goal = Literal["room", "process", "setup"]
+Step = Literal["come up", "start", "get ready", "set up", "join"]
 
 
 class ScaleUp:
@@ -33,10 +50,11 @@ class ScaleUp:
         created: arguments of a worker's ``create``.
         draw: returns a random number in 0..1, for the jitter.
         on_failure: told of a replacement worker that failed, and why.
+        timeout_s: bound of each step of a worker's way, from its ``create`` on.
         can_join: whether replacement workers can join a group that is at work; without that none
-            are started.
-        starts_early: whether replacement workers start and set up before they join; else all are
-            started anew when there is room.
+            are started for it.
+        rejoins: whether a process can be in another process group than its first one: what sets up
+            alone, and joins, can. Where it cannot, all are started anew when there is room.
     """
 
     def __init__(
@@ -46,21 +64,36 @@ class ScaleUp:
         created: Sequence[Any],
         draw: Callable[[], float],
         on_failure: Callable[[Member | None, BaseException], None],
+        timeout_s: float,
         can_join: bool = True,
-        starts_early: bool = True,
+        rejoins: bool = True,
     ) -> None:
         self._group = group
         self._config = config
         self._created = created
         self._draw = draw
         self._on_failure = on_failure
+        self._timeout_s = timeout_s
         self._can_join = can_join
-        self._starts_early = starts_early
+        self._rejoins = rejoins
+        self.together = True
+        """Whether the workers of a start set up in one process group. Those of the first do, and
+        where a loss breaks that, each sets up alone, which is done when it is done."""
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
+        self._deaths: dict[Any, list[Step]] = defaultdict(list)
+        """In which step of their way the workers of a place died, since one was ready."""
+        self._losses: deque[tuple[Any, Step | None]] = deque(maxlen=_MAX_DEATHS)
+        """The places of the newest losses, and in which step each was; None: a member."""
         self._failures = 0
-        self._retry_at = 0.0
-        self._resized_at = self._group.clock.monotonic()
+        self._retry_at: dict[Any, float] = {}
+        self._began = self._resized_at = self._group.clock.monotonic()
+        self._enough_at: float | None = None
+        self._is_first = True
+        self._is_calm = True
+        """Whether nobody was lost yet, so that a start may take its time."""
+        self.error: BaseException | None = None
+        """Why the newest worker failed, where another one would fail in the same way."""
 
     @property
     def under_way(self) -> bool:
@@ -70,11 +103,12 @@ class ScaleUp:
     def lost(self, slot: Any) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join."""
         self._lost_slots.append(slot)
+        self._losses.append((slot, None))
         self.try_again()
 
     def try_again(self) -> None:
         """Forget the replacement workers that failed: the reason may be another one, or mended."""
-        self._failures, self._retry_at = 0, 0.0
+        self._failures, self._retry_at, self.error = 0, {}, None
 
     def has_room(self) -> bool:
         """Whether there is room for a worker that is missing, and the group may grow now.
@@ -92,20 +126,31 @@ class ScaleUp:
         """Note that the group has changed its size now."""
         self._resized_at = self._group.clock.monotonic()
 
-    def tend(self, generation: int) -> None:
-        """Bring replacements forward, and start those that are missing; never waits for long."""
+    def tend(self, generation: int, starting: bool = False) -> None:
+        """Bring replacements forward, and start those that are missing; never waits for long.
+
+        Args:
+            generation: the newest.
+            starting: whether they are to be the group, in the room that was reserved for it.
+        """
         options = self._group.options
-        if not self._config.grow or not self._can_join or options.inline:
+        if not starting and (not self._config.grow or not self._can_join or options.inline):
             return
+        self._advance(self._replacements)
         missing = options.num_workers - len(self._group.members) - len(self._replacements)
-        if missing <= 0 and self._may_have_spares():
+        if missing > 0 and self._failures < self._config.max_attempts:
+            self._advance(self._started(generation, starting))
+        elif missing <= 0 and not starting and self._may_have_spares():
             self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
-        if missing > 0 and self._group.clock.monotonic() >= self._retry_at:
-            self._start(generation)
-        for replacement in self._replacements:
+
+    def _advance(self, replacements: Sequence[Replacement]) -> None:
+        for replacement in list(replacements):
             replacement.advance()
-        for replacement in [r for r in self._replacements if r.error is not None]:
-            self.fail(replacement)
+            if replacement.error is not None:
+                self.fail(replacement)
+            elif replacement.is_ready:
+                deaths = self._deaths[replacement.slot]
+                deaths[:] = [step for step in deaths if step not in replacement.passed]
 
     def _may_have_spares(self) -> bool:
         # A spare comes too late for a short run, and would only slow it down. It gets no GPU, since
@@ -113,37 +158,78 @@ class ScaleUp:
         settled = self._group.clock.monotonic() - self._resized_at >= _SETTLED_S
         return settled and self._config.warm_spares and not self._group.options.num_gpus
 
-    def _start(self, generation: int) -> None:
+    def _started(self, generation: int, starting: bool) -> list[Replacement]:
+        """Start those that are missing."""
         taken = [replacement.slot for replacement in self._replacements]
-        for slot in self._group.vacant_slots():
-            if slot in taken:
+        vacant = [s for s in self._group.vacant_slots(request=not starting) if s not in taken]
+        now, num_members = self._group.clock.monotonic(), len(self._group.members)
+        size = num_members + len(taken) + len(vacant)
+        goal: Goal = "setup" if self._rejoins else "room"
+        if starting and self.together:
+            goal = "process"
+        for slot in vacant:
+            if now < self._retry_at.get(slot, 0.0):
                 continue
+            ranks = {replacement.rank for replacement in self._replacements}
             self._replacements.append(
                 Replacement(
                     self._group,
                     slot,
-                    len(self._group.members) + len(self._replacements),
+                    next(rank for rank in itertools.count(num_members) if rank not in ranks),
+                    size,
                     generation,
                     self._created,
-                    replaces_lost=slot in self._lost_slots,
-                    starts_early=self._starts_early,
+                    self._timeout_s,
+                    replaces_lost=starting or slot in self._lost_slots,
+                    goal=goal,
                 )
             )
+        return self._replacements[len(taken) :]
 
     def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
-        """Give a replacement worker up, and start another after a while."""
+        """Give a replacement worker up, and start another: at once if it was lost, as others are.
+
+        After an error, or where one place loses its workers in the same step again and again, that
+        is after a while.
+        """
         error = error or replacement.error or RuntimeError("it did not join")
-        self._replacements.remove(replacement)
+        self.drop(replacement)
         self._on_failure(replacement.member, error)
+        if is_loss(error):
+            self._is_calm = False
+            self._lost_slots.append(replacement.slot)
+            deaths = self._deaths[replacement.slot]
+            deaths.append(replacement.step)
+            self._losses.append((replacement.slot, replacement.step))
+            is_late = replacement.step in ("set up", "join")
+            most = _MAX_DEATHS if is_late else self._config.max_attempts
+            if deaths[-most:] != [replacement.step] * most:
+                return
+            if replacement.step == "set up" and self._can_join and self._is_no_chance():
+                self.error = _died_in_setup(replacement, error)
+        elif self._is_first or not isinstance(error, WorkerTimeoutError):
+            self.error = error  # what took too long may have been stopped by chance
+        wait_s = backoff_s(self._failures, self._config, self._draw())
+        self._retry_at[replacement.slot] = self._group.clock.monotonic() + wait_s
+        self._failures += 1
+        if self._failures == self._config.max_attempts:
+            logger.warning("Giving up on replacement workers after %d failures.", self._failures)
+
+    def _is_no_chance(self) -> bool:
+        """Whether a setup that has lost three workers in one place is the reason, and not chance.
+
+        Chance hits others too, and leaves nobody out for long: where no other place loses workers,
+        or none has managed its setup, it is not chance.
+        """
+        if not any(replacement.has_set_up for replacement in self._replacements):
+            return True
+        return len(set(self._losses)) == 1
+
+    def drop(self, replacement: Replacement) -> None:
+        """End a replacement worker."""
+        self._replacements.remove(replacement)
         if replacement.member is not None:
             self._group.discard(replacement.member)
-        self._retry_at = self._group.clock.monotonic() + backoff_s(
-            self._failures, self._config, self._draw()
-        )
-        self._failures += 1
-        if self._failures >= self._config.max_attempts:
-            logger.warning("Giving up on replacement workers after %d failures.", self._failures)
-            self._retry_at = float("inf")
 
     def fail_member(self, member: Member, error: BaseException) -> bool:
         """Give the replacement worker up that `member` is, if it is one."""
@@ -167,35 +253,75 @@ class ScaleUp:
         """Return how many replacement workers have room, and come up or are ready."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
+    def begin(self) -> None:
+        """Note that a group is to begin, of those that come up."""
+        self.try_again()
+        self._began, self._enough_at = self._group.clock.monotonic(), None
+
+    def are_enough(self, min_workers: int) -> bool:
+        """Whether members and those that may join are so many.
+
+        Where there is no group yet, a moment is given to those that are late.
+        """
+        num_members, now = len(self._group.members), self._group.clock.monotonic()
+        if num_members + len(self.ready()) < min_workers:
+            self._enough_at = None
+            return False
+        if self._enough_at is None:
+            self._enough_at = now
+        late = [r.member for r in self._replacements if r.member is not None and not r.is_ready]
+        if num_members or not late:
+            return True
+        coming = {(r.slot, "set up") for r in self._replacements if not r.is_ready}
+        if self._is_first and len(losses := set(self._losses)) == 1 and losses <= coming:
+            return False  # one in the same place shows whether that was chance
+        is_over = now >= self._enough_at + self._moment_s(self._enough_at - self._began)
+        return is_over and all(member.remote for member in late)
+
+    def _moment_s(self, took_s: float) -> float:
+        if self._is_first and self._is_calm:
+            return max(_FIRST_MOMENT_S, took_s)
+        # whoever can join later costs less then than a wait costs now
+        return _MOMENT_S if self._can_join and self._rejoins else max(_MOMENT_S, took_s)
+
+    def set_up_alone(self, generation: int) -> None:
+        """Let those that are left set up alone, where they can: the first try together is over."""
+        if self.together and self._can_join and self._rejoins:
+            self.together, self._enough_at = False, None
+            for replacement in self._replacements:
+                replacement.set_up_alone(generation)
+
     def joined(self, replacements: Sequence[Replacement]) -> None:
         """Note that replacement workers are members now."""
         for replacement in replacements:
             self._replacements.remove(replacement)
-            if replacement.slot in self._lost_slots:
-                self._lost_slots.remove(replacement.slot)
+            self._deaths.pop(replacement.slot, None)
+            self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
+        self._is_first = False
         self.try_again()
         self.resized()
 
     def stop(self) -> None:
         """End all replacement workers."""
-        replacements, self._replacements = self._replacements, []
-        for replacement in replacements:
-            if replacement.member is not None:
-                self._group.discard(replacement.member)
+        for replacement in list(self._replacements):
+            self.drop(replacement)
 
 
 class Replacement:
-    """One replacement worker, from a slot to a worker that waits to join.
+    """One worker on its way into a group, from a slot to a worker that waits to join.
 
     Args:
         group: starts the worker.
         slot: where it shall run.
-        rank: that it will have in the group, most likely; it sets up alone.
+        rank: that it will have in the group, most likely.
+        size: of the group then.
         generation: the newest.
         created: arguments of the worker's ``create``.
+        timeout_s: bound of each step from ``create`` on.
         replaces_lost: whether it takes the place of a worker that was lost.
-        starts_early: whether it starts in its slot. Otherwise it is ready when the slot is: all
-            workers will be started anew then.
+        goal: what makes it ready: its ``setup``, which it makes alone; a process that has created
+            what it hosts, where all set up together; or the room for one, where all workers will be
+            started anew.
     """
 
     def __init__(
@@ -203,21 +329,41 @@ class Replacement:
         group: WorkerGroup,
         slot: Any,
         rank: int,
+        size: int,
         generation: int,
         created: Sequence[Any],
+        timeout_s: float,
         replaces_lost: bool,
-        starts_early: bool = True,
+        goal: Goal = "setup",
     ) -> None:
         self._group = group
         self.slot = slot
-        self._rank = rank
+        self.rank = rank
+        self._size = size
         self._generation = generation
         self._created = created
-        self._life = self._live() if starts_early else self._wait_for_slot()
+        self._timeout_s = timeout_s
+        self._goal = goal
+        self._life = self._live()
         self.replaces_lost = replaces_lost
+        self.context: WorkerContext | None = None
+        """For which its process was prepared; None before that."""
         self.member: Member | None = None
+        self.step: Step = "come up"
+        """What it is at, or was at when it failed."""
         self.is_ready = False
         self.error: BaseException | None = None
+
+    @property
+    def has_set_up(self) -> bool:
+        """Whether its ``setup`` is done, which it made alone."""
+        return self.is_ready and self._goal == "setup"
+
+    @property
+    def passed(self) -> Sequence[Step]:
+        """The steps that are behind one that is ready."""
+        done: tuple[Step, ...] = ("come up", "start")
+        return (*done, "get ready", "set up") if self.has_set_up else done
 
     def advance(self) -> None:
         """Take the next step towards the group if it can be taken; never waits."""
@@ -226,11 +372,17 @@ class Replacement:
         try:
             next(self._life)
         except StopIteration:
-            self.is_ready = True
+            self.is_ready, self.step = True, "join"
         except BaseException as error:
             self.error = error  # also after Ctrl-C: it is not ready, and cannot go on
             if not isinstance(error, Exception):
                 raise
+
+    def set_up_alone(self, generation: int) -> None:
+        """Set up alone after all, also where the process is prepared for a group."""
+        self._goal, self._generation = "setup", generation
+        if self.is_ready:
+            self.is_ready, self._life = False, self._results(self._asked_to_set_up())
 
     def _wait_for_slot(self) -> Iterator[None]:
         looked = 0.0
@@ -242,31 +394,70 @@ class Replacement:
             yield
 
     def _live(self) -> Iterator[None]:
-        """Live up to the join; yields where there is something to wait for."""
+        """Live up to the goal; yields where there is something to wait for."""
         yield from self._wait_for_slot()
-        self.member = self._group.new_member(self.slot)
-        info = self.member.control("info")
-        yield from _until(info)
-        self.member.info = info.result()
-        (alone,) = assign_contexts(
-            [self.member.info],
-            generation=self._generation,
-            distributed=True,
-            num_cpus=self._group.options.num_cpus,
-        )
-        context = replace(alone, world_rank=self._rank, world_size=self._rank + 1)
-        # one after the other, without waiting for us in between
-        for answer in [
-            self.member.work("create", *self._created),
-            self.member.work("prepare", context),
-            self.member.work("enter", context, None, None, True),
-        ]:
-            yield from _until(answer)
-            outcome: Outcome = answer.result()
+        if self._goal == "room":
+            return
+        self.member = member = self._group.new_member(self.slot)
+        if not member.info.node_ip:  # of the driver's own worker it is known
+            place = member.control("info")
+            limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
+            yield from self._until(place, "come up", limit_s)
+            member.info = place.result()
+        asked: list[tuple[Step, Future[Outcome]]]
+        asked = [("start", member.work("create", *self._created))]
+        if self._goal == "process":
+            yield from self._results(asked)
+            asked = []
+        if self._goal == "setup":  # one after the other, without waiting for us in between
+            yield from self._results(asked + self._asked_to_set_up())
+
+    def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
+        assert self.member is not None
+        if self.context is None:
+            (alone,) = assign_contexts(
+                [self.member.info],
+                generation=self._generation,
+                distributed=True,
+                num_cpus=self._group.options.num_cpus,
+            )
+            self.context = replace(alone, world_rank=self.rank, world_size=self._size)
+        # which GPUs a process sees is for good
+        context = self.context = replace(self.context, generation=self._generation)
+        return [
+            ("get ready", self.member.work("prepare", context)),
+            ("set up", self.member.work("enter", context, None, None, True)),
+        ]
+
+    def _results(self, asked: Sequence[tuple[Step, Future[Outcome]]]) -> Iterator[None]:
+        for step, answer in asked:
+            yield from self._until(answer, step, self._timeout_s)
+            outcome = answer.result()
             if outcome.kind != "ok":
                 raise outcome.exception()
 
+    def _until(self, answer: Future[Any], step: Step, timeout_s: float) -> Iterator[None]:
+        self.step = step
+        deadline = self._group.clock.monotonic() + timeout_s
+        while not answer.done():
+            if self._group.clock.monotonic() > deadline:
+                raise WorkerTimeoutError(
+                    f"Waited {timeout_s:g} s for a worker to {step}, in vain for worker "
+                    f"{self.rank}.",
+                    ranks=[self.rank],
+                    waited_s=timeout_s,
+                )
+            yield
 
-def _until(future: Future[Any]) -> Iterator[None]:
-    while not future.done():
-        yield
+
+def _died_in_setup(replacement: Replacement, error: BaseException) -> WorkerLostError:
+    member = replacement.member
+    assert member is not None
+    cause = cause_of(member, error)
+    return WorkerLostError(
+        f"The process of worker {replacement.rank} died {_MAX_DEATHS} times in a row in setup "
+        f"while the workers were starting, the last time on {member.name}: {cause}",
+        rank=replacement.rank,
+        node_id=member.node_id,
+        cause=cause,
+    )

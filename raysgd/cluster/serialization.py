@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Packed", "Portable", "dumps", "pack", "unpicklable_key"]
+__all__ = ["Packed", "Portable", "dumps", "pack", "sendable", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
 
@@ -43,6 +43,23 @@ class Packed:
 def dumps(value: Any) -> bytes:
     """Pickle a value; references to Ray's objects and actors stay valid in the other process."""
     return _pickled(value, None)
+
+
+def sendable(what: str, value: Any) -> bytes:
+    """Pickle a value for the workers; `what` it is, for the error.
+
+    Raises:
+        TypeError: if it cannot be pickled.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        # runners may say which part of their own it is, in words that users know
+        say = getattr(value, "unpicklable_part", lambda: what)
+        raise TypeError(
+            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
+            "such objects in setup() instead, which runs on the workers."
+        ) from error
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:

@@ -6,7 +6,9 @@
                     ▲ ▲               │
                     │ │        a failure: the other workers are interrupted
                join │ │ rejoin        ▼
-    (replacements) ─┘ └──────────── Broken ──none is left──▶ restart from the snapshot ──▶ Ready
+    (replacements) ─┘ └──────────── Broken ──none is left──▶ those that come up ──▶ Ready
+
+A group begins at its start as it does there, of those that come up, without a snapshot.
 
     (any state) ──shutdown──▶ Closed, for good
 

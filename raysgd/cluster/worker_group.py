@@ -19,7 +19,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["GroupOptions", "WorkerGroup"]
+__all__ = ["COME_UP_S", "GroupOptions", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _TEARDOWN_S = 5.0
 _LARGE_BYTES = 2**20
 _MENTION_S = 30.0
 """After how long to say what a start waits for."""
-_COME_UP_S = 60.0
+COME_UP_S = 60.0
 """How long worker processes may take to come up once they have room."""
 
 
@@ -74,10 +74,30 @@ class WorkerGroup:
         self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self._reservation: Any = None
+        self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
         self._channels = Channels()
         self._ending = threading.RLock()
         self._is_wanted = True
+
+    def reserve(self, timeout_s: float) -> None:
+        """Reserve room for the workers; none is started.
+
+        Args:
+            timeout_s: how long to wait for room for ``min_workers``.
+
+        Raises:
+            InsufficientResourcesError: if there is no room for ``min_workers``.
+        """
+        options = self.options
+        self._is_wanted = True
+        if options.use_local:
+            self._local = _LocalSlot()
+        if not options.inline:
+            num_local = int(options.use_local)
+            self._reservation = self._reserve(
+                options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
+            )
 
     def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.
@@ -90,21 +110,11 @@ class WorkerGroup:
             WorkerTimeoutError: if a worker does not come up.
             WorkerLostError: if one dies as it comes up.
         """
-        options = self.options
-        self._is_wanted = True
-        if options.inline:
-            self.members = [InlineMember()]
-            return
-        num_local = int(options.use_local)
-        self._reservation = self._reserve(
-            options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
-        )
+        self.reserve(timeout_s)
         # known from here on, so that a start that fails leaves none behind
-        self.members = [self.new_member(slot) for slot in self._reservation.slots]
-        self._find_places(self.members, max(timeout_s, _COME_UP_S))
+        self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
+        self._find_places(self.members, max(timeout_s, COME_UP_S))
         self.members = self.in_order(self.members)
-        if options.use_local:
-            self.members.insert(0, _local_member())
 
     def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
         """Return room for workers; a simulated cluster has its own."""
@@ -133,7 +143,7 @@ class WorkerGroup:
         self._reservation.include(more)
         members = [self.new_member(slot) for slot in more.slots]
         try:
-            self._find_places(members, _COME_UP_S)
+            self._find_places(members, COME_UP_S)
         except BaseException:
             for member in members:
                 self.discard(member)
@@ -165,9 +175,13 @@ class WorkerGroup:
 
     def new_member(self, slot: Any) -> Member:
         """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
-        member = self.spares.take(slot.node_id) if self.spares else None
+        options = self.options
+        member: Member | None
+        if slot is self._local:
+            member = InlineMember() if options.inline else _local_member()
+        else:
+            member = self.spares.take(slot.node_id) if self.spares else None
         if member is None:
-            options = self.options
             member = self._new_actor(
                 slot.strategy, options.num_cpus, options.num_gpus, dict(options.resources)
             )
@@ -194,17 +208,21 @@ class WorkerGroup:
         )
         return ActorMember(actor_class.remote(), self._channels)
 
-    def vacant_slots(self) -> list[Any]:
-        """Return room that no worker is in or on its way to, requesting what is missing."""
-        reservation = self._reservation
-        if reservation is None:
-            return []
-        wanted = self.options.num_workers - int(self.options.use_local)
-        while len(reservation.slots) < wanted:
-            if reservation.request_slot(self.options.bundle) is None:
-                break
+    def vacant_slots(self, request: bool = True) -> list[Any]:
+        """Return room that no worker is in or on its way to.
+
+        Args:
+            request: whether to request what is missing.
+        """
+        slots: list[Any] = [] if self._local is None else [self._local]
+        if (reservation := self._reservation) is not None:
+            wanted = self.options.num_workers - len(slots)
+            while request and len(reservation.slots) < wanted:
+                if reservation.request_slot(self.options.bundle) is None:
+                    break
+            slots += reservation.slots
         taken = list(self._slots.values())
-        return [slot for slot in reservation.slots if slot not in taken]
+        return [slot for slot in slots if slot not in taken]
 
     def slot_of(self, member: Member) -> Any:
         """Return the room that a worker is in."""
@@ -234,9 +252,10 @@ class WorkerGroup:
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 
-    def shared(self, data: bytes) -> Any:
+    def shared(self, data: bytes, members: Sequence[Member] | None = None) -> Any:
         """Return `data`, or where it is large a reference, so that it is sent to a node once."""
-        if len(data) < _LARGE_BYTES or not all(member.remote for member in self.members):
+        to = self.members if members is None else members
+        if len(data) < _LARGE_BYTES or not all(member.remote for member in to):
             return data
         import ray
 
@@ -281,7 +300,7 @@ class WorkerGroup:
                     member.kill_process()  # for Ray it is dead already
                 else:
                     member.kill()
-            reservation, self._reservation = self._reservation, None
+            reservation, self._reservation, self._local = self._reservation, None, None
             try:
                 if reservation is not None:
                     reservation.release()
@@ -291,6 +310,13 @@ class WorkerGroup:
 
 def _has_ended(answer: Future[bool]) -> bool:
     return answer.done() and answer.exception() is None and answer.result()
+
+
+class _LocalSlot:
+    """The place of the worker in the driver's process."""
+
+    is_ready = True
+    last_node_id: str | None = None
 
 
 @functools.cache

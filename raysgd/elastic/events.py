@@ -30,9 +30,9 @@ class Event:
     """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
     and is killed. ``resumed``: a new generation of the same or fewer workers, after a loss, an
     error or an interruption. ``grown``: a new generation with replacement workers. ``restarted``:
-    all workers anew, from the snapshot. ``newcomer_failed``: a replacement worker died or raised
-    before it joined. ``waiting``: too few workers, and no room for more. ``user_error``: user code
-    raised."""
+    workers anew, from the snapshot. ``newcomer_failed``: a worker died or raised before it joined,
+    at a start as well. ``waiting``: too few workers, and no room for more. ``user_error``: user
+    code raised."""
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]

@@ -52,6 +52,11 @@ class Recovery:
     replaces: bool
     """Whether replacement workers can take the state of the others and go on with them."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether workers can set up alone, and join the others in their processes."""
+        return self.replaces and self.rejoins
+
 
 def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
     """Return how a group goes on after a failure.

@@ -4,7 +4,6 @@ Importing TensorFlow costs each new worker seconds, so few are started: two of K
 share, and two of the older Keras that exchange gradients by Horovod.
 """
 
-import contextlib
 import itertools
 import os
 
@@ -15,7 +14,7 @@ from raysgd import ElasticConfig, TFTrainer
 from raysgd.callbacks import LearningRateLogger
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
-from tests.conftest import IN_SOAK, import_horovod, restart_when_created, wait_until
+from tests.conftest import IN_SOAK, import_horovod, wait_until
 from tests.ends import by_timer, check_that_shutdown_ends, hold
 from tests.stranger import stranger
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
@@ -80,8 +79,8 @@ def check_that_two_learn_the_digits(trainer, path):
     assert hashes(trainer) == {held}
 
 
-@pytest.mark.slow("two workers import TensorFlow, and in a soak one after a loss")
-def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tmp_path):
+@pytest.mark.slow("two workers import TensorFlow, and in a soak two after a loss")
+def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
     """With the older Keras, which is as good for two workers as Keras 3 is, so that both are.
 
     It comes before the stranger: Horovod's gloo takes the first who connects for a worker.
@@ -92,11 +91,7 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, monkeypatch, tm
         if IN_SOAK:  # its workers start anew, all of them
             check_that_two_learn_the_digits(trainer, tmp_path / "state")
             step = trainer.global_step
-            num_cpus = int(module_cluster.available_resources().get("CPU", 0)) + 1
-            with (
-                room_for_one(trainer, num_cpus, monkeypatch),
-                chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]),
-            ):
+            with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]):
                 result = trainer.train()
             assert result["num_samples"] == 1440
             assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
@@ -124,19 +119,6 @@ def test_two_workers_of_keras_3_learn_the_digits_in_step(trainer, tmp_path):
     parts = trainer.apply_all_operators(own_labels)
     # though the data set shuffles without a seed
     assert sorted(itertools.chain(*parts)) == sorted(digits()[1][1])
-
-
-@contextlib.contextmanager
-def room_for_one(trainer, num_cpus, monkeypatch):
-    """Let a placement group of so many CPUs get the room that the next restart lets go."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    taken = placement_group([{"CPU": num_cpus}])
-    restart_when_created(monkeypatch, trainer._controller, taken)
-    try:
-        yield
-    finally:
-        remove_placement_group(taken)
 
 
 def means_of_all_kinds(operator):

@@ -19,7 +19,7 @@ from raysgd.train.backend import (
     TrainingWorkerError,
     WorkerGroup,
 )
-from tests.conftest import restart_when_created, wait_until
+from tests.conftest import wait_until
 
 decoded = []
 """On the driver: the process in which each report and checkpoint was encoded."""
@@ -294,22 +294,21 @@ def test_workers_come_and_go_in_a_group_of_ones_own(module_cluster):
 
 
 @pytest.mark.slow("workers are started three times")
-def test_workers_are_added_where_room_comes_and_left_out_where_it_goes(
-    executor, module_cluster, tmp_path, monkeypatch
+def test_workers_are_added_where_room_comes_and_keep_theirs_in_a_restart(
+    executor, module_cluster, tmp_path
 ):
-    """Beside the shared two there is room for one, then for two, then for one again."""
+    """Beside the shared two there is room for one, then for two; a third waits for it in vain."""
     from ray.util import placement_group, remove_placement_group
 
     mark = tmp_path / "die"
 
     def function():
         state = train.load_checkpoint() or {"step": 0, "sizes": []}
-        step, sizes = state["step"], state["sizes"]
+        step, sizes = state["step"], [*state["sizes"], train.world_size()]
         while len(sizes) < 3 and step < 5000:
             step += 1
-            if sizes[-1:] != [train.world_size()]:
-                sizes = [*sizes, train.world_size()]
             if train.world_rank() == 1 and mark.exists():
+                mark.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             train.save_checkpoint(step=step, sizes=sizes)
             train.report(step=step)
@@ -331,12 +330,11 @@ def test_workers_are_added_where_room_comes_and_left_out_where_it_goes(
         assert steps == list(range(1, len(steps) + 1))
         assert [event.kind for event in own.events] == ["started", "grown"]
 
-        taken = placement_group([{"CPU": 1}])  # gets the room that a restart lets go
-        restart_when_created(monkeypatch, own._controller, taken)
+        taken = placement_group([{"CPU": 1}])
         mark.touch()
-        assert own.finish_training() == [[1, 2, 1]]
-        kinds = [event.kind for event in own.events if event.kind != "waiting"]
-        assert kinds == ["started", "grown", "lost", "restarted"]
+        assert own.finish_training() == [[1, 2, 2]] * 2
+        assert [event.kind for event in own.events] == ["started", "grown", "lost", "restarted"]
+        assert not taken.wait(0)
     finally:
         own.shutdown()
         remove_placement_group(taken)

@@ -134,6 +134,7 @@ def die(operator, config):
     register_all(operator)
 
 
+@pytest.mark.slow("a worker starts three times")
 def test_worker_that_dies_in_setup_is_a_lost_worker(ray_cluster):
     with pytest.raises(WorkerLostError) as caught:
         start(training_operator_cls=with_setup(die))

@@ -232,6 +232,8 @@ class SimMember(Member):
         """What its next training step raises."""
         self.work_s = 0.0
         """How long a call takes that is no training."""
+        self.start_s = 0.0
+        """How long its process takes to come up."""
         self.setup_s = 0.5
         self.setup_error = None
         self.join_error = None
@@ -334,6 +336,11 @@ class SimMember(Member):
         context, (token, size), leader = self.task.arguments
         return Meeting(token, size, context, leader)
 
+    def is_meeting(self, token):
+        """Whether it waits at a rendezvous."""
+        in_it = self.is_at("enter") and len(self.task.arguments) == 3
+        return in_it and self.meeting.token == token
+
     def is_at(self, method):
         task = self.task
         if self.dead or self.silent or task is None:
@@ -345,7 +352,7 @@ class SimMember(Member):
         while (task := self.task) is not None and not self.dead and not self.silent:
             if task.since < 0:
                 task.since = self._world.now
-            if task.method in ("create", "prepare"):
+            if task.method == "prepare" or (task.method == "create" and not self.start_s):
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
@@ -382,8 +389,12 @@ class SimMember(Member):
         task = self.task
         if task is None or self.dead or self.silent:
             return
-        if task.method == "enter" and len(task.arguments) == 4:
-            if self._world.now - task.since < self.setup_s:
+        took_s = self._world.now - task.since
+        if task.method == "create":
+            if took_s >= self.start_s:
+                self.end("ok")
+        elif task.method == "enter" and len(task.arguments) == 4:
+            if took_s < self.setup_s:
                 return
             if self.setup_error is not None:
                 self.end("user", self.setup_error)
@@ -391,7 +402,7 @@ class SimMember(Member):
                 self.is_set_up = True
                 self.end("ok")
         elif self.is_at("work") or self.is_at("validate"):
-            if self._world.now - task.since < self.work_s:
+            if took_s < self.work_s:
                 return
             self.end("ok", self.context.world_rank)
 
@@ -428,18 +439,13 @@ class SimGroup(WorkerGroup):
     def __init__(self, world, options):
         super().__init__(options, clock=SimClock(world))
         self._world = world
-        self.num_starts = 0
 
-    def start(self, timeout_s):
-        self.num_starts += 1
-        super().start(timeout_s)
-
-    def shutdown(self, force=False):
-        controller = self._world.driver.controller
-        if not isinstance(controller.state, Closed) and controller._recovery.rejoins:
-            alive = [member for member in self.members if not member.dead]
-            assert not any(m.has_trained for m in alive), "a survivor's state is given up"
-        super().shutdown(force)
+    def discard(self, member):
+        if (driver := self._world.driver) is not None:
+            stays = driver.controller._recovery.survivors_stay
+            is_fine = not (member.dead or member.silent or member.deaf)
+            assert not (stays and is_fine and member.has_trained), "a survivor is given up"
+        super().discard(member)
 
     def _reserve(self, num_workers, min_workers, timeout_s):
         room = self._world.find_room(num_workers, min_workers, timeout_s, lambda: self._is_wanted)

@@ -136,6 +136,9 @@ class Run:
         except WorkerTimeoutError:
             event("timeout")
             assert any(worker.silent for worker in self.world.workers)
+        except ValueError as error:
+            event(str(error))
+            assert not driver.workers, "what others can do without is raised"
         else:
             event("done")
             assert reached == [goal] * len(reached)
@@ -289,7 +292,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, re
     world.plan(ticks * TICK_S, shut_down)
     try:
         run.driver.train(200, max_losses=10)
-    except (RuntimeError, WorkerTimeoutError, BadBatchError) as raised:
+    except (RuntimeError, WorkerTimeoutError, BadBatchError, ValueError) as raised:
         error = raised
     event(type(error).__name__)
     if ended_at:
@@ -304,3 +307,39 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, re
     assert all(not reservation.slots for reservation in world.reservations)
     with pytest.raises(RuntimeError, match="shut down"):
         run.driver.train(300)
+
+
+@examples(100)
+@given(
+    num_workers=st.integers(2, 4),
+    kills=st.lists(st.tuples(st.integers(10, 40), st.integers(0, 7)), max_size=12),
+    is_function=st.booleans(),
+    start_s=st.sampled_from([0.1, 0.3]),
+    setup_s=st.sampled_from([0.1, 0.4]),
+)
+def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobody_waits(
+    num_workers, kills, is_function, start_s, setup_s
+):
+    world = World(room=num_workers)
+    world.on_new_worker.append(lambda member: vars(member).update(start_s=start_s, setup_s=setup_s))
+    killed, at = [], 0
+
+    def kill(number):
+        alive = [worker for worker in world.workers if not worker.dead]
+        killed.append(alive[number % len(alive)])
+        killed[-1].die("killed")
+
+    for gap, number in kills:
+        at += gap
+        world.plan(at * TICK_S, lambda number=number: kill(number))
+    driver = world.drive(num_workers, can_join=not is_function, in_place=not is_function)
+    assert driver.train(300, max_losses=len(kills)) == [300] * len(driver.workers)
+    kinds = [event.kind for event in driver.events]
+    assert "waiting" not in kinds
+    lost = kinds.count("lost")
+    # of a function all start anew, each time that one is lost which runs it
+    assert len(world.workers) <= num_workers * (1 + lost * is_function) + len(killed)
+    assert world.now - 1000.0 < 300 * TICK_S + len(kills) * 3.0 + 2.0
+    assert world.trained == list(range(1, 301))
+    driver.shutdown()
+    assert all(worker.dead for worker in world.workers), "a worker is left behind"

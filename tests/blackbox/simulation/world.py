@@ -16,7 +16,7 @@ TICK_S = 0.05
 """Simulated seconds of a tick, and of a step."""
 MAX_TICKS = 60_000
 """After so many ticks, nearly an hour, a call counts as one that does not end."""
-MAX_LOOKS = 400_000
+MAX_LOOKS = 1_000_000
 """So often may the clock be read."""
 
 
@@ -28,6 +28,8 @@ class World:
         self.now = 1000.0
         self.step_s = TICK_S
         self.snapshot_every = 10
+        self.join_s = 0.0
+        """How long a generation takes to begin when all of its members have come."""
         self.workers = []
         self.on_new_worker = []
         self.on_meeting = []
@@ -160,16 +162,23 @@ class World:
         here[meeting.context.world_rank] = member
         if len(here) < meeting.size:
             return
+        if self.join_s:
+            self.plan(self.join_s, lambda: self._begin(here, meeting))
+        else:
+            self._begin(here, meeting)
+
+    def _begin(self, here, meeting):
         actions, self.on_meeting = self.on_meeting, []
         for action in actions:
             action()
-        if any(m.dead or not m.is_at("enter") for m in here.values()):
+        if any(not m.is_meeting(meeting.token) for m in here.values()):
             return  # those that are left wait until they are interrupted
         step = None
         if (leader := meeting.leader) is not None:
             old = [m for m in here.values() if m.generation is not None]
-            assert here[leader].step == max(m.step for m in old), "a committed step is given up"
-            assert here[leader].generation is not None, "a newcomer leads"
+            furthest = max(m.step for m in old) if old else self.kept_by_driver
+            assert here[leader].step == furthest, "a committed step is given up"
+            assert here[leader] in old or not old, "a newcomer leads"
             step = here[leader].step
         contexts = {rank: m.meeting.context for rank, m in here.items()}
         assert all(c.world_size == meeting.size for c in contexts.values())

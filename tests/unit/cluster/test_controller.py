@@ -31,6 +31,7 @@ class FakeRunner:
     """Each rank does what its `script` says, a function of the runner."""
 
     imports = ()
+    step = 0
 
     def setup(self, context):
         self.contexts = [context]
@@ -94,6 +95,8 @@ class FakeBackend(Backend):
         return {"broken": self.broken, "addresses": list(addresses)}
 
     def setup(self, context, rendezvous):
+        if rendezvous is None:  # it sets up alone
+            return
         assert len(rendezvous["addresses"]) == context.world_size
         if rendezvous["broken"]:
             raise ConnectionError("peers not found")
@@ -162,18 +165,39 @@ class FakeMember(Member):
         self._thread.shutdown(wait=False)
 
 
+class FakeSlot:
+    is_ready = True
+    node_id = None
+
+    def __init__(self, index):
+        self.index = index
+
+
+class FakeReservation:
+    def __init__(self, size):
+        self.slots = [FakeSlot(index) for index in range(size)]
+
+    def release(self):
+        pass
+
+
 class FakeGroup(WorkerGroup):
     """The real group, whose workers are threads and need no room."""
 
     def __init__(self, num_workers, min_workers=1):
         super().__init__(GroupOptions(num_workers=num_workers, min_workers=min_workers))
         self.shutdowns = []
-        self.starts = []
+        self.all = []
 
-    def start(self, timeout_s):
-        self.starts.append(timeout_s)
-        self.members = [FakeMember(index) for index in range(self.options.num_workers)]
-        self.all = list(self.members)
+    def reserve(self, timeout_s):
+        self._is_wanted = True
+        self._reservation = FakeReservation(self.options.num_workers)
+
+    def new_member(self, slot):
+        member = FakeMember(slot.index)
+        self._slots[member] = slot
+        self.all.append(member)
+        return member
 
     def room(self):
         return "no room"
@@ -532,23 +556,6 @@ def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start
     assert local not in controller.members
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert getattr(runner, "torn_down", False)
-
-
-def test_a_worker_that_is_lost_at_the_start_is_named():
-    group = FakeGroup(2)
-    controller = Controller(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
-    begin = group.start
-
-    def start_and_die(*arguments):
-        begin(*arguments)
-        group.members[1].die("no memory at s3://me:secret@host")
-
-    group.start = start_and_die
-    with pytest.raises(WorkerLostError, match=r"Lost worker 1.*starting.*me:\*\*\*@host") as caught:
-        controller.start()
-    assert caught.value.cause == "The actor died: no memory at s3://me:***@host"
-    assert caught.value.rank == 1
-    assert isinstance(controller.state, Closed)
 
 
 def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):

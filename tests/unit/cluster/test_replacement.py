@@ -1,13 +1,14 @@
 """A replacement on its way: from room to a worker that is ready to join, without any waiting."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
 from raysgd.cluster.scaling import Replacement
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import GroupOptions
-from raysgd.context import Progress
+from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.policies import WorkerInfo
 from tests.unit.cluster.clock import ManualClock
 
@@ -27,6 +28,8 @@ class FakeSlot:
 
 class FakeMember:
     """A worker whose answers the test gives."""
+
+    info = WorkerInfo(node_id="", node_ip="")
 
     def __init__(self):
         self.asked = {}
@@ -70,7 +73,7 @@ def group(clock):
 
 @pytest.fixture
 def replacement(group):
-    return Replacement(group, FakeSlot(), 2, 4, ("hook", "runner"), replaces_lost=True)
+    return Replacement(group, FakeSlot(), 2, 3, 4, ("hook", "runner"), 30.0, replaces_lost=True)
 
 
 def answer_all(replacement, *methods):
@@ -201,3 +204,32 @@ def test_nothing_more_is_done_when_it_is_ready_or_has_failed(replacement):
     replacement.advance()
     assert replacement.is_ready
     assert replacement.member.asked == asked
+
+
+def test_a_step_that_takes_too_long_is_an_error(replacement, clock):
+    answer_all(replacement, "info", "create")
+    clock.now += 31
+    replacement.advance()
+    assert "Waited 30 s for a worker to get ready, in vain for worker 2." in str(replacement.error)
+
+
+def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(group):
+    replacement = Replacement(
+        group, FakeSlot(), 0, 2, 1, ("hook",), 30.0, replaces_lost=True, goal="process"
+    )
+    answer_all(replacement, "info", "create")
+    assert replacement.is_ready
+    assert not replacement.has_set_up
+    assert list(replacement.member.asked) == ["info", "create"]
+    replacement.context = prepared = WorkerContext(visible_gpus=("1", "3"), gpu_index=1)
+    replacement.set_up_alone(generation=7)
+    replacement.advance()
+    assert not replacement.is_ready
+    # the GPUs that its process sees are those for which it was prepared
+    (context,) = replacement.member.arguments["prepare"]
+    assert context == replace(prepared, generation=7)
+    assert replacement.member.arguments["enter"] == (context, None, None, True)
+    replacement.member.answer("prepare")
+    replacement.member.answer("enter")
+    replacement.advance()
+    assert replacement.has_set_up

@@ -6,6 +6,7 @@ from raysgd.cluster import scaling as scaling_module
 from raysgd.cluster.scaling import ScaleUp
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.elastic.config import ElasticConfig
+from tests.blackbox.simulation.seam import LostError
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -18,6 +19,8 @@ class FakeSpares:
 
 
 class FakeMember(str):
+    remote = True
+
     @property
     def node_id(self):
         return f"node of {self}"
@@ -35,7 +38,7 @@ class FakeGroup:
         self.discarded = []
         self.spares = FakeSpares()
 
-    def vacant_slots(self):
+    def vacant_slots(self, request=True):
         return [slot for slot in self.slots if slot not in self.taken]
 
     def discard(self, member):
@@ -55,8 +58,11 @@ class FakeReplacement:
 
     made = ()
 
-    def __init__(self, group, slot, rank, generation, created, replaces_lost, starts_early=True):
+    def __init__(
+        self, group, slot, rank, size, generation, created, timeout_s, replaces_lost, goal="setup"
+    ):
         self.slot, self.rank, self.generation, self.created = slot, rank, generation, created
+        self.size, self.goal, self.step = size, goal, "start"
         self.replaces_lost = replaces_lost
         self.member = None
         self.is_ready = False
@@ -67,10 +73,17 @@ class FakeReplacement:
     def advance(self):
         self.num_advances += 1
         if self.member is None:
-            self.member = f"replacement worker{len(FakeReplacement.made)}"
+            self.member = FakeMember(f"replacement worker{len(FakeReplacement.made)}")
+
+    has_set_up = False
+    passed = ()
 
     def get_ready(self):
-        self.member, self.is_ready = self.member or f"replacement worker{self.slot}", True
+        self.member = self.member or FakeMember(f"replacement worker{self.slot}")
+        self.is_ready = True
+
+    def set_up_alone(self, generation):
+        self.goal = "setup"
 
 
 @pytest.fixture
@@ -92,6 +105,7 @@ def make(clock):
             ("created",),
             lambda: 0.5,
             lambda member, error: failures.append((member, error)),
+            timeout_s=30.0,
         )
         scale_up.failures = failures
         return scale_up, group
@@ -213,6 +227,69 @@ def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
         scale_up.tend(1)
         waits.append(waits_until_the_next(scale_up, clock))
     assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
+
+
+def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
+    scale_up, _ = make(num_workers=5, present=2)
+    scale_up.tend(1)
+    first, *others = replacements()
+    first.error = LostError("OOM")
+    scale_up.tend(1)
+    scale_up.tend(1)
+    another = replacements()[-1]
+    assert len(replacements()) == 4
+    assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
+    assert another.replaces_lost  # so that no cooldown keeps it waiting
+    assert [n.error for n in others] == [None, None]
+
+
+@pytest.mark.parametrize(("step", "most"), [("join", 3), ("start", 5)])
+def test_a_place_where_many_are_lost_in_the_same_step_waits_as_after_an_error(
+    make, clock, step, most
+):
+    scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
+    scale_up.tend(1)
+    for other in ("come up", *[step] * (most - 1), "get ready", *[step] * (most - 1)):
+        before = len(replacements())
+        replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
+        scale_up.tend(1)
+        assert len(replacements()) == before + 1
+    for wait_s in (2, 4):
+        replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
+        scale_up.tend(1)
+        assert waits_until_the_next(scale_up, clock) == pytest.approx(wait_s, abs=0.25)
+    assert scale_up.error is None  # only a setup is the user's own
+
+
+@pytest.mark.parametrize(("took_s", "moment_s"), [(2.0, 60.0), (80.0, 80.0)])
+def test_a_start_gives_those_that_are_late_a_moment(make, clock, took_s, moment_s):
+    scale_up, group = make(num_workers=3, present=0)
+    scale_up.begin()
+    scale_up.tend(1, starting=True)
+    assert not scale_up.are_enough(2)
+    clock.now += took_s
+    replacements()[0].get_ready()
+    assert not scale_up.are_enough(2)
+    replacements()[1].get_ready()
+    assert not scale_up.are_enough(2)
+    clock.now += moment_s - 0.1
+    assert not scale_up.are_enough(2)
+    clock.now += 0.2
+    assert scale_up.are_enough(2)
+    # after the start those that are late join as soon as they are ready
+    for replacement in replacements()[:2]:
+        group.take(replacement)
+    scale_up.joined(replacements()[:2])
+    scale_up.set_up_alone(2)
+    assert replacements()[2].goal == "setup"
+    group.members.clear()
+    group.taken.clear()
+    replacements()[2].get_ready()
+    scale_up.begin()
+    scale_up.tend(2, starting=True)
+    assert not scale_up.are_enough(1)
+    clock.now += 0.6
+    assert scale_up.are_enough(1)
 
 
 def test_it_is_given_up_after_so_many_failures(make, clock):

@@ -33,15 +33,17 @@ def test_only_a_local_worker_that_is_alone_is_inline(num_workers, use_local, inl
 
 def test_an_inline_group_starts_and_ends_without_anything():
     group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
-    group.start(timeout_s=5)
-    assert len(group.members) == 1
+    group.reserve(timeout_s=5)
+    (slot,) = group.vacant_slots()
+    assert slot.is_ready
+    group.members = [group.new_member(slot)]
+    assert group.members[0].info.in_driver
     assert group.vacant_slots() == []
-    assert group.slot_of(group.members[0]) is None
     assert "driver's process" in group.room()
     large = bytes(2**21)
     assert group.shared(large) is large
     group.shutdown()
-    assert group.members == []
+    assert group.members == group.vacant_slots() == []
 
 
 # ---- workers and their room
