@@ -22,11 +22,15 @@ CLUSTER = "tests/distributed"
 ALL_CORES = ["--numprocesses", "logical"]
 PARTS = {
     "schedules": ["tests/blackbox/simulation", "--hypothesis-profile=soak"],
-    "chaos": [f"{CLUSTER}/test_chaos.py", f"{CLUSTER}/test_train_kills.py"],
+    "chaos": [f"{CLUSTER}/test_{name}.py" for name in ("chaos", "train_kills", "under_fire")],
     "properties": ["-m", "hypothesis", "tests/unit", "--hypothesis-profile=soak", *ALL_CORES],
     "files": ["tests/unit/checkpoint"],
     "frameworks": ["-k", "tensorflow or horovod or frameworks", CLUSTER],
-    "round": ["--deselect", f"{CLUSTER}/test_chaos.py", *ALL_CORES],
+    "round": [
+        *("--deselect", f"{CLUSTER}/test_chaos.py"),
+        *("--deselect", f"{CLUSTER}/test_under_fire.py"),
+        *ALL_CORES,
+    ],
 }
 """What is run, by name: arguments of pytest. Without a GPU or Horovod it skips what needs them."""
 

@@ -8,12 +8,14 @@ import random
 import signal
 import struct
 import threading
+import time
 
 import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
+from tests.fire import Fire
 
 NUM_KILLS = 2
 NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "1"))
@@ -109,3 +111,30 @@ def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, t
         killer.over.set()
         killer.join()
         trainer.shutdown()
+
+
+def steps_one_by_one():
+    state = train.load_checkpoint() or {"step": 0, "starts": []}
+    starts = [*state["starts"], state["step"]]
+    for step in range(state["step"] + 1, 301):
+        time.sleep(0.01)
+        train.save_checkpoint(step=step, starts=starts)
+    return starts
+
+
+@pytest.mark.slow("three workers start anew after each kill")
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+def test_a_run_goes_on_whatever_is_killed_starting_or_running(ray_cluster, tmp_path, seed):
+    with Fire(seed) as fire:
+        trainer = Trainer(BackendConfig(), (1, 3), logdir=tmp_path, max_retries=-1)
+        trainer.start()
+        try:
+            results = trainer.run(steps_one_by_one)
+            fire.end()
+            assert all(starts == sorted(results[0]) for starts in results)
+            assert trainer.latest_checkpoint["step"] == 300
+            kinds = [event.kind for event in trainer.events]
+            assert kinds.count("lost") + kinds.count("newcomer_failed") > 1
+            assert "waiting" not in kinds  # there is room all the time
+        finally:
+            trainer.shutdown()

@@ -1,0 +1,48 @@
+"""Kills the processes of workers all the time."""
+
+import random
+import signal
+import threading
+
+import psutil
+
+
+class Fire(threading.Thread):
+    """Kills one every 0.4 to 2.2 s, whether it trains or comes up; a seed says when and which."""
+
+    PAUSES_S = 0.4, 2.2
+
+    def __init__(self, seed):
+        super().__init__(daemon=True)
+        self._draw = random.Random(seed)
+        self._over = threading.Event()
+        self.num_kills = 0
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.end()
+
+    def end(self):
+        self._over.set()
+        self.join()
+
+    def run(self):
+        while not self._over.wait(self._draw.uniform(*self.PAUSES_S)):
+            if found := _workers():
+                self._draw.choice(found).send_signal(signal.SIGKILL)
+                self.num_kills += 1
+
+
+def _workers():
+    """The processes of this process's cluster that Ray has named after our actor."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if (process.cmdline() or [""])[0].startswith("ray::Worker"):
+                found.append(process)
+        except psutil.Error:  # it ends just now
+            continue
+    return found
