@@ -362,7 +362,7 @@ def _variables_of(thing: Any) -> list[Any]:
 
 def _loss_scale_of(optimizer: Any) -> list[Any]:
     """Return the variables of float16's scale that tf_keras does not list among the optimizer's."""
-    scale = getattr(optimizer, "_loss_scale", None)
+    scale: Any = getattr(optimizer, "_loss_scale", None)
     return [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []
 
 
