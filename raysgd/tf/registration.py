@@ -312,15 +312,17 @@ class KerasRegistration(Registration):
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
             check_parts(name, objects, state.get(name), _problem)
+        if "loss_scales" in state:  # which an older file has not
+            check_parts("loss_scales", self.optimizers, state["loss_scales"], _scale_problem)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         for model, arrays in zip(self.models, state["models"], strict=True):
             set_arrays(_variables_of(model), arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(_variables_of(optimizer), arrays)
-        # a file may be older than this
         for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
-            set_arrays(_loss_scale_of(optimizer), arrays)
+            if arrays and _loss_scale_of(optimizer):
+                set_arrays(_loss_scale_of(optimizer), arrays)
 
 
 def _scaled(gradient: Any, weight: float) -> Any:
@@ -371,8 +373,17 @@ def _sample_of(spec: Any) -> Any:
     return tf.zeros([1, *shape], spec.dtype)
 
 
+def _scale_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
+    """Say why a scale cannot be taken; one is left where the other side has none."""
+    scale = _loss_scale_of(optimizer)
+    return _misfit(scale, arrays) if scale and arrays else ""
+
+
 def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
-    variables = _variables_of(thing)
+    return _misfit(_variables_of(thing), arrays)
+
+
+def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"{len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):

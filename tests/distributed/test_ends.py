@@ -39,10 +39,10 @@ def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_pa
         trainer.train(num_steps=2)
         trainer.validate(num_steps=2)
         order(tmp_path, "validate", 1, 2, "die")
-        # the two take as many steps, of less samples, and from the same place on
-        assert trainer.validate(num_steps=3)["num_samples"] == 3 * 2 * 32
+        # the two take as many steps of as many samples, and from the same place on
+        assert trainer.validate(num_steps=3)["num_samples"] == 3 * 4 * 32
         assert trainer.num_workers == 2
-        assert trainer.validate()["num_samples"] == NUM_SAMPLES - (2 * 3 + 3 * 2) * 32
+        assert trainer.validate()["num_samples"] == NUM_SAMPLES - (2 + 3) * 4 * 32
 
         pids = pids_of(trainer)
         order(tmp_path, "train", 0, 3, "die")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.errors import (
     CheckpointError,
     InsufficientResourcesError,
@@ -137,7 +137,7 @@ def die(operator, config):
 @pytest.mark.slow("a worker starts three times")
 def test_worker_that_dies_in_setup_is_a_lost_worker(ray_cluster):
     with pytest.raises(WorkerLostError) as caught:
-        start(training_operator_cls=with_setup(die))
+        start(training_operator_cls=with_setup(die), elastic=ElasticConfig(min_workers=2))
     assert caught.value.rank == 1
     assert caught.value.node_id
     assert caught.value.cause

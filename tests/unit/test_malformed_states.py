@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import random
 from contextlib import contextmanager
 
 import numpy as np
@@ -119,7 +120,9 @@ def may_go(path):
         return rest not in (["epoch"], ["offset"]) and len(rest) < 3
     if first == "optimizers":
         return len(path) == 4 and path[2] == "state"
-    return first in ("operator", "global_step", "callbacks") and len(rest) <= (first == "callbacks")
+    return first in ("operator", "global_step", "callbacks", "loss_scales") and len(rest) <= (
+        first == "callbacks"
+    )
 
 
 def changed(tree, path, new):
@@ -135,14 +138,13 @@ def changed(tree, path, new):
     return tuple(made) if isinstance(tree, tuple) else made
 
 
-@st.composite
-def malformed(draw, state):
+def malformed(chance, state):
     """A state with one thing in it replaced by what it cannot be, or taken away."""
     path, here = (), state
-    while items := [(k, v) for k, v in items_of(here) if k not in FREE and not is_free(v)]:
-        key, here = draw(st.sampled_from(items))
-        path += (key,)
-        if draw(st.integers(0, 3)) == 0:
+    while items := {k: v for k, v in items_of(here) if k not in FREE and not is_free(v)}:
+        key = chance.choice([*items])
+        path, here = (*path, key), items[key]
+        if chance.random() < 0.25:
             break
     choices = [junk for junk in JUNK if not isinstance(here, type(junk))]
     if isinstance(here, list | tuple):
@@ -151,7 +153,7 @@ def malformed(draw, state):
         choices.append(here.reshape(-1)[:-1])
     if not may_go(path) and path[0] != "schedulers":
         choices.append(DELETED)
-    return path, changed(state, path, draw(st.sampled_from(choices)))
+    return path, changed(state, path, chance.choice(choices))
 
 
 def is_free(value):
@@ -171,10 +173,10 @@ def same(left, right):
     return type(left) is type(right) and left == right
 
 
-def check_refused(made, data):
+def check_refused(made, seed):
     trainer, state = made
     before, metrics = trainer.state_dict(), trainer.latest_metrics
-    path, other = data.draw(malformed(state))
+    path, other = malformed(random.Random(seed), state)
     with pytest.raises(CheckpointError) as caught:
         trainer.load_state_dict(other)
     assert str(caught.value), path
@@ -183,15 +185,15 @@ def check_refused(made, data):
 
 
 @ENOUGH
-@given(data=st.data())
-def test_a_malformed_state_is_refused_and_changes_nothing(of_torch, data):
-    check_refused(of_torch, data)
+@given(seed=st.integers(0, 2**32))
+def test_a_malformed_state_is_refused_and_changes_nothing(of_torch, seed):
+    check_refused(of_torch, seed)
 
 
 @ENOUGH
-@given(data=st.data())
-def test_a_malformed_state_of_keras_is_refused_and_changes_nothing(of_tf, data):
-    check_refused(of_tf, data)
+@given(seed=st.integers(0, 2**32))
+def test_a_malformed_state_of_keras_is_refused_and_changes_nothing(of_tf, seed):
+    check_refused(of_tf, seed)
 
 
 @pytest.mark.parametrize("name", ["of_torch", "of_tf"])

@@ -26,6 +26,10 @@ class Averages(Communication):
         told = self.meeting.gather(self.rank, tensors)
         return [sum(each) / self.size for each in zip(*told, strict=True)]
 
+    def largest(self, values):
+        told = self.meeting.gather(self.rank, values)
+        return [max(each) for each in zip(*told, strict=True)]
+
 
 class Watched(Digits):
     """Notes how large its batches are, and trains in two updates where it is told to."""
@@ -58,7 +62,6 @@ def trained(num_workers, size, batch_size, **config):
         registration = runners[-1].operator._registration
         registration.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
         registration.communication = Averages(size, rank, meeting)
-        registration.minimum = min  # of data sets that know their size
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(lambda runner: runner.train(call=0, until_epoch=2), runners))
     assert {result["batch_count"] for result in results} == {8}
