@@ -260,9 +260,9 @@ class Reservation:
         self.slots.append(slot)
         return slot
 
-    def drop_pending(self) -> None:
-        """Take back the requests for single slots that have not been granted."""
-        for slot in [slot for slot in self.slots if not slot.is_ready]:
+    def drop_pending(self, requested: Iterable[Slot]) -> None:
+        """Take back those of some requests for single slots that have not been granted."""
+        for slot in [slot for slot in requested if not slot.is_ready]:
             self.slots.remove(slot)
             self.groups.remove(slot.group)
             remove_placement_group(slot.group)
@@ -354,7 +354,7 @@ def reserve(
                 room = Reservation(
                     group, range(size), owned=True, labels=label_selectors, owner=owner
                 )
-                return _topped_up(room, bundle, num_workers)
+                return _topped_up(room, bundle, num_workers, strategy)
         raise _no_room(
             f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors
         )
@@ -364,23 +364,26 @@ def reserve(
 
 
 def _topped_up(
-    reservation: Reservation, bundle: Mapping[str, float], num_workers: int
+    reservation: Reservation, bundle: Mapping[str, float], num_workers: int, strategy: str
 ) -> Reservation:
     """Request room for the workers that are missing, and give what is free a moment to come.
 
-    How many fit was counted as if all resources were on one node.
+    How many fit was counted as if all resources were on one node. What has to be on one node, or
+    each on another, is left as it is: single slots would be anywhere.
     """
     size = len(reservation.slots)
     if size == num_workers:
         return reservation
     try:
-        free = workers_that_fit(ray.available_resources(), bundle)
-        for _ in range(min(num_workers - size, free)):
-            reservation.request_slot(bundle)
+        requested: list[Slot] = []
+        if not strategy.startswith("STRICT_"):
+            free = workers_that_fit(ray.available_resources(), bundle)
+            slots = [reservation.request_slot(bundle) for _ in range(min(num_workers - size, free))]
+            requested += [slot for slot in slots if slot is not None]
         deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline and not all(s.is_ready for s in reservation.slots):
+        while time.monotonic() < deadline and not all(slot.is_ready for slot in requested):
             time.sleep(_POLL_S)
-        reservation.drop_pending()
+        reservation.drop_pending(requested)
         num_ready = len(reservation.slots)
         if num_ready < num_workers:
             logger.warning(

@@ -140,6 +140,9 @@ class WorkerGroup:
             WorkerLostError: if one dies as it comes up, likewise.
         """
         more = self._reserve(num_workers, num_workers, self.options.start_timeout_s)
+        if self._reservation is None:  # ended by another thread meanwhile
+            more.release()
+            raise RuntimeError("The workers are shut down.")
         self._reservation.include(more)
         members = [self.new_member(slot) for slot in more.slots]
         try:
