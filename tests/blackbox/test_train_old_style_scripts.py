@@ -474,6 +474,7 @@ def fragile_func(config):
     return state["epoch"], state["weight"], type(state["model"]), on_a_gpu(torch.ones(2))
 
 
+@pytest.mark.slow("both workers start anew, and import torch")
 def test_a_worker_dies_and_the_function_goes_on(trainer):
     """The driver has neither the GPU of its tensors nor the process group of its model."""
     seen = []

@@ -133,6 +133,7 @@ def test_a_subclass_with_a_backend_of_its_own(run):
 # ---- runs of one worker
 
 
+@pytest.mark.slow("a worker starts, and a process for each validation")
 def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
     """Also how to validate them, on which node, and how to keep them."""
     import ray.train
