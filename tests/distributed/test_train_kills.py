@@ -113,10 +113,13 @@ def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, t
         trainer.shutdown()
 
 
+NUM_STEPS = 150
+
+
 def steps_one_by_one():
     state = train.load_checkpoint() or {"step": 0, "starts": []}
     starts = [*state["starts"], state["step"]]
-    for step in range(state["step"] + 1, 301):
+    for step in range(state["step"] + 1, NUM_STEPS + 1):
         time.sleep(0.01)
         train.save_checkpoint(step=step, starts=starts)
     return starts
@@ -132,7 +135,7 @@ def test_a_run_goes_on_whatever_is_killed_starting_or_running(ray_cluster, tmp_p
             results = trainer.run(steps_one_by_one)
             fire.end()
             assert all(starts == sorted(results[0]) for starts in results)
-            assert trainer.latest_checkpoint["step"] == 300
+            assert trainer.latest_checkpoint["step"] == NUM_STEPS
             kinds = [event.kind for event in trainer.events]
             assert kinds.count("lost") + kinds.count("newcomer_failed") > 1
             assert "waiting" not in kinds  # there is room all the time
