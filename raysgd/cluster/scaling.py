@@ -38,7 +38,7 @@ _MAX_DEATHS = 3
 wait; if nobody has managed its setup that is the error of a start."""
 
 Goal = Literal["room", "process", "setup"]
-Step = Literal["come up", "start", "get ready", "set up", "join"]
+Step = Literal["come up", "start", "set up", "join"]
 
 
 class ScaleUp:
@@ -363,7 +363,7 @@ class Replacement:
     def passed(self) -> Sequence[Step]:
         """The steps that are behind one that is ready."""
         done: tuple[Step, ...] = ("come up", "start")
-        return (*done, "get ready", "set up") if self.has_set_up else done
+        return (*done, "set up") if self.has_set_up else done
 
     def advance(self) -> None:
         """Take the next step towards the group if it can be taken; never waits."""
@@ -424,8 +424,9 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self._size)
         # which GPUs a process sees is for good
         context = self.context = replace(self.context, generation=self._generation)
+        # one step: where a process dies in the second call, the first one's answer may die with it
         return [
-            ("get ready", self.member.work("prepare", context)),
+            ("set up", self.member.work("prepare", context)),
             ("set up", self.member.work("enter", context, None, None, True)),
         ]
 

@@ -169,8 +169,12 @@ def test_the_first_error_counts(replacement):
     assert "no such module" in str(replacement.error)
 
 
-@pytest.mark.parametrize("method", ["info", "create", "enter"])
-def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method):
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [("info", "come up"), ("create", "start"), ("prepare", "set up"), ("enter", "set up")],
+)
+def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method, step):
+    """One that dies at once in its setup may take the answer of `prepare` along."""
     answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
     replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
     if method == "enter":
@@ -178,6 +182,7 @@ def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method):
     replacement.advance()
     replacement.advance()
     assert isinstance(replacement.error, ConnectionError)
+    assert replacement.step == step
     assert not replacement.is_ready
 
 
@@ -210,7 +215,7 @@ def test_a_step_that_takes_too_long_is_an_error(replacement, clock):
     answer_all(replacement, "info", "create")
     clock.now += 31
     replacement.advance()
-    assert "Waited 30 s for a worker to get ready, in vain for worker 2." in str(replacement.error)
+    assert "Waited 30 s for a worker to set up, in vain for worker 2." in str(replacement.error)
 
 
 def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(group):

@@ -249,7 +249,7 @@ def test_a_place_where_many_are_lost_in_the_same_step_waits_as_after_an_error(
 ):
     scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
     scale_up.tend(1)
-    for other in ("come up", *[step] * (most - 1), "get ready", *[step] * (most - 1)):
+    for other in ("come up", *[step] * (most - 1), "set up", *[step] * (most - 1)):
         before = len(replacements())
         replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
         scale_up.tend(1)
