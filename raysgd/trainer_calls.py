@@ -61,6 +61,7 @@ class TrainCall(Call):
         super().begin(members, progress)
         if self.start is None:
             self.start = progress
+            self.arguments["start_step"] = progress.global_step
             if self._num_steps is None:
                 self.arguments["until_epoch"] = progress.epoch + 1
             else:

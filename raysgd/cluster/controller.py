@@ -263,12 +263,13 @@ class Controller:
         min_workers = 1 if call.any_size else self.min_workers
         with self._calling(call):
             call.start_part()
+            reached = self.progress  # what all turn out to have taken with them is done again
             if len(self.members) < min_workers:
                 self._scale_up.try_again()  # once a call: there their number has an end
             while True:
                 self._ensure_ready(min_workers)
                 if not call.has_begun:
-                    call.begin(self.members, self.progress)
+                    call.begin(self.members, furthest([self.progress, reached]))
                 members = list(self.members if call.rank is None else [self.members[call.rank]])
                 self._seen_step = self.progress.global_step
                 attempt = self._attempt(call, members)

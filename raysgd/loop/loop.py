@@ -145,8 +145,12 @@ class Loop:
         info: dict[str, Any] | None,
         profile: bool,
         dataset: Dataset | None,
+        start_step: int = 0,
     ) -> Mapping[str, Any]:
-        """Train until so many epochs are completed, or so many steps are done, in all."""
+        """Train until so many epochs are completed, or so many steps are done, in all.
+
+        Up to `start_step` calls before this one were; what is redone of them is not measured here.
+        """
         registration = self._registration
         registration.check_averaged()
         if self._call != call:
@@ -161,6 +165,9 @@ class Loop:
             pause = self.signal.pause
             if pause is not None and registration.global_step >= pause:
                 raise PausedError
+            if registration.global_step <= start_step:
+                self._results, self.num_covered = [], 0
+                limit = start_step - registration.global_step or limit
             self._train_segment(source, limit, info)
         registration.check_averaged()  # again: it may have been unfrozen meanwhile
         if registration.context.distributed:

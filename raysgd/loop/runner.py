@@ -227,8 +227,19 @@ class OperatorRunner(ABC):
         profile: bool = False,
         dataset: Dataset | None = None,
         callback_pause: int | None = None,
+        start_step: int = 0,
     ) -> Mapping[str, Any] | None:
         """Train until so many epochs are completed, or so many steps are done, in all.
+
+        Args:
+            call: its number; one that is made again goes on.
+            until_epoch: completed epochs to train to; None where `until_step` says to where.
+            until_step: steps to train to.
+            info: for the operator.
+            profile: whether to measure.
+            dataset: what to train on in place of the registered loader.
+            callback_pause: a step to stop at before; None: none.
+            start_step: steps that were done before the call; some may have to be done again.
 
         Returns:
             The metrics; None if it stopped at the step `callback_pause` before it was there. The
@@ -237,7 +248,7 @@ class OperatorRunner(ABC):
         loop = self._running
         self.signal.callback_pause = callback_pause
         try:
-            return loop.train(call, until_epoch, until_step, info, profile, dataset)
+            return loop.train(call, until_epoch, until_step, info, profile, dataset, start_step)
         except PausedError:
             if callback_pause is None or self._registration.global_step < callback_pause:
                 raise  # it was the driver that asked for this one

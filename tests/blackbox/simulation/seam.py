@@ -20,6 +20,7 @@ from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import WorkerInfo
+from raysgd.trainer_calls import TrainCall
 
 __all__ = ["BadBatchError", "Driver", "LostError"]
 
@@ -100,6 +101,11 @@ class Driver:
             can_pause=True,
         )
         outcomes = self.controller.run(self.call)
+        return [outcome.progress.global_step for outcome in outcomes]
+
+    def train_further(self, num_steps):
+        """Train so many steps, in a call that makes its goal itself."""
+        outcomes = self.controller.run(TrainCall(num_steps, lambda step: None))
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property

@@ -343,3 +343,16 @@ def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobo
     assert world.trained == list(range(1, 301))
     driver.shutdown()
     assert all(worker.dead for worker in world.workers), "a worker is left behind"
+
+
+def test_a_call_counts_from_what_was_done_also_where_all_are_found_lost_before_it():
+    world = World(room=2)
+    driver = world.drive(2)
+    driver.train(13)
+    for rank in (1, 0):
+        world.lose(rank)
+    with pytest.raises(WorkerLostError):
+        driver.train(13)
+    assert driver.train_further(5) == [18, 18]
+    assert world.trained == list(range(1, 19))
+    driver.shutdown()

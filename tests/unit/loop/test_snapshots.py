@@ -233,6 +233,18 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     )
 
 
+def test_what_is_done_again_of_the_call_before_is_not_measured():
+    """Nor does an epoch of this one end with it."""
+    first = make_runner(3)
+    first.train(call=0, until_epoch=1)
+    second = make_runner(3)
+    second.load_state_dict(first.snapshot())
+    metrics = second.train(call=1, until_epoch=2, start_step=5)
+    assert second.operator.trained == (EPOCH * 2)[24:]
+    assert (metrics["num_samples"], metrics["batch_count"]) == (40, 5)
+    assert second.progress().num_covered == 40
+
+
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
     """It may be taken after the last step, before the epoch counts as over."""
     first = make_runner(5)
