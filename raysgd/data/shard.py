@@ -188,10 +188,11 @@ def places_of(
 def _num_parts(size: int, world_size: int, at_once: int) -> int:
     """Return in how many parts the workers train their batches of a step of `size` samples.
 
-    Of a batch of two there are no halves, since batch normalization fails on one sample.
+    None has a part of one sample but where it must, since batch normalization fails on that.
     """
-    largest = -(-size // world_size)
-    return -(-largest // (3 if at_once == 2 else at_once))
+    smallest, largest = size // world_size, -(-size // world_size)
+    number = -(-largest // at_once)
+    return number if at_once == 1 else min(number, max(1, smallest // 2))
 
 
 def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:
