@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from raysgd.utils import BATCH_SIZE
 from tests.fidelity import Exact, flat, plain_run
@@ -45,36 +46,50 @@ def check(trainer):
     assert schedules == [[num_steps, num_steps]] * trainer.num_workers
 
 
-@pytest.mark.slow("three workers start, two of which are killed and replaced")
-def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_another_number(
-    module_cluster, tmp_path
-):
-    config = {**CONFIG, "until_size": 3}
+def go_on_with_others(saved):
+    """Train to the end on five, on three and on one; who is lost is not replaced."""
     with TorchTrainer(
         training_operator_cls=Waiting,
-        config=config,
-        num_workers=3,
+        config=CONFIG,
+        num_workers=5,
+        use_local=True,
+        scheduler_step_freq="batch",
+        elastic=ElasticConfig(grow=False),
+    ) as trainer:
+        for size in (5, 3, 1):
+            for rank in range(size, trainer.num_workers):
+                chaos.kill(trainer, rank)
+            trainer.load(saved)
+            assert (trainer.num_workers, trainer.global_step) == (size, 19)
+            train_on(trainer)
+            check(trainer)
+
+
+@pytest.mark.slow("eight workers start, two of which are killed and replaced")
+def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other_numbers(
+    module_cluster, tmp_path
+):
+    saved = tmp_path / "state.pt"
+    with TorchTrainer(
+        training_operator_cls=Waiting,
+        config={**CONFIG, "until_size": 4},
+        num_workers=4,
         scheduler_step_freq="batch",
         elastic=ElasticConfig(resize_cooldown_s=0.0),
     ) as trainer:
         assert trainer.config[BATCH_SIZE] == 14
         faults = [Fault(rank=1, step=3), Fault(rank=0, step=21)]
-        with Chaos(trainer, faults) as chaos:
+        with Chaos(trainer, faults) as injected:
             trainer.train()
             react(trainer)
             trainer.train(num_steps=4)
-            trainer.save(tmp_path / "state.pt")
+            trainer.save(saved)
             train_on(trainer)
-        assert not chaos.pending
+        assert not injected.pending
         kinds = [event.kind for event in trainer.events]
         assert kinds.count("lost") == 2
         assert "grown" in kinds
         largest = trainer.apply_all_operators(lambda operator: operator.largest)
-        assert max(largest) <= 5
+        assert max(largest) <= 4
         check(trainer)
-    with TorchTrainer(
-        training_operator_cls=Waiting, config=CONFIG, use_local=True, scheduler_step_freq="batch"
-    ) as trainer:
-        trainer.load(tmp_path / "state.pt")
-        train_on(trainer)
-        check(trainer)
+    go_on_with_others(saved)
