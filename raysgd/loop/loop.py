@@ -282,7 +282,8 @@ class Loop:
             self._batches = itertools.chain(again, self._batches or ())
         meters = self._registration.meters
         if meters is not None:
-            if meters.batch_count == segment.num_batches:
+            # of what is trained again, all but the batch or part under way has been measured
+            if meters.batch_count == segment.num_batches and len(again) < 2:
                 self._compare_counts(meters.num_samples, segment)
             self._results.append(meters.summary())
         self._registration.segment = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.loop.registration import Registration
 from raysgd.loop.segment import Segment
-from raysgd.metrics import NUM_SAMPLES, is_number
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
 
 __all__ = [
     "OperatorBase",
@@ -93,6 +93,7 @@ class OperatorBase:
         return self._registration.timers
 
     if TYPE_CHECKING:
+        train_batch: Callable[..., Any]
         train_loader: Any
         """This worker's part of the registered train loader, unless you set it yourself."""
         validation_loader: Any
@@ -135,6 +136,14 @@ class OperatorBase:
             "epoch_idx": epoch_idx,
             "info": info,
         }
+
+    def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
+        """Add what ``train_batch`` returned for a batch, or for a part of one."""
+        place = self._registration.place
+        metrics, num_samples = checked_metrics(self.train_batch, returned)
+        if place.is_part and place.size == 0:  # its samples were in the part before as well
+            metrics, num_samples = {}, 0
+        meters.update(metrics, num_samples, is_batch=place.ends_step)
 
     def _check_single(self) -> None:
         """Refuse to train one of several models or optimizers and leave out the others."""

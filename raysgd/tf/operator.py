@@ -77,13 +77,11 @@ class TrainingOperator(OperatorBase):
         Returns:
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
-        registration, meters = self._registration, self._registration.new_meters()
+        meters = self._registration.new_meters()
         with self.timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
                 batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
-                metrics = self.train_batch(batch, batch_info)
-                weighted = checked_metrics(self.train_batch, _plain(metrics))
-                meters.update(*weighted, is_batch=registration.place.ends_step)
+                self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

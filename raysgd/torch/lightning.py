@@ -218,10 +218,11 @@ class LightningOperator(TrainingOperator):
             self.backward(loss, num_samples=num_samples)
             module.on_after_backward()
         with self.timers.record("apply"):
-            self._registration.optimization.precision.unscale(optimizer)
-            module.on_before_optimizer_step(optimizer)
-            self.optimizer_step(optimizer)
-            module.on_before_zero_grad(optimizer)
+            if self._registration.place.is_last:
+                self._registration.optimization.precision.unscale(optimizer)
+                module.on_before_optimizer_step(optimizer)
+            if self.optimizer_step(optimizer):
+                module.on_before_zero_grad(optimizer)
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
         """Run a step of the module, in training through what averages its gradients."""
@@ -388,7 +389,8 @@ class _Optimizer:
 
     def step(self) -> None:
         """Update, and zero the gradients that were used."""
-        self._operator.module.on_before_optimizer_step(self.optimizer)
+        if self._operator._registration.place.is_last:
+            self._operator.module.on_before_optimizer_step(self.optimizer)
         self._operator.optimizer_step(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:

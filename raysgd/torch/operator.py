@@ -99,9 +99,12 @@ class TrainingOperator(OperatorBase):
         with timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
                 batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
-                metrics = self.train_batch(batch, batch_info)
-                weighted = checked_metrics(self.train_batch, metrics)
-                meters.update(*weighted, is_batch=registration.place.ends_step)
+                try:
+                    self._measure(meters, self.train_batch(batch, batch_info))
+                except BaseException:
+                    if per_batch and registration.updated:
+                        self.step_schedulers()  # the step counts as done
+                    raise
                 if per_batch and registration.place.is_last:
                     self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over():
@@ -364,7 +367,6 @@ class TrainingOperator(OperatorBase):
         Raises:
             TypeError: if `num_samples` is not a number.
             ValueError: if it is not above 0, or does not fit what was given for another loss.
-            RuntimeError: if gradients of earlier batches of the group were zeroed.
         """
         self._registration.optimization.backward(loss, num_samples)
 
@@ -373,7 +375,8 @@ class TrainingOperator(OperatorBase):
 
         They are unscaled, clipped if ``max_grad_norm`` was registered, and used; an overflow of
         float16 makes all workers skip the update alike. With gradient accumulation it does
-        nothing until the last batch of a group. Call it for every batch, without ``zero_grad``.
+        nothing until the last batch of a group. Call it for every batch; ``zero_grad`` is not
+        needed, and does nothing to the gradients of batches before.
 
         Args:
             optimizer: a registered optimizer.
@@ -405,6 +408,8 @@ class TrainingOperator(OperatorBase):
         """Step every registered scheduler; between the parts of one batch it does nothing."""
         if not self._registration.place.ends_step:
             return
+        if self._registration.place.is_last:
+            self._registration.optimization.check_complete()  # else the step is no step
         with self._registration.optimization.tolerating_a_skipped_step():
             for scheduler in self._registration.schedulers:
                 scheduler.step()

@@ -166,8 +166,8 @@ class Optimization:
         self._models: list[torch.nn.Module] = []
         self._stepped: set[int] = set()
         self._asked: set[int] = set()
-        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._witnesses: dict[int, torch.nn.Parameter] = {}
+        self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._seen: dict[int, list[tuple[int, int]]] = {}
         self._undo_log = UndoLog()
         self._in_batch = False
         self._in_group = False
@@ -236,16 +236,10 @@ class Optimization:
         self._models = models
         self._exchange(place.is_last)
         self._asked.clear()
-        for parameter, gradient in self._aside:
-            parameter.grad = gradient
-        self._aside.clear()
-        self._witnesses = {}
+        self._seen.clear()
         if self.group.holds:
             for optimizer in self._optimizers:
-                held = (p for g in optimizer.param_groups for p in g["params"])
-                witness = next((p for p in held if p.grad is not None), None)
-                if witness is not None:
-                    self._witnesses[id(optimizer)] = witness
+                self._set_aside(optimizer)
 
     def _exchange(self, wanted: bool) -> None:
         """Say whether DistributedDataParallel exchanges gradients in what follows.
@@ -269,6 +263,7 @@ class Optimization:
             RuntimeError: if there are some, which would be lost.
         """
         if self.group.holds and not self._stepped:
+            self._refuse_parts("train_batch makes no update in some batches")
             raise RuntimeError(
                 "The gradients of several batches were accumulated, but train_batch made no "
                 "update with the last one. Call self.backward(loss) and "
@@ -301,7 +296,7 @@ class Optimization:
         self._stepped.clear()
         self._asked.clear()
         self._aside.clear()
-        self._witnesses = {}
+        self._seen.clear()
         self._undo_log.forget()
         self._used = self._in_batch = self._in_group = False
         self.group.reset()
@@ -318,7 +313,9 @@ class Optimization:
         if self._has_stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         if self._in_group:
-            self._check_held()
+            self._put_back()
+            for optimizer in self._optimizers:
+                self._check_unchanged(optimizer)
             correction, weight = self.group.weigh(num_samples)
         else:
             correction, weight = 1.0, self.group.place.share
@@ -326,6 +323,8 @@ class Optimization:
             self._multiply_gradients(correction)
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
+        if self.group.place.is_part and not self.group.is_last:
+            self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """See :meth:`TrainingOperator.optimizer_step`."""
@@ -334,13 +333,14 @@ class Optimization:
         self._has_stepped = True
         if self._in_group:
             self._check_asked_once(optimizer)
-            self._witnesses.pop(id(optimizer), None)
+            self._check_unchanged(optimizer)
         elif id(optimizer) in self._stepped:
             self._refuse_parts("train_batch steps an optimizer twice")
         if not self.group.is_last:
             self._set_aside(optimizer)
             return False
         if self.group.holds and not self.group.has_backward:
+            self._refuse_parts("train_batch does not call self.backward(loss) for some batches")
             raise RuntimeError(
                 "optimizer_step() at the end of an accumulation group without self.backward(loss) "
                 "for its last batch: the workers exchange gradients in that one. Call it for "
@@ -374,15 +374,20 @@ class Optimization:
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients of an optimizer from what other losses of the same batch add to them.
 
-        They are put back when the next batch begins.
+        And from ``zero_grad``, which is meant for a batch that is by itself. They are put back as
+        the next batch has its first backward pass.
         """
-        if len(self._optimizers) == 1:
-            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._aside.append((parameter, parameter.grad))
+                    self._aside.setdefault(parameter, parameter.grad)
                     parameter.grad = None
+
+    def _put_back(self) -> None:
+        if not self.group.has_backward:
+            for parameter, gradient in self._aside.items():
+                parameter.grad = gradient
+            self._aside.clear()
 
     def _remember(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Remember what a step changes that is taken back unless the others step as well."""
@@ -431,14 +436,11 @@ class Optimization:
             "self.backward(loss) and self.optimizer_step(optimizer) in train_batch."
         )
 
-    def _check_held(self) -> None:
-        """Find out when gradients of earlier batches of the group have gone."""
-        if any(witness.grad is None for witness in self._witnesses.values()):
-            raise RuntimeError(
-                "zero_grad() in the middle of an accumulation group has dropped the gradients of "
-                "earlier batches. Leave it out: self.optimizer_step(optimizer) zeroes the "
-                "gradients when they have been used."
-            )
+    def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out when gradients of a part are changed, clipped say: they are not the whole."""
+        seen = self._seen.get(id(optimizer))
+        if seen is not None and seen != _gradients_of(optimizer):
+            self._refuse_parts("train_batch changes gradients before it steps an optimizer")
 
     def _check_asked_once(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._asked:
@@ -450,6 +452,12 @@ class Optimization:
                 "Accumulate less, or step once."
             )
         self._asked.add(id(optimizer))
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Say which gradients there are, so that a change of one is seen."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [(id(each), 0 if each is None else each._version) for each in gradients]
 
 
 @functools.cache

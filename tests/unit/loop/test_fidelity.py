@@ -29,7 +29,10 @@ class DiedError(Exception):
 
 
 class Mortal(Exact):
-    """Dies at a step when it is told to: before its update, after it, or between its parts."""
+    """Dies at a step when it is told to: before its update, after it, or between its parts.
+
+    It may have something to tell the others after its update, which they wait for.
+    """
 
     death = step = None
     part = 0
@@ -43,7 +46,15 @@ class Mortal(Exact):
         result = super().train_batch(batch, batch_info)
         if self.death == (step, "after") and self._registration.place.is_last:
             raise DiedError
+        if self.config.get("tells", False):
+            gather(self, None)
         return result
+
+
+def gather(operator, value):
+    """Return what the operators of all workers have given here, by rank."""
+    exchanges = operator._registration.optimization.exchanges
+    return next(iter(exchanges.values())).worker.gather(value)
 
 
 class Exchange:
@@ -171,6 +182,19 @@ class Workers:
     def step(self):
         return self.members[0].registration.global_step
 
+    @property
+    def num_covered(self):
+        """How many samples all have trained on, as the driver is told."""
+        told = [member.runner.progress().num_covered for member in self.members]
+        return max((each for each in told if each is not None), default=None)
+
+    @property
+    def num_samples(self):
+        """How many samples lie before the place in the data."""
+        registration = self.members[0].registration
+        shard = registration.source("train").shard
+        return registration.epoch * shard.end(0) + min(registration.offset, shard.end(0))
+
     def check(self, expected, num_steps):
         """All have trained so many steps, and have these parameters."""
         for member in self.members:
@@ -194,6 +218,9 @@ happenings = st.lists(
 )
 
 
+YES, NO = (True, True), (False, True)
+
+
 @pytest.mark.slow("tens of groups train, with several workers each")
 @examples(40)
 @given(
@@ -204,22 +231,25 @@ happenings = st.lists(
     num_samples=st.integers(20, 67),
     accumulated=st.sampled_from([1, 1, 2, 3]),
     drop_last=st.booleans(),
-    counts=st.booleans(),
+    says=st.tuples(st.booleans(), st.booleans()),
     course=happenings,
 )
-@example(4, 4, 5, True, 61, 1, False, True, [("train", 2), ("load", 1), ("train", 2), ("load", 3)])
-@example(4, 1, 5, False, 61, 1, False, False, [("train", 1), ("join", 2), ("lose", 1, 2, "after")])
-@example(3, 3, 7, True, 53, 2, False, True, [("lose", 0, 1, "between"), ("lose", 1, 3, "before")])
+@example(4, 4, 5, True, 61, 1, False, YES, [("train", 2), ("load", 1), ("train", 2), ("load", 3)])
+@example(4, 1, 5, False, 61, 1, False, NO, [("train", 1), ("join", 2), ("lose", 1, 2, "after")])
+@example(3, 3, 7, True, 53, 2, False, YES, [("lose", 0, 1, "between"), ("lose", 1, 3, "before")])
+@example(4, 3, 1, False, 22, 1, False, NO, [("lose", 0, 1, "after"), ("lose", 1, 2, "between")])
 def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
-    full, first, batch_size, given_global, num_samples, accumulated, drop_last, counts, course
+    full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
+    """`says`: whether a step says how many samples it had, and tells others something after it."""
     global_batch = full * batch_size + (given_global and full > 1)  # which does not divide
     config = {
         "num_samples": num_samples,
         "num_epochs": 2,
         "accumulated": accumulated,
         "drop_last": drop_last and num_samples >= global_batch,
-        "counts": counts,
+        "counts": says[0],
+        "tells": says[1],
         **({BATCH_SIZE: global_batch} if given_global else {"batch_size": batch_size}),
     }
     expected, num_steps = plain_run(config, global_batch)
@@ -231,7 +261,7 @@ def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
         whole = min(per_epoch, math.ceil(within / accumulated) * accumulated)
         return min(num_steps, epoch * per_epoch + whole)
 
-    workers = Workers(min(first, full), config, full)
+    workers, num_before = Workers(min(first, full), config, full), 0
     for what, *details in course:
         event(what)
         if what == "train":
@@ -249,12 +279,14 @@ def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
             size = min(details[0], global_batch)
             full = max(size, full) if given_global else full
             workers = workers.loaded(min(size, full), full)
+            num_before = workers.num_samples
     workers.train(num_steps)
     workers.check(expected, num_steps)
+    assert workers.num_covered == workers.num_samples - num_before
     # memory does not grow
     at_once = math.ceil(global_batch / full)
     largest = max(member.operator.largest for member in workers.members)
-    assert largest <= (3 if at_once == 2 else at_once)
+    assert largest <= (4 if at_once in (2, 3) else at_once)
 
 
 class Raw(Exact):
@@ -298,6 +330,26 @@ class Twofold(Exact):
         return {"num_samples": len(ids)}
 
 
+class Changing(Exact):
+    """Changes its gradients itself, between the backward pass and the update."""
+
+    def optimizer_step(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return super().optimizer_step(optimizer)
+
+
+class Skipping(Exact):
+    """Makes no update where any worker has a certain sample."""
+
+    def train_batch(self, batch, batch_info):
+        self.largest = max(self.largest, len(batch[1]))
+        if any(gather(self, 4 in batch[1])):
+            return {"num_samples": len(batch[1])}
+        return super().train_batch(batch, batch_info)
+
+
 class OwnLoop(Exact):
     """Has a loop of its own, by the helpers."""
 
@@ -311,6 +363,8 @@ class OwnLoop(Exact):
 WHOLE = {
     Raw: "train_batch steps an optimizer itself",
     SteppingSchedulers: "train_batch steps a scheduler itself",
+    Changing: "train_batch changes gradients before it steps an optimizer",
+    Skipping: "train_batch makes no update in some batches",
     Twofold: "train_batch computes gradients after it has stepped an optimizer",
     OwnLoop: "only the default train_epoch",
 }

@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing import run_operator
 from tests.conftest import run_ranks
+from tests.fidelity import flat
+from tests.unit.loop.test_fidelity import Workers
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 
@@ -149,6 +151,28 @@ def test_hooks_are_called_in_the_order_of_lightning():
         "on_validation_epoch_end",
         "on_validation_end",
     ]
+
+
+class Clipping(Line):
+    """Clips its gradients where Lightning has them whole."""
+
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def test_hooks_about_the_update_are_called_once_where_a_batch_comes_in_parts():
+    found = []
+    for num_workers, size in ((1, 8), (2, 4)):
+        operator_cls = TrainingOperator.from_ptl(Clipping, train_dataloader=loader(size))
+        config = {"lr": 0.1, "scheduler": {"interval": "step"}}
+        workers = Workers(1, config, num_workers, operator_cls)
+        workers.train(10)
+        found.append(workers.members[0].operator)
+    whole, in_parts = (operator.module for operator in found)
+    torch.testing.assert_close(flat(in_parts), flat(whole))
+    assert in_parts.calls.count("on_train_batch_start") == 20
+    for hook in ("on_before_optimizer_step", "on_before_zero_grad"):
+        assert in_parts.calls.count(hook) == 10
 
 
 class Two(lightning.LightningModule):
