@@ -39,7 +39,7 @@ bench: ## Time raysgd beside plain DDP, Ray Train, Lightning and Accelerate
 	$(VENV)-bench/bin/python examples/benchmarks/all.py $(ARGS)
 
 clean: ## Remove caches and build outputs; the environment stays
-	rm -rf build dist docs/_build *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist docs/_build docs/api *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find raysgd operators examples tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-stamp: EXTRAS = torch,examples

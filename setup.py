@@ -34,7 +34,7 @@ EXTRAS = {
         "types-psutil",
         "types-tqdm",
     ],
-    "docs": ["furo", "myst-parser", "sphinx"],
+    "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
 }
 # Everything that a user of the library can switch on; tools for its developers are not features.
 # TensorFlow is left out, since some need tensorflow-cpu in its place and pip would install both; so

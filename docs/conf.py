@@ -5,7 +5,14 @@ author = "The raysgd authors"
 project_copyright = author
 release = version = installed_version("raysgd")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+templates_path = ["_templates"]
 exclude_patterns = ["_build", "benchmark_results/*.md"]
 
 html_theme = "furo"
@@ -16,6 +23,9 @@ html_css_files = ["raysgd.css"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+# the names of a module are those of its __all__, from wherever they come
+autosummary_ignore_module_all = False
+autosummary_imported_members = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

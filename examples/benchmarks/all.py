@@ -42,7 +42,7 @@ def _result_of(name, folder):
 
 
 def ms(figure):
-    return f"{1e3 * figure['median']:.1f} ({1e3 * figure['min']:.1f} to {1e3 * figure['max']:.1f})"
+    return [f"{1e3 * figure[part]:.1f}" for part in ("median", "min", "max")]
 
 
 def ratio(figure):
@@ -51,13 +51,12 @@ def ratio(figure):
 
 def epoch_rows(result):
     for workload, sides in result["epoch"].items():
-        for side, row in sides.items():
-            yield f"epoch of {workload}, {side}, raw DDP = 1", ratio(row["ratio"])
+        yield f"epoch of {workload}", {side: ratio(row["ratio"]) for side, row in sides.items()}
 
 
 def start_rows(result):
-    for side, row in result["start"].items():
-        yield f"start to first step, {side}, raw DDP = 1", ratio(row["ratio"])
+    sides = result["start"]
+    yield "start to first step", {side: ratio(row["ratio"]) for side, row in sides.items()}
 
 
 def calls_rows(result):
@@ -72,13 +71,13 @@ def scale_rows(result):
         yield f"a call that does nothing, {workers} workers, ms", ms(row["call"])
         yield f"the same of as many empty Ray actors, {workers} workers, ms", ms(row["ray"])
     for workers, row in result["workers"].items():
-        if "join" in row:
-            sizes = f"{result['floats']['small']:,} / {result['floats']['large']:,} floats"
-            small, large = (1e3 * part["join"]["median"] for part in (row, row["large"]))
-            yield (
-                f"a replacement worker joins, {workers} workers, {sizes}, ms",
-                f"{small:.0f} / {large:.0f}",
-            )
+        for size, part in (("small", row), ("large", row.get("large", {}))):
+            if "join" in part:
+                floats = f"{result['floats'][size]:,} floats"
+                yield (
+                    f"a replacement worker joins, {workers} workers, {floats}, ms",
+                    ms(part["join"]),
+                )
 
 
 def recovery_rows(result):
@@ -86,46 +85,65 @@ def recovery_rows(result):
         for size, row in sizes.items():
             yield f"loss of one of {size} ({moment}) to the next step, ms", ms(row["next_step_s"])
             yield f"loss of one of {size} ({moment}) to full size, ms", ms(row["full_size_s"])
-            yield f"loss of one of {size} ({moment}), steps redone", str(row["redone"]["max"])
+            redone = [str(row["redone"][part]) for part in ("median", "min", "max")]
+            yield f"loss of one of {size} ({moment}), steps redone", redone
     for size, row in result["growth"].items():
         yield f"growth to {size}, pause, ms", ms(row["growth_pause_s"])
 
 
 def saving_rows(result):
     added = sorted(100 * (pair["ratio"] - 1) for pair in result["pairs"])
-    middle = statistics.median(added)
-    yield (
-        "a save that does not block, time added to training, %",
-        f"{middle:.1f} ({added[0]:.1f} to {added[-1]:.1f})",
-    )
+    figures = (statistics.median(added), added[0], added[-1])
+    cells = [f"{figure:.1f}" for figure in figures]
+    yield "a save that does not block, time added to training, %", cells
 
 
 def report_rows(result):
     yield "`raysgd.train.report()` beyond the slowest worker's work, ms", ms(result["report"])
 
 
-ROWS = {
-    "epoch": epoch_rows,
-    "start": start_rows,
+PEERS = {"epoch": epoch_rows, "start": start_rows}
+OWN = {
     "calls": calls_rows,
     "scale": scale_rows,
     "recovery": recovery_rows,
     "saving": saving_rows,
     "report": report_rows,
 }
+ROWS = PEERS | OWN
 
 
 def table(results, load):
-    """Return the results as a page of Markdown."""
+    """Return the results as a page of Markdown: all sides, and what raysgd alone is timed in."""
     head = (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; load {load[0]:.1f} before and "
-        f"{load[1]:.1f} after. Median (fastest to slowest)."
+        f"{load[1]:.1f} after."
     )
-    lines = [head, "", "| what | figure |", "|---|---|"]
-    for name, result in results.items():
-        lines += [f"| {what} | {figure} |" for what, figure in ROWS[name](result)]
+    lines = [head]
+    peers = _rows(results, PEERS)
+    if peers:
+        sides = list(peers[0][1])
+        lines += ["", "Raw DDP = 1: median (fastest to slowest).", ""]
+        lines += _grid(["", *sides], [[what, *map(row.get, sides)] for what, row in peers])
+    own = _rows(results, OWN)
+    if own:
+        figures = [[what, *row] for what, row in own]
+        lines += ["", *_grid(["", "median", "fastest", "slowest"], figures)]
     return "\n".join(lines) + "\n"
+
+
+def _rows(results, kinds):
+    return [row for name in kinds if name in results for row in kinds[name](results[name])]
+
+
+def _grid(head, rows):
+    """Return the lines of a table, whose first column is text and whose others are figures."""
+    return [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
+
+
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
 
 
 def draw_peers(epochs, starts, path):
