@@ -909,3 +909,13 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
             RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
         ):
             registration.source("train").agree_on_order(0, 0, registration)
+
+
+def test_workers_agree_on_the_order_of_a_validation_where_it_begins(start, monkeypatch):
+    trainer, operator = start()
+    asked = []
+    source = operator._registration.source("validation")
+    monkeypatch.setattr(source, "agree_on_order", lambda *given: asked.append(given[:2]))
+    trainer.validate(num_steps=2)
+    trainer.validate()
+    assert asked == [(0, 0), (0, 16)]
