@@ -108,6 +108,6 @@ def check_ledger(trainer, metrics):
     repeats = int((ledger == 2).sum())
     assert int((ledger == 1).sum()) + repeats == num_samples
     assert repeats < trainer.max_workers
-    assert metrics["num_samples"] == num_samples
+    assert metrics["num_samples"] == num_samples, metrics
     assert metrics["epoch"] == 1
     assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1

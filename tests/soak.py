@@ -24,6 +24,7 @@ PARTS = {
     "schedules": ["tests/blackbox/simulation", "--hypothesis-profile=soak"],
     "chaos": [f"{CLUSTER}/test_{name}.py" for name in ("chaos", "train_kills", "under_fire")],
     "properties": ["-m", "hypothesis", "tests/unit", "--hypothesis-profile=soak", *ALL_CORES],
+    "hosts": ["tests/hosts"],
     "files": ["tests/unit/checkpoint"],
     "frameworks": ["-k", "tensorflow or horovod or frameworks", CLUSTER],
     "round": [

@@ -87,6 +87,8 @@ class Attempt:
                 outcome = self.outcomes[member] = future.result()
                 if outcome.kind == "user" and self.first_error is None:
                     self.first_error = (member, outcome)
+                elif outcome.kind == "cut off":
+                    self.interrupted_by_us = True
             elif is_loss(error):
                 self.lost[member] = error
             else:
@@ -106,7 +108,7 @@ class Attempt:
         interrupt()
         self._settle_until(_RETURN_S, lambda: False)
         if not self.interrupted_by_us:
-            self._settle_until(_NODE_LOSS_S, lambda: self.has_cause)
+            self._settle_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
 
     def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
         deadline = self._clock.monotonic() + timeout_s
@@ -122,7 +124,9 @@ class Attempt:
         """Return the exception to raise for a failure that is no loss."""
         if self.first_error is not None:
             return self.first_error[1].exception()
-        reasons = (o for o in self.outcomes.values() if o.kind in ("communication", "stopped"))
+        reasons = (
+            o for o in self.outcomes.values() if o.kind in ("communication", "stopped", "cut off")
+        )
         reason = next(reasons).exception()
         error = CollectiveError(
             f"Workers could not communicate, though all of them are alive: {reason}"

@@ -52,6 +52,11 @@ class Call:
     num_hangs: int = 0
     """How often all workers of the part under way waited for each other."""
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether it may be made again where workers were stopped in it."""
+        return self.has_batches or self.max_losses > 0
+
     def start_part(self) -> None:
         """Forget what was counted in the part before."""
         self.has_begun, self.num_losses_before, self.num_hangs = False, 0, 0

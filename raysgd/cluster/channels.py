@@ -177,9 +177,14 @@ class Channels:
             RuntimeError: if there can be no further thread.
         """
         with self._changed:
+            return Channel(self.listener(host), self._ended)
+
+    def listener(self, host: str) -> Listener:
+        """Return what listens at this address, for channels and for pulses; raises as `open`."""
+        with self._changed:
             if host not in self._listeners:
                 self._listeners[host] = Listener(host, "raysgd-channels")
-            return Channel(self._listeners[host], self._ended)
+            return self._listeners[host]
 
     def close(self) -> None:
         """Break all connections and stop listening. Channels that are opened later start anew."""

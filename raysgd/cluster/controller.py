@@ -22,6 +22,7 @@ from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.call import Call
 from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
 from raysgd.cluster.members import Member, cause_of, is_loss
+from raysgd.cluster.pulses import HostLostError, Terms
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.snapshot import SnapshotKeeper
@@ -37,6 +38,7 @@ from raysgd.elastic.policies import (
     backoff_s,
     choose_leader,
     furthest,
+    most_parted,
     pause_step,
     recovery,
 )
@@ -110,7 +112,10 @@ class Controller:
         self._clock = group.clock
         self._backend = backend
         self._timeout_s = timeout_s
-        self._elastic = elastic or ElasticConfig()
+        self._elastic = elastic = elastic or ElasticConfig()
+        if elastic.unreachable_s is not None:
+            terms = Terms(elastic.unreachable_s, elastic.driver_grace_s, stops=can_join)
+            group.watch_hosts(terms)
         self._recovery = recovery(
             rejoins=backend is None or backend.rejoins,
             in_place=self._elastic.in_place,
@@ -278,7 +283,9 @@ class Controller:
                     self._seen_step = self.progress.global_step
                 if attempt.lost:
                     self._handle_losses(attempt.lost)
-                elif attempt.failed and (attempt.first_error or not attempt.interrupted_by_us):
+                elif attempt.failed and (
+                    attempt.first_error or not (attempt.interrupted_by_us and call.may_repeat)
+                ):
                     error = attempt.error()
                     if attempt.first_error is not None:
                         self._record("user_error", [attempt.first_error[0]], cause=repr(error))
@@ -342,6 +349,8 @@ class Controller:
 
     def _poll(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
         """Do what there is to do while a call is under way."""
+        if self._group.is_cut_off:
+            return  # from all workers, which wait as well
         progress = self.ask_progress()
         if call.on_wait is not None:
             call.on_wait(list(progress.values()))
@@ -349,6 +358,7 @@ class Controller:
             self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
             first = next(iter(progress))
             self.snapshots.follow(first, progress[first])
+        self._give_up_parted(attempt, progress)
         monitor.mention_uneven()
         stuck = monitor.stuck(progress)
         if stuck is not None:
@@ -360,6 +370,21 @@ class Controller:
         self._scale_up.tend(self._generation.number)
         if call.can_pause and self._generation.pause is None and self._scale_up.ready():
             self._pause(attempt, progress)
+
+    def _give_up_parted(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
+        """Give a worker up that others do not reach, though the driver does."""
+        unreachable = {self._ranks[m]: p.unreachable for m, p in progress.items() if p.unreachable}
+        if (rank := most_parted(unreachable)) is None:
+            return
+        others = {a for a, found in unreachable.items() if rank in found}
+        others |= set(unreachable.get(rank, ()))
+        members = {self._ranks[member]: member for member in self.members}
+        if not all(members[r].is_heard for r in (rank, *others)):
+            return  # it is no matter of two workers; the pulse of one will tell
+        where = "; ".join(f"worker {r} on {members[r].name}" for r in sorted(others))
+        attempt.give_up(
+            members[rank], HostLostError(f"it and these do not reach each other: {where}")
+        )
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
         """Let all workers stop at the same step, for replacement workers to join there."""
@@ -885,6 +910,9 @@ class Controller:
             attempt.settle(1.0)
             self._check_open()
             now = self._clock.monotonic()
+            if self._group.is_cut_off:  # all workers are silent
+                heartbeats = Heartbeats(_SILENCE_S)
+                continue
             for member in heartbeats.silent(attempt.pending, now) if listening else ():
                 member.kill_process()
                 attempt.give_up(member, _silence())

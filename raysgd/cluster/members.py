@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from raysgd.cluster.channels import Channel, Channels
+from raysgd.cluster.pulses import HostLostError, HostPulse, Pulses
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
@@ -45,6 +46,17 @@ class Member(ABC):
     info = WorkerInfo(node_id="", node_ip="")
     """Where it runs; empty where that is not known yet."""
     remote: bool
+    pulse: HostPulse | None = None
+    """By which its host is watched; None in the driver's process."""
+
+    def locate(self, info: WorkerInfo) -> None:
+        """Take note of where it runs."""
+        self.info = info
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its host is there, as far as the driver can tell."""
+        return self.pulse is None or self.pulse.is_heard
 
     @abstractmethod
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
@@ -113,18 +125,40 @@ class ActorMember(Member):
     Args:
         actor: Ray's handle.
         channels: for a shorter way to the actor than Ray's; None where Ray's will do.
+        pulses: for a pulse with its host; None where Ray alone watches that.
     """
 
     remote = True
 
-    def __init__(self, actor: Any, channels: Channels | None = None) -> None:
+    def __init__(
+        self, actor: Any, channels: Channels | None = None, pulses: Pulses | None = None
+    ) -> None:
         self.actor = actor
         """Ray's handle."""
         self._channels = channels
+        self._pulses = pulses
+        self._waiting: dict[Future[Any], None] = {}
+        """Answers of Ray's that are awaited."""
+        self._lost: HostLostError | None = None
         self._channel: Channel | None = None
         self._turn = 0
         """Number of the newest call of the work thread."""
         self._order = threading.RLock()
+
+    def locate(self, info: WorkerInfo) -> None:
+        """Take note of where it runs, and begin to watch its host."""
+        self.info = info
+        if self._pulses is not None and (pulse := self._pulses.of(info, self._lose)) is not None:
+            self.pulse = pulse
+            told = self._submit("control", "watch", (pulse.address, self._pulses.terms))
+            told.add_done_callback(self._pulses.note)
+
+    def _lose(self, error: HostLostError) -> None:
+        """Let all calls that are under way, and all later ones, fail: nobody will answer."""
+        self._lost = error
+        with contextlib.suppress(KeyError):  # when none is left
+            while True:
+                self._waiting.popitem()[0].set_exception(error)
 
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Start a call in the actor's work thread; by a channel, if it is a frequent short one.
@@ -178,8 +212,29 @@ class ActorMember(Member):
     def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         self._check_alive()
         bound = getattr(self.actor, method).options(concurrency_group=group)
-        future: Future[Any] = bound.remote(*arguments).future()
-        return future
+        answer: Future[Any] = bound.remote(*arguments).future()
+        return answer if self.pulse is None else self._unless_lost(answer)
+
+    def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
+        """Return a future of the same answer, which fails where the host is lost.
+
+        Without a lock, since a garbage collection may wait for the thread that would hold it.
+        """
+        waiting: Future[Any] = Future()
+        self._waiting[waiting] = None
+        if self._lost is not None:
+            self._lose(self._lost)
+
+        def pass_on(answer: Future[Any]) -> None:
+            if self._waiting.pop(waiting, waiting) is waiting:
+                return  # it was lost first
+            if (error := answer.exception()) is not None:
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(answer.result())
+
+        answer.add_done_callback(pass_on)
+        return waiting
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
@@ -206,6 +261,8 @@ class ActorMember(Member):
         """Kill the actor's process."""
         import ray
 
+        if self.pulse is not None:
+            self.pulse.close()
         if self.alive:
             with contextlib.suppress(Exception):  # it may be gone already
                 ray.kill(self.actor)
@@ -238,8 +295,9 @@ class ActorMember(Member):
 
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
-        with contextlib.suppress(Exception):  # its node may be gone already
-            self.signal(signal.SIGKILL)
+        if self._lost is None:
+            with contextlib.suppress(Exception):  # its node may be gone already
+                self.signal(signal.SIGKILL)
         self.kill()
 
     def signal(self, number: int) -> bool:
@@ -348,12 +406,13 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether Ray's `error` says that the worker or its node is gone."""
+    """Whether an error of Ray's, or of a pulse, says that the worker or its node is gone."""
     import ray.exceptions
 
     return isinstance(
         error,
-        ray.exceptions.RayActorError
+        HostLostError
+        | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError
         # Ray's own, for a worker that it killed; what user code raises comes as an outcome

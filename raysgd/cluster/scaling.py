@@ -403,7 +403,7 @@ class Replacement:
             place = member.control("info")
             limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
-            member.info = place.result()
+            member.locate(place.result())
         asked: list[tuple[Step, Future[Outcome]]]
         asked = [("start", member.work("create", *self._created))]
         if self._goal == "process":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from raysgd.cluster.channels import Requests, Served
 from raysgd.cluster.forks import end_forks_with_this_process
+from raysgd.cluster.pulses import MARGIN_S, DriverWatch, Terms
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
@@ -31,7 +33,7 @@ from raysgd.imports import frozen_imports
 __all__ = ["Outcome", "Worker", "is_worker_process"]
 
 
-OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped"]
+OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Outcome:
 
     ``paused``: it stopped at the step at which it was asked to. ``user``: user code raised.
     ``communication``: talking to another worker failed, most likely because that one failed.
-    ``stopped``: it failed after the driver had interrupted it.
+    ``stopped``: it failed after the driver had interrupted it. ``cut off``: it was stopped by the
+    worker itself, which did not reach the driver.
     """
 
     kind: OutcomeKind
@@ -89,6 +92,9 @@ class Worker:
         self._rank = 0
         self._remote = True
         self._interrupted = False
+        self._cut_off = False
+        self._silence_s = math.inf
+        """From when on the silence of another worker's host is worth a mention."""
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while a message to a generation is handled, so that the next one does not begin.
@@ -170,7 +176,7 @@ class Worker:
             if self._backend is not None:
                 self._backend.teardown()
                 self._backend.setup(group, rendezvous)
-            self._interrupted = False
+            self._interrupted = self._cut_off = False
             self._hosted.request_stop(False)
             self._hosted.pause_at(None)
             if leader is None:
@@ -211,6 +217,19 @@ class Worker:
             if self._backend is not None:
                 self._backend.interrupt()
 
+    def watch(self, address: Address, terms: Terms) -> str:
+        """Watch the driver's host; returns why that cannot be, or nothing."""
+        # what one worker sends to another is sent again after up to twice the time of a silence
+        self._silence_s = 2 * terms.unreachable_s + MARGIN_S
+        return DriverWatch(address, terms, self._stop_alone, self._peers).start()
+
+    def _stop_alone(self) -> None:
+        self._cut_off = True
+        self.interrupt()
+
+    def _peers(self) -> Sequence[tuple[str, int]]:
+        return () if self._backend is None else self._backend.peers()
+
     def progress(self) -> Progress:
         """Say how far the work is."""
         if self.runner is None:
@@ -219,7 +238,10 @@ class Worker:
         if self._backend is None:
             return progress
         collective = self._backend.collective()
-        return progress if collective is None else replace(progress, collective=collective)
+        unreachable = tuple(self._backend.unreachable(self._silence_s))
+        if collective is None and not unreachable:
+            return progress
+        return replace(progress, collective=collective, unreachable=unreachable)
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the user; what it raises is Ray's to pass on."""
@@ -280,7 +302,7 @@ class Worker:
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_progress())
         if self._interrupted:
-            kind = "stopped"
+            kind = "cut off" if self._cut_off else "stopped"
         elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
             kind = "communication"
         progress = self._safe_progress()

@@ -14,8 +14,10 @@ from typing import Any
 from raysgd.cluster.channels import Channels
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
+from raysgd.cluster.pulses import Pulses, Terms
 from raysgd.cluster.spares import Spares
 from raysgd.cluster.worker import Worker
+from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
@@ -77,6 +79,8 @@ class WorkerGroup:
         self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
         self._channels = Channels()
+        self.pulses: Pulses | None = None
+        """Of the workers that start from now on; None: Ray alone tells when a host is lost."""
         self._ending = threading.RLock()
         self._is_wanted = True
 
@@ -98,6 +102,20 @@ class WorkerGroup:
             self._reservation = self._reserve(
                 options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
             )
+
+    def watch_hosts(self, terms: Terms) -> None:
+        """Watch the hosts of all workers that start from now on."""
+        self.pulses = Pulses(
+            terms,
+            lambda info: self._channels.listener(driver_address([info.node_ip])),
+            lambda: [member.pulse for member in self.members or self._slots],
+        )
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no worker's host is there any more: it is the driver's that is cut off."""
+        pulses = [member.pulse for member in self.members]
+        return bool(pulses) and all(p is not None and p.is_silent for p in pulses)
 
     def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.
@@ -170,7 +188,7 @@ class WorkerGroup:
             )
         for member, place in zip(members, places, strict=True):
             try:
-                member.info = place.result()
+                member.locate(place.result())
             except Exception as error:
                 if is_loss(error):
                     raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
@@ -209,7 +227,7 @@ class WorkerGroup:
             num_gpus=num_gpus,
             resources=resources or None,
         )
-        return ActorMember(actor_class.remote(), self._channels)
+        return ActorMember(actor_class.remote(), self._channels, self.pulses)
 
     def vacant_slots(self, request: bool = True) -> list[Any]:
         """Return room that no worker is in or on its way to.

@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 
 from raysgd.comm.connection import Address, Listener, connect, exactly
-from raysgd.comm.sockets import shut_down
+from raysgd.comm.sockets import is_unconfirmed, shut_down
 
 __all__ = ["Mesh", "Reduction"]
 
@@ -36,6 +36,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
+_REACH_S = 5.0
+"""How long the kernel of a rank's host may take to answer."""
 _LONGEST_WAIT_S = 3600.0
 """The system counts milliseconds in an int."""
 
@@ -197,7 +199,7 @@ class Mesh:
             for rank, (host, port) in enumerate(addresses[: self._rank]):
                 target, left_s = Address(host, port, self._key), ends - time.monotonic()
                 connections[rank] = connect(
-                    target, timeout_s=left_s, reach_s=left_s, hold=self._hold
+                    target, timeout_s=left_s, reach_s=_REACH_S, hold=self._hold
                 )
                 connections[rank].sendall(_RANK.pack(self._rank))
             while len(connections) < len(addresses) - 1:
@@ -206,7 +208,10 @@ class Mesh:
                     break
                 rank, connections[rank] = come
         except OSError as error:
-            self._break(f"Workers cannot connect to each other: {error}", error)
+            self._break(
+                f"Workers cannot connect to each other: rank {self._rank} to rank {rank}: {error}",
+                error,
+            )
         except Empty:
             late = sorted(set(range(len(addresses))) - {self._rank, *connections})
             self._break(
@@ -321,6 +326,15 @@ class Mesh:
     def broken(self) -> bool:
         """Whether all that is under way has failed, and all to come will."""
         return bool(self._broken)
+
+    def unreachable(self, silence_s: float) -> list[int]:
+        """Return ranks whose hosts have not confirmed for so long what was sent to them."""
+        found = []
+        for peer in self._peers:
+            with contextlib.suppress(OSError):  # it is closed
+                if is_unconfirmed(peer.socket, silence_s):
+                    found.append(peer.rank)
+        return found
 
     def look(self) -> None:
         """Take what has come without waiting, unless another thread does so."""

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from raysgd.comm.network import (
     is_single_node,
 )
 from raysgd.comm.rendezvous import StoreServer
-from raysgd.comm.sockets import endpoints, listeners
+from raysgd.comm.sockets import Endpoint, endpoints, listeners
 from raysgd.comm.torch_store import TorchStore
 from raysgd.config import env_seconds
 from raysgd.context import WorkerContext
@@ -40,6 +41,8 @@ _NCCL_CONNECT = datetime.timedelta(seconds=60)
 and a name server that does not answer costs seconds."""
 _MOST_MESHED = 16
 """With more workers the connections of each to each cost more than they save."""
+_LOOK_EVERY_S = 1.0
+"""How often to ask the kernel whether hosts are silent."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -68,7 +71,10 @@ class TorchBackend(Backend):
         self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
         self._client: TorchStore | None = None
-        self._listening: set[tuple[str, int]] = set()
+        self._rank_at: dict[tuple[str, int], int] = {}
+        """The rank that listens at an address, for gloo."""
+        self._unreachable: list[int] = []
+        self._looked_at = 0.0
         self._made = False
         self._entry: Entry | None = None
         self._group: GlooGroup | None = None
@@ -125,9 +131,11 @@ class TorchBackend(Backend):
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            self._group = GlooGroup.init(store, *ranks, entry)
-            if self._mesh is not None and all(mesh_addresses):
+            is_meshed = self._mesh is not None and all(mesh_addresses)
+            if self._mesh is not None and is_meshed:  # first, as it knows who does not answer
                 self._mesh.connect(mesh_addresses)
+            self._group = GlooGroup.init(store, *ranks, entry)
+            if self._mesh is not None and is_meshed:
                 self._group.use(self._mesh, self._timeout)
         else:
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
@@ -135,7 +143,7 @@ class TorchBackend(Backend):
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
         told = _exchanged(store, "listening", context, sorted(listeners() - before))
-        self._listening = {(host, port) for each in told for host, port in each}
+        self._rank_at = {tuple(own): rank for rank, each in enumerate(told) for own in each}
 
     def interrupt(self) -> None:
         """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
@@ -144,7 +152,7 @@ class TorchBackend(Backend):
         ``destroy_process_group`` wakes them.
         """
         for endpoint in endpoints():
-            if endpoint.remote is not None and {endpoint.local, endpoint.remote} & self._listening:
+            if endpoint.remote is not None and self._is_ours(endpoint):
                 endpoint.shut_down()
         for waiting in (self._client, self._entry, self._mesh, self._group):
             if waiting is not None:
@@ -152,14 +160,39 @@ class TorchBackend(Backend):
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
+    def _is_ours(self, endpoint: Endpoint) -> bool:
+        return endpoint.local in self._rank_at or endpoint.remote in self._rank_at
+
+    def unreachable(self, silence_s: float) -> list[int]:
+        """Return ranks whose hosts have not confirmed for so long what was sent to them."""
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return self._unreachable
+        self._looked_at = time.monotonic()
+        if not self.peers():
+            return []
+        found = set() if self._mesh is None else set(self._mesh.unreachable(silence_s))
+        rank_on = {host: rank for (host, _), rank in self._rank_at.items()}
+        for endpoint in endpoints():
+            if endpoint.remote and self._is_ours(endpoint) and endpoint.is_unconfirmed(silence_s):
+                # one that has connected to us is one of those on its host
+                rank = self._rank_at.get(endpoint.remote, rank_on.get(endpoint.remote[0]))
+                found |= set() if rank is None else {rank}
+        self._unreachable = sorted(found)
+        return self._unreachable
+
     def collective(self) -> int | None:
         """Return the number of gloo's oldest collective under way; NCCL cannot tell."""
         group = self._group
         return None if group is None else group.collective()
 
+    def peers(self) -> Sequence[tuple[str, int]]:
+        """Return where gloo listens on the hosts of other workers."""
+        own = interfaces()
+        return [(host, port) for host, port in self._rank_at if host not in own]
+
     def teardown(self) -> None:
         """Destroy the process group."""
-        self._listening = set()
+        self._rank_at, self._unreachable = {}, []
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False

@@ -382,6 +382,45 @@ def test_workers_that_cannot_communicate_though_all_are_alive_are_an_error(start
 # ---- losses
 
 
+def cut_off(controller, rank):
+    """A script in which the worker does not reach the driver, once, and stops by itself."""
+    worker = controller.members[rank].worker
+
+    def run(runner):
+        if runner.calls == 1:
+            worker._stop_alone()
+            raise StoppedError
+        return "done"
+
+    return run
+
+
+def test_workers_that_were_cut_off_from_the_driver_do_their_call_again(start):
+    controller = start(2)
+    script(controller, r0=cut_off(controller, 0), r1=FakeRunner.wait_for_peers)
+    runners(controller)[1].script = lambda r: r.calls > 1 or r.wait_for_peers()
+    assert [outcome.value() for outcome in run(controller, "work", max_losses=1)] == ["done", True]
+    assert kinds(controller) == ["started", "resumed"]
+    script(controller, r0=cut_off(controller, 0), r1=lambda r: 1)
+    runners(controller)[0].calls = 0
+    with pytest.raises(CollectiveError):  # a call that must not be made twice
+        run(controller, "work")
+
+
+def test_a_worker_that_others_do_not_reach_is_given_up(start, monkeypatch):
+    controller = start(3)
+    alone = controller.members[1]
+    for rank in (0, 2):
+        backend = controller.members[rank].worker._backend
+        monkeypatch.setattr(backend, "unreachable", lambda silence_s: [1])
+    for rank in range(3):
+        runners(controller)[rank].script = lambda r: r.calls > 1 or r.wait_for_peers()
+    run(controller, "work", max_losses=1, on_wait=lambda progress: None)
+    assert alone not in controller.members
+    assert kinds(controller) == ["started", "lost", "resumed"]
+    assert "do not reach each other: worker 0 on node" in controller.events[1].cause
+
+
 def test_survivors_go_on_after_a_loss(start):
     controller = start()
     lost = controller.members[1]

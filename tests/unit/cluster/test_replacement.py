@@ -42,6 +42,9 @@ class FakeMember:
 
     control = work
 
+    def locate(self, info):
+        self.info = info
+
     def answer(self, method, kind="ok", payload=None):
         result = PLACE if method == "info" else Outcome(kind, payload, Progress())
         self.asked[method].set_result(result)

@@ -81,12 +81,15 @@ class FakeMember:
     remote = True
     alive = True
 
-    def __init__(self, actor, channels=None):
+    def __init__(self, actor, channels=None, pulses=None):
         self.number = actor
         self.killed = 0
         self.torn_down = 0
         self.left, self.killed_process = None, 0
         self.node = self.node_id = "ab"[actor % 2]
+
+    def locate(self, info):
+        self.info = info
 
     def control(self, method):
         assert method == "info"

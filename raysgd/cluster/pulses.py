@@ -1,0 +1,300 @@
+"""Hosts that vanish without a word: how the driver notices it, and how the worker there does.
+
+The driver has a pulse with each worker. One whose host has confirmed nothing for ``unreachable_s``
+is lost, if another worker is heard of; its calls fail, as they do where Ray tells of a death. If
+nobody is heard of it is the driver that is cut off, most likely, and it waits.
+
+A worker that hears nothing of the driver stops what it does, so that it works for nobody who has
+given it up, and tries to reach the driver again. It ends by itself where the driver has given it
+up or is gone, soon where it reaches no other worker either, and after ``driver_grace_s`` at last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from raysgd.comm.connection import Address, Listener, connect
+from raysgd.comm.pulse import BEAT_S, Pulse, answers
+from raysgd.elastic.policies import WorkerInfo
+
+__all__ = ["MARGIN_S", "DriverWatch", "HostLostError", "HostPulse", "Pulses", "Terms"]
+
+logger = logging.getLogger(__name__)
+
+MARGIN_S = 0.5
+"""By how much longer a worker waits than the driver, which so decides first."""
+_ALONE_S = 3.0
+"""How long a worker that reaches nobody tries to, before it ends."""
+_END_S = 1.0
+"""How long a worker that is not wanted waits for Ray to end it."""
+_RETRY_S = 0.2
+_CONNECT_S = 5.0
+_REACH_S = 0.5
+_NUM_REFUSALS = 3
+"""How often a worker has to be turned away, as it may be where a thousand come back at once."""
+_NUM_ASKED = 2
+"""How many other workers are asked for."""
+
+
+class HostLostError(Exception):
+    """The host of a worker has confirmed nothing for ``unreachable_s``."""
+
+
+class Terms(NamedTuple):
+    """How long driver and workers wait for each other, in seconds."""
+
+    unreachable_s: float
+    driver_grace_s: float
+    stops: bool
+    """Whether a worker that hears nothing of the driver stops its call, which can be repeated."""
+
+
+class HostPulse:
+    """The driver's end of the pulse of one worker.
+
+    Args:
+        info: where the worker runs.
+        lose: told of the loss, in a thread of the listener's.
+        pulses: those of the whole group.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, lose: Callable[[HostLostError], None], pulses: Pulses
+    ) -> None:
+        self._info = info
+        self._lose = lose
+        self._terms = pulses.terms
+        self._others = pulses.others
+        self._listener = pulses.listener_for(info)
+        self._connection: socket.socket | None = None
+        self._heard_at = 0.0
+        self._steady_since: float | None = None
+        self._is_closed = False
+        self.address = self._listener.expect(self._talk)
+
+    @property
+    def silence_s(self) -> float | None:
+        """Seconds since the worker's host was heard of; None where it never was."""
+        return time.monotonic() - self._heard_at if self._heard_at else None
+
+    def close(self) -> None:
+        """Wait for the worker no more, and let it know."""
+        self._is_closed = True
+        self._listener.forget(self.address)
+
+    async def _talk(self, connection: socket.socket) -> None:
+        """Follow the pulse of a worker that has connected, maybe again."""
+        pulse: Pulse | None = Pulse(connection)
+        self._connection = connection
+        while not self._is_closed and self._connection is connection:
+            try:
+                if pulse is not None:
+                    silence_s = pulse.beat()
+                    self._heard_at = max(self._heard_at, time.monotonic() - silence_s)
+            except OSError:
+                pulse = None  # the worker may come back, if it has not died, as Ray will tell
+            if not self.is_heard:
+                self._steady_since = None
+            elif self._steady_since is None:
+                self._steady_since = time.monotonic()
+            if self._is_lost():
+                self.close()
+                self._lose(HostLostError(self._cause()))
+            elif self.is_heard:
+                await asyncio.sleep(BEAT_S)
+            elif await _answers_now(connection):
+                self._heard_at = time.monotonic()
+                await asyncio.sleep(BEAT_S)
+
+    def _is_lost(self) -> bool:
+        silence_s, terms = self.silence_s, self._terms
+        if silence_s is None or not self.is_silent:
+            return False
+        return silence_s >= terms.driver_grace_s or any(
+            other is None or (other is not self and other._is_steady) for other in self._others()
+        )
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the worker's host is there now."""
+        silence_s = self.silence_s
+        return silence_s is not None and silence_s < self._terms.unreachable_s / 2
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard of the host for ``unreachable_s``."""
+        silence_s = self.silence_s
+        return silence_s is not None and silence_s >= self._terms.unreachable_s
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether it has been there for a while.
+
+        As a driver that was cut off comes back, its workers do not reach it in the same moment.
+        """
+        since = self._steady_since
+        return since is not None and time.monotonic() - since >= self._terms.unreachable_s
+
+    def _cause(self) -> str:
+        silence_s = self.silence_s or 0.0
+        since = datetime.fromtimestamp(time.time() - silence_s).strftime("%H:%M:%S")
+        return (
+            f"its host {self._info.node_ip} is unreachable: the driver has heard nothing of it "
+            f"since {since}, for {silence_s:.1f} s (unreachable_s={self._terms.unreachable_s:g})"
+        )
+
+
+async def _answers_now(connection: socket.socket) -> bool:
+    """Whether the host at the other end answers a new connection, if only to refuse it.
+
+    What is not confirmed is sent again in ever longer intervals. So a link that is up again is
+    noticed before.
+    """
+    with socket.socket() as probe:
+        probe.setblocking(False)
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await asyncio.get_running_loop().sock_connect(probe, connection.getpeername())
+        except ConnectionRefusedError:
+            return True
+        except TimeoutError:
+            return False
+        except OSError:  # at once, as where there is no route
+            await asyncio.sleep(BEAT_S)
+            return False
+        return True
+
+
+class Pulses:
+    """The driver's ends of all pulses of a group.
+
+    Args:
+        terms: how long to wait.
+        listener_for: the listener at which a worker reaches the driver.
+        others: pulses of the members of the group, or of those that start to be; None for one that
+            needs none, since it runs in the driver's process.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        listener_for: Callable[[WorkerInfo], Listener],
+        others: Callable[[], Sequence[HostPulse | None]],
+    ) -> None:
+        self.terms = terms
+        self.listener_for = listener_for
+        self.others = others
+
+    def of(self, info: WorkerInfo, lose: Callable[[HostLostError], None]) -> HostPulse | None:
+        """Return a pulse that a worker may connect to; None where there can be none."""
+        if not Pulse.IS_AVAILABLE:
+            return None
+        try:
+            return HostPulse(info, lose, self)
+        except (OSError, RuntimeError):
+            return None
+
+    def note(self, told: Future[Any]) -> None:
+        """Take note of whether a worker could be told of its pulse, and connect."""
+        if told.exception() is None and (why_not := told.result()):
+            logger.warning(
+                "A worker cannot connect to the driver (%s). Ray alone tells when its host is "
+                "lost, which may take a minute.",
+                why_not,
+            )
+
+
+class DriverWatch:
+    """The worker's end of its pulse, which a thread of its own follows.
+
+    Args:
+        address: where the driver listens.
+        terms: how long to wait.
+        stop: stops what the worker does, in another thread.
+        peers: addresses at which other workers listen on other hosts.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        terms: Terms,
+        stop: Callable[[], None],
+        peers: Callable[[], Sequence[tuple[str, int]]],
+    ) -> None:
+        self._address = address
+        self._terms = terms
+        self._stop = stop
+        self._peers = peers
+
+    def start(self) -> str:
+        """Connect, and follow the pulse from then on; returns why that cannot be, or nothing."""
+        try:
+            connection = connect(self._address, _CONNECT_S)
+        except OSError as error:
+            return str(error)
+        threading.Thread(
+            target=self._follow, args=(connection,), name="raysgd-pulse", daemon=True
+        ).start()
+        return ""
+
+    def _follow(self, connection: socket.socket) -> None:
+        while True:
+            with connection, contextlib.suppress(OSError):  # closed by the driver, or on the way
+                pulse = Pulse(connection)
+                while pulse.beat() < self._terms.unreachable_s + MARGIN_S:
+                    time.sleep(BEAT_S)
+            found = self._reconnected()
+            if found is None:
+                _end()
+                return
+            connection = found
+
+    def _reconnected(self) -> socket.socket | None:
+        """Return a connection to the driver; None where this worker is to end."""
+        began, num_refusals, why = time.monotonic(), 0, ""
+        while not why:
+            try:
+                return connect(self._address, _CONNECT_S, _REACH_S)
+            except (ConnectionRefusedError, ConnectionAbortedError, ConnectionResetError):
+                num_refusals += 1
+                if num_refusals == _NUM_REFUSALS:
+                    why = "the driver has given this worker up, or has ended"
+                    self._stop()
+                    time.sleep(_END_S)
+            except OSError:
+                if answers(self._address[:2]):  # its process may be stopped
+                    began = time.monotonic()
+                elif self._terms.stops:
+                    self._stop()
+                waited_s = time.monotonic() - began
+                if waited_s > self._terms.driver_grace_s:
+                    why = f"the driver cannot be reached for {waited_s:.0f} s (driver_grace_s)"
+                elif waited_s > _ALONE_S and self._is_alone():
+                    why = (
+                        f"the driver cannot be reached for {waited_s:.0f} s, and no other worker "
+                        "either"
+                    )
+            time.sleep(_RETRY_S)
+        print(f"raysgd: {why}: this worker ends.", file=sys.stderr)
+        return None
+
+    def _is_alone(self) -> bool:
+        """Whether other workers have other hosts, and none of these can be reached."""
+        peers = list(self._peers())[:_NUM_ASKED]
+        return bool(peers) and not any(map(answers, peers))
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # whatever the process is in

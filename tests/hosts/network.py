@@ -1,0 +1,170 @@
+"""Hosts on this machine: network namespaces on a switch, whose cables can be pulled.
+
+Each host has a card that leads to the others, one that leads nowhere, and processes of its own; all
+share the files. It takes root, and `ip` of iproute2. Nothing outside of the namespaces is changed.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import wait_until
+
+PORT = 6380
+_numbers = iter(range(100))
+
+
+def why_not():
+    """Return why there can be no such hosts here; None where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2"
+    name = f"rs{os.getpid()}try"
+    tried = _ip("netns", "add", name, check=False)
+    _ip("netns", "del", name, check=False)
+    return f"there can be no network namespaces: {tried.stderr}" if tried.returncode else None
+
+
+def _ip(*words, namespace=None, check=True):
+    where = ("-n", namespace) if namespace else ()
+    done = subprocess.run(["ip", *where, *words], capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done
+
+
+class Hosts:
+    """So many hosts, of which the first has the driver and Ray's head.
+
+    Args:
+        cpus: how many CPUs Ray finds on each of them.
+    """
+
+    def __init__(self, cpus):
+        self.cpus = cpus
+        self._name = f"rs{os.getpid()}n{next(_numbers)}"
+        self._switch = f"{self._name}sw"
+        self.folder = Path(tempfile.mkdtemp(prefix="hosts"))
+        self.environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": str(self.folder),  # or the next test would find this cluster
+            "RAY_ADDRESS": f"{self.address(0)}:{PORT}",
+            "PYTHONPATH": os.getcwd(),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def address(self, host):
+        return f"10.123.0.{host + 1}"
+
+    def namespace(self, host):
+        return f"{self._name}h{host}"
+
+    def _plug(self, host):
+        """The end of a host's cable at the switch."""
+        return f"p{host}"
+
+    def __enter__(self):
+        try:
+            self._lay_cables()
+            for host in range(len(self.cpus)):  # they would get in each other's way
+                self._start_ray(host)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _lay_cables(self):
+        _ip("netns", "add", self._switch)
+        _ip("link", "add", "sw", "type", "bridge", namespace=self._switch)
+        _ip("link", "set", "sw", "up", namespace=self._switch)
+        for host in range(len(self.cpus)):
+            inside, plug = self.namespace(host), self._plug(host)
+            _ip("netns", "add", inside)
+            _ip("link", "set", "lo", "up", namespace=inside)
+            peer = ("peer", "name", plug, "netns", self._switch)
+            _ip("link", "add", "eth0", "netns", inside, "type", "veth", *peer)
+            _ip("link", "set", plug, "master", "sw", "up", namespace=self._switch)
+            _ip("addr", "add", f"{self.address(host)}/24", "dev", "eth0", namespace=inside)
+            _ip("link", "set", "eth0", "up", namespace=inside)
+            # a second card, which leads nowhere and has the same address on each of them
+            _ip("link", "add", "eth1", "type", "bridge", namespace=inside)
+            _ip("addr", "add", "10.124.0.1/24", "dev", "eth1", namespace=inside)
+            _ip("link", "set", "eth1", "up", namespace=inside)
+
+    def _start_ray(self, host):
+        role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        if host:
+            role = [f"--address={self.address(0)}:{PORT}"]
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "start", *role, f"--node-ip-address={self.address(host)}"]
+        command += [f"--num-cpus={self.cpus[host]}", "--object-store-memory=80000000"]
+        command += ["--disable-usage-stats"]
+        log = self.folder / f"ray{host}.log"
+        with log.open("w") as output:
+            self.spawn(host, command, stdout=output, stderr=output).wait(60)
+        assert "Ray runtime started" in log.read_text(), log.read_text()
+
+    def spawn(self, host, command, **options):
+        """Start a process on a host."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace(host), *command],
+            env=self.environment,
+            start_new_session=True,
+            **options,
+        )
+
+    def processes(self, host, name=""):
+        """The processes on a host whose name begins with this."""
+        found = []
+        for pid in _ip("netns", "pids", self.namespace(host), check=False).stdout.split():
+            try:
+                process = psutil.Process(int(pid))
+                if process.name().startswith(name) or name in " ".join(process.cmdline()[:1]):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    def cut(self, host):
+        """Pull a host's cable: packets vanish, and nobody is told."""
+        _ip("link", "set", self._plug(host), "down", namespace=self._switch)
+
+    def heal(self, host):
+        _ip("link", "set", self._plug(host), "up", namespace=self._switch)
+
+    def part(self, hosts, parted=True):
+        """Let these hosts not reach each other, though all others reach them."""
+        for host in hosts:
+            words = ("bridge_slave", "isolated", "on" if parted else "off")
+            _ip("link", "set", self._plug(host), "type", *words, namespace=self._switch)
+
+    def power_off(self, host):
+        self.cut(host)
+        self._kill_all(host)
+
+    def _kill_all(self, host):
+        def none_left():
+            for process in (left := self.processes(host)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            return not left
+
+        wait_until(none_left)
+
+    def close(self):
+        for host in range(len(self.cpus)):
+            self._kill_all(host)
+        for name in [*map(self.namespace, range(len(self.cpus))), self._switch]:
+            _ip("netns", "del", name, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __exit__(self, *_):
+        self.close()
