@@ -10,22 +10,32 @@ import ray
 
 from raysgd import ElasticConfig
 from raysgd.utils import BATCH_SIZE
-from tests.ledger import Ledger, check_ledger, ledger_trainer
+from tests.ledger import Ledger, ledger_of, ledger_trainer
+from tests.operators import fingerprint
 
 STEP_S = 0.02
 
 
 class Logged(Ledger):
-    """Writes down in a file of its process when a step was done, and by how many workers."""
+    """Writes down in a file of its process when a step was done, and by how many workers.
+
+    Once there is a file ``stubborn-PID`` no exception gets out of its process any more.
+    """
 
     def setup(self, config):
         super().setup(config)
-        path = os.path.join(config["folder"], f"steps-{os.getpid()}")
+        self.folder = config["folder"]
+        path = os.path.join(self.folder, f"steps-{os.getpid()}")
         self.log = open(path, "a", buffering=1)  # noqa: SIM115
 
     def train_batch(self, batch, batch_info):
         time.sleep(STEP_S)
-        done = super().train_batch(batch, batch_info)
+        try:
+            done = super().train_batch(batch, batch_info)
+        except Exception:
+            while os.path.exists(os.path.join(self.folder, f"stubborn-{os.getpid()}")):
+                time.sleep(0.1)
+            raise
         self.log.write(json.dumps([time.time(), self.world_size]) + "\n")
         return done
 
@@ -35,6 +45,8 @@ class Driver:
 
     def start(self, address, folder, num_workers, num_samples, elastic):
         ray.init(_node_ip_address=address, log_to_driver=False)
+        self.enough = os.path.join(folder, "enough")
+        self.num_samples = num_samples
         self.trainer = ledger_trainer(
             num_workers,
             num_samples,
@@ -50,19 +62,23 @@ class Driver:
         members = self.trainer._controller.members
         return {member.info.node_ip: member.info.pid for member in members}
 
-    def epoch(self):
-        """Train an epoch from the first weights on; return what happened, once all is right."""
-        num_before = len(self.trainer.events)
-        self.trainer.load_state_dict(self.begin)
-        check_ledger(self.trainer, self.trainer.train(max_retries=10))
-        return [[event.kind, event.cause] for event in self.trainer.events[num_before:]]
+    def train(self):
+        """Train epochs until there is a file ``enough``, with all workers, and check the ledger.
 
-    def grow(self, timeout_s):
-        """Train until all workers are there."""
-        ends = time.monotonic() + timeout_s
-        while self.trainer.num_workers < self.trainer.max_workers:
-            assert time.monotonic() < ends, f"not whole within {timeout_s} s"
-            self.trainer.train(num_steps=5)
+        Return what happened.
+        """
+        trainer, num_before, num_epochs = self.trainer, len(self.trainer.events), 0
+        trainer.load_state_dict(self.begin)
+        while not os.path.exists(self.enough) or trainer.num_workers < trainer.max_workers:
+            metrics = trainer.train(max_retries=100)
+            num_epochs += 1
+            assert metrics["num_samples"] == self.num_samples, metrics
+        counts = ledger_of(trainer) - num_epochs
+        # those that the last step of an epoch may repeat
+        assert counts.min() == 0
+        assert counts.sum() < num_epochs * trainer.max_workers
+        assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1
+        return [[event.kind, event.cause] for event in trainer.events[num_before:]]
 
 
 def main():

@@ -106,7 +106,7 @@ class Hosts:
         ray = str(Path(sys.executable).with_name("ray"))
         command = [ray, "start", *role, f"--node-ip-address={self.address(host)}"]
         command += [f"--num-cpus={self.cpus[host]}", "--object-store-memory=80000000"]
-        command += ["--disable-usage-stats"]
+        command += ["--disable-usage-stats", "--include-log-monitor=false"]
         log = self.folder / f"ray{host}.log"
         with log.open("w") as output:
             self.spawn(host, command, stdout=output, stderr=output).wait(60)
