@@ -98,7 +98,7 @@ class PowerCut(Callback):
 
 def train(args, logdir, *more):
     callbacks = [
-        CheckpointCallback(every=10, keep=2),  # also in mid-epoch
+        CheckpointCallback(every=10, keep=2, monitor="val_loss"),  # also in mid-epoch
         EarlyStopping("val_loss", patience=4),
         LearningRateLogger(),
         CsvLogger(),
@@ -119,7 +119,10 @@ def train(args, logdir, *more):
         callbacks=callbacks,
         logdir=logdir,
     ) as trainer:
-        return trainer.fit(5 if args.smoke_test else args.num_epochs)
+        history = trainer.fit(5 if args.smoke_test else args.num_epochs)
+        trainer.load_best()
+        print(f"  the best is of epoch {trainer.epoch}")
+        return history
 
 
 def main():

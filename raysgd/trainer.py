@@ -17,6 +17,7 @@ from raysgd import checkpoint
 from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument, whole
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
+from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import locate
@@ -442,6 +443,32 @@ class OperatorTrainer:
         self._check_open(moves=True)
         self._writer.wait()  # whatever the path: one file may have several
         self.load_state_dict(checkpoint.read_file(path))
+
+    def load_best(self) -> str:
+        """Take over the state of the best checkpoint of ``CheckpointCallback(monitor=...)``.
+
+        The callback is one of the trainer's, or of its newest `fit`; of several the first that has
+        a best checkpoint counts. Training is where it was then: another `fit` would train what came
+        after it again.
+
+        Returns:
+            The path of the checkpoint, or its URL.
+
+        Raises:
+            CheckpointError: if there is none, or it cannot be loaded.
+        """
+        self._check_open(moves=True)
+        with self._callback_list.calling(self):  # which starts those that have not started
+            given = self._callback_list.callbacks
+            paths = [each.best for each in given if isinstance(each, CheckpointCallback)]
+        best = next((path for path in paths if path is not None), None)
+        if best is None:
+            raise CheckpointError(
+                "load_best(): there is no best checkpoint yet. Train with "
+                "CheckpointCallback(monitor='val_loss'), which saves when that metric is measured."
+            )
+        self.load(best)
+        return best
 
     # ---- workers
 

@@ -58,6 +58,8 @@ class CallbackList:
         self._depth = 0
         self._loaded: dict[str, Any] = {}
         self._detached: dict[str, Any] = {}
+        self.callbacks: Sequence[Callback] = callbacks
+        """Those that are attached, and those that the newest `fit` had."""
         self._attach(callbacks, num_seen=0)
 
     @property
@@ -87,6 +89,7 @@ class CallbackList:
         """Attach callbacks for a while, start all that are not, and end those in the end."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
+        self.callbacks = [entry.callback for entry in self._entries]
         try:
             self._load(added)
             with self.calling(trainer):

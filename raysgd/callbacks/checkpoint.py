@@ -83,6 +83,16 @@ class CheckpointCallback(Callback):
         self.passed_over: list[tuple[str, str]] = []
         """Newer ones that could not be loaded, and why."""
 
+    @property
+    def best(self) -> str | None:
+        """The path or URL of the checkpoint whose monitored metric is best; None without one.
+
+        Raises:
+            CheckpointError: if the folder cannot be reached.
+        """
+        self._writer.wait()
+        return None if self._store is None else self._store.best
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint."""
         folder = self._folder or folder_for(trainer, None, "checkpoints")

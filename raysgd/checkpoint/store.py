@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})\.ckpt")
 _LATEST = "latest"
+_BEST = "best"
 
 
 class Restored(NamedTuple):
@@ -45,9 +46,10 @@ class CheckpointStore:
     """Saves the checkpoints of one job into a folder, and finds the newest that loads.
 
     The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
-    that names the newest. It is moved on when a checkpoint is on disk, and only then are older
-    ones removed: whenever the process is killed, the newest checkpoint that loads is the last one
-    that was saved, or the one that was under way. One process at a time may save into it.
+    that names the newest; with `monitor` also ``best``, which names the best. They are moved on
+    when a checkpoint is on disk, and only then are older ones removed: whenever the process is
+    killed, the newest checkpoint that loads is the last one that was saved, or the one that was
+    under way. One process at a time may save into it.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
@@ -86,6 +88,7 @@ class CheckpointStore:
         self._mode = mode
         self._job = job
         self._made = False
+        self._best_named: str | None = None
         self._manifests: dict[str, Manifest | None] = {}
         """By the names of checkpoints; None for those that cannot be read."""
 
@@ -132,8 +135,25 @@ class CheckpointStore:
         path = write_file(state, target.name, manifest)
         self._point_to(name)
         self._manifests[name] = manifest
+        best = self._best_of(name)
+        if best is not None and best != self._best_named:
+            self._point_to(best, _BEST)
+        self._best_named = best
         self._tidy(name)
         return path
+
+    @property
+    def best(self) -> str | None:
+        """The path or URL of the checkpoint whose monitored metric is best.
+
+        None without `monitor`, or where no checkpoint has that metric.
+
+        Raises:
+            CheckpointError: if the folder belongs to another job, or cannot be reached.
+        """
+        self._learn(self._names())
+        best = self._best_of(self._pointed_to()[0])
+        return None if best is None else self._folder.child(best).name
 
     def restore(self) -> Restored | None:
         """Load the newest checkpoint that is in order.
@@ -218,13 +238,13 @@ class CheckpointStore:
             problem = f"it must be a number, but it is {metrics[self._monitor]!r}."
         raise ValueError(f"CheckpointStore(monitor={self._monitor!r}): {problem}")
 
-    def _point_to(self, name: str) -> None:
+    def _point_to(self, name: str, pointer: str = _LATEST) -> None:
         check = hashlib.sha256(name.encode()).hexdigest()
 
         def fill(file: IO[bytes]) -> None:
             file.write(f"{name}\nsha256 {check}\n".encode())
 
-        self._folder.child(_LATEST).write(fill)
+        self._folder.child(pointer).write(fill)
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
         """Return the name in ``latest``, if there is one, or what is wrong with that file."""
@@ -248,27 +268,39 @@ class CheckpointStore:
             for name in self._to_remove(newest):
                 self._folder.child(name).remove()
                 del self._manifests[name]
+            outdated = None if self._best_of(newest) else _BEST
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
-                if unfinished and (unfinished[1] == _LATEST or _NAME.fullmatch(unfinished[1])):
+                target = unfinished[1] if unfinished else ""
+                if target in (_LATEST, _BEST) or _NAME.fullmatch(target) or name == outdated:
                     self._folder.child(name).remove()
         except CheckpointError as error:
             logger.warning("Saved %s, but could not remove older ones: %s", newest, error)
 
     def _to_remove(self, newest: str) -> list[str]:
         """Return the checkpoints that are neither the newest nor among those to keep."""
-        found = {name: manifest for name, manifest in self._manifests.items() if manifest}
+        found = [name for name, manifest in self._manifests.items() if manifest]
+        return surplus(found, self._keep, lambda name: self._goodness(name, newest), newest)
 
-        def goodness(name: str) -> Any:
-            manifest = found[name]
-            value = manifest.metrics.get(self._monitor or "", math.nan)
-            # values of training and of validation do not compare
-            is_validated = not math.isnan(value) and not manifest.of_training
-            # of equals the newer
-            back = _given_up(name, newest)
-            return not back, is_validated, rating(value, self._mode), _position_of(name)
+    def _best_of(self, newest: str | None) -> str | None:
+        """Return the best of those that have the monitored metric."""
+        rated = [
+            name
+            for name, manifest in self._manifests.items()
+            if manifest and not math.isnan(manifest.metrics.get(self._monitor or "", math.nan))
+        ]
+        return max(rated, key=lambda name: self._goodness(name, newest or name), default=None)
 
-        return surplus(found, self._keep, goodness, newest)
+    def _goodness(self, name: str, newest: str) -> Any:
+        """Return what is the larger the more a checkpoint is worth keeping."""
+        manifest = self._manifests[name]
+        assert manifest is not None
+        value = manifest.metrics.get(self._monitor or "", math.nan)
+        # values of training and of validation do not compare
+        is_validated = not math.isnan(value) and not manifest.of_training
+        # of equals the newer
+        back = _given_up(name, newest)
+        return not back, is_validated, rating(value, self._mode), _position_of(name)
 
 
 def rating(value: float, mode: Literal["min", "max"]) -> tuple[bool, float]:

@@ -205,6 +205,21 @@ def test_the_best_are_kept_and_the_metric_of_validation_is_theirs(make_trainer, 
     assert "train_loss" in read_manifest(tmp_path / names(tmp_path)[0]).metrics
 
 
+def test_the_best_can_be_loaded_also_when_fit_has_ended(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[Scripted([1, 9, 2, 3])])
+    with pytest.raises(CheckpointError, match=r"no best checkpoint yet.*CheckpointCallback\(monit"):
+        trainer.load_best()
+    saving = CheckpointCallback(tmp_path, monitor="score", mode="max", blocking=False)
+    trainer.fit(4, callbacks=[CheckpointCallback(tmp_path / "all"), saving])
+    assert trainer.load_best() == saving.best == str(tmp_path / names(tmp_path)[0])
+    assert (trainer.epoch, trainer.global_step) == (2, 10)
+    assert (tmp_path / "latest").read_text().startswith(names(tmp_path)[2])
+    saving = CheckpointCallback(tmp_path, monitor="score", mode="max")
+    anew = make_trainer(callbacks=[saving])  # which has not trained yet
+    assert anew.load_best() == saving.best
+    assert anew.global_step == 10
+
+
 class Overfitting(Callback):
     """A metric that training and validation both have, and training by far the better."""
 
