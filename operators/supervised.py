@@ -125,7 +125,7 @@ class SupervisedOperator(ConfiguredOperator):
         return output, target, self.losses(in_full_precision(output), target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch.
+        """Evaluate one batch; the output is in ``batch_info["output"]`` afterwards.
 
         Returns:
             ``val_loss``, ``num_samples``, and `metrics` as ``val_...``.
@@ -135,6 +135,7 @@ class SupervisedOperator(ConfiguredOperator):
             output, target = self.predict(batch)
             output = in_full_precision(output)
             total = self.validation_losses(output, target).sum()
+        batch_info["output"] = output
         self.update_metrics(output, target)
         return {
             NUM_SAMPLES: len(target),

@@ -127,6 +127,9 @@ class TrainingOperator(OperatorBase):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, ``(*features, target)``.
 
+        The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
+        metrics to those of ``super().validate_batch(batch, batch_info)``.
+
         Returns:
             ``val_loss``, ``num_samples``, ``val_<name>`` for each registered metric, and
             ``val_accuracy`` where the output is (batch, ..., classes) and the target whole
@@ -138,6 +141,7 @@ class TrainingOperator(OperatorBase):
         *features, target = batch
         with self.timers.record("eval_fwd"):
             loss, output = self.run(self._evaluated, features, target)
+        batch_info["output"] = output
         metrics = {"val_loss": loss, NUM_SAMPLES: _length(target)}
         share = accuracy(target, output)
         if share is not None:

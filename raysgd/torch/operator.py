@@ -167,6 +167,9 @@ class TrainingOperator(OperatorBase):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, ``(*features, target)``.
 
+        The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
+        metrics to those of ``super().validate_batch(batch, batch_info)``.
+
         Returns:
             ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
             (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
@@ -179,6 +182,7 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*features)
             loss = criterion(output, target)
+        batch_info["output"] = output
         metrics = {"val_loss": loss.detach(), NUM_SAMPLES: len(target)}
         accuracy = _accuracy(output, target)
         if accuracy is not None:

@@ -52,6 +52,11 @@ class Binary(TrainingOperator):
             model, "sgd", "binary_crossentropy", [keras.metrics.AUC(), "accuracy"]
         )
 
+    def validate_batch(self, batch, batch_info):
+        metrics = super().validate_batch(batch, batch_info)
+        assert batch_info["output"].shape == batch[1].shape
+        return metrics
+
 
 @both
 def test_a_metric_that_is_no_mean_is_merged_exactly(build, keras):

@@ -205,7 +205,10 @@ def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
             assert not self.model.training
             assert not torch.is_grad_enabled()
             assert batch_info["info"] == {"a": 1}
-            return {**super().validate_batch(batch, batch_info), "index": batch_info["batch_idx"]}
+            metrics = super().validate_batch(batch, batch_info)
+            right = batch_info["output"].argmax(dim=1) == batch[1]
+            assert metrics["val_accuracy"] == right.double().mean()
+            return {**metrics, "index": batch_info["batch_idx"]}
 
     operator = run_operator(Noting, {"num_samples": 20, "batch_size": 8, "batch_norm": True})
     before = {name: value.clone() for name, value in operator.model.state_dict().items()}
