@@ -87,13 +87,11 @@ def main():
             path = trainer.save(Path(folder) / "digits.pt")
             trainer.load(path)
         print(f"saved and loaded after {trainer.global_step} steps")
-        model = trainer.get_model(to_cpu=True)
+        _, held_out = digits()
+        scores = trainer.predict(DataLoader(held_out, batch_size=64))  # in the order of the data
 
-    _, held_out = digits()
-    images, labels = held_out[:8]
-    with torch.no_grad():
-        predicted = model.eval()(images).argmax(dim=1)
-    print(f"digits    {labels.tolist()}\npredicted {predicted.tolist()}")
+    labels, predicted = held_out.tensors[1], scores.argmax(dim=1)
+    print(f"digits    {labels[:8].tolist()}\npredicted {predicted[:8].tolist()}")
     print(f"done in {time.perf_counter() - started:.1f} s")
     if not args.smoke_test and validation["val_accuracy"] < 0.97:
         raise SystemExit(f"val_accuracy {validation['val_accuracy']:.2%} is below 97 %")

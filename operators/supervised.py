@@ -143,6 +143,11 @@ class SupervisedOperator(ConfiguredOperator):
             **_named("val", self.metrics(output, target)),
         }
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Return the output of `predict`, in float32."""
+        with self.autocast():
+            return in_full_precision(self.predict(self.to_device(batch))[0])
+
     def _weight(self, count: int | torch.Tensor, target: torch.Tensor) -> float:
         """Return what a batch counts for in its accumulation group."""
         if isinstance(count, int):

@@ -31,6 +31,7 @@ __all__ = [
     "merge_segments",
     "merge_workers",
     "ratio",
+    "renamed",
 ]
 
 NUM_SAMPLES = "num_samples"
@@ -386,6 +387,26 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
         for key, value in computed(name, metric).items():
             merged.setdefault(key, value)
     return Summary(merged, weights)
+
+
+def renamed(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Return metrics of a validation by names that begin with `prefix` and not with ``val``.
+
+    >>> renamed({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
+    {'num_samples': 4, 'val/unseen_loss': 1.0, 'last_val/unseen_loss': 2.0}
+    """
+
+    def name_of(name: str) -> str:
+        if name in (NUM_SAMPLES, BATCH_COUNT, "profile"):
+            return name
+        last, own = ("last_" if name.startswith("last_") else ""), name.removeprefix("last_")
+        joined = own.removeprefix("val") if own.startswith(("val_", "val/")) else f"_{own}"
+        return f"{last}{prefix}{joined}"
+
+    values = {name_of(name): value for name, value in metrics.items()}
+    if not isinstance(metrics, Summary):
+        return values
+    return Summary(values, {name_of(name): weight for name, weight in metrics.weights.items()})
 
 
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import itertools
 import logging
+import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from raysgd import checkpoint
 from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument, whole
@@ -32,8 +36,10 @@ from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.fit import Validations, run_epochs
+from raysgd.metrics import renamed
 from raysgd.options import Options
 from raysgd.trainer_calls import CallResult, Calls
+from raysgd.trees import joined
 
 __all__ = ["OperatorTrainer"]
 
@@ -197,6 +203,65 @@ class OperatorTrainer:
             self._validations.note_validated()
             self._show("on_validation_end", result.merged, result.call)
         return result
+
+    @suggests
+    def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Evaluate on another loader, as `validate` does on that for validation.
+
+        No callback sees it, and `latest_metrics` stay.
+
+        Args:
+            loader: what ``register_data`` takes for validation, or a function of the config that
+                returns it on each worker, for what should not travel there.
+            info: as in `validate`.
+
+        Returns:
+            What `validate` returns, as ``test_loss`` and the like.
+
+        Raises:
+            TypeError: if `loader` is none, or there are several workers and it cannot be shared
+                out.
+            WorkerLostError: as in `train`.
+            BaseException: what user code raised.
+        """
+        _check_info("test", info)
+        self._check_open(moves=True)
+        result = self._calls.validate(
+            self, None, profile=False, info=info, from_start=True, loader=loader
+        )
+        return dict(renamed(result.merged, "test"))
+
+    @suggests
+    def predict(self, loader: Any) -> Any:
+        """Return what the operator's ``predict_batch`` gives for a loader, in the loader's order.
+
+        The loader is shared out over the workers as for validation: result *i* is of sample *i*,
+        however many workers there are. By default it is the model's output.
+
+        Args:
+            loader: as for `test`. It must not shuffle.
+
+        Returns:
+            The batches' outputs joined along their first dimension, on CPU: a tensor (an array, for
+            TFTrainer), or a dict or tuple of them where that is what the batches give. Where rows
+            differ in shape, a list of them.
+
+        Raises:
+            TypeError: as in `test`, or if ``predict_batch`` returns something else.
+            ValueError: if the loader shuffles.
+            WorkerLostError: as in `train`.
+            BaseException: what user code raised.
+        """
+        self._check_open(moves=True)
+        call = Call(method="predict", arguments={"loader": loader}, max_losses=3, has_batches=True)
+        parts = itertools.chain.from_iterable(self._calls.make(call))
+        in_order = sorted(parts, key=operator.itemgetter(0))
+        return joined([output for _, output in in_order], self._concatenate)
+
+    @staticmethod
+    def _concatenate(parts: Sequence[Any]) -> Any:
+        """Join arrays along their first dimension."""
+        return np.concatenate(parts)
 
     @suggests
     def fit(

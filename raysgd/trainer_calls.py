@@ -147,6 +147,7 @@ class Calls:
         profile: bool,
         info: Mapping[str, Any] | None,
         from_start: bool = False,
+        loader: Any = None,
     ) -> CallResult:
         """Make one call of validate; after one that failed it is the same call to the workers.
 
@@ -158,16 +159,20 @@ class Calls:
             profile: whether to measure.
             info: for the operator.
             from_start: begin with the first batch, wherever the call before has stopped.
+            loader: what to evaluate in place of the validation loader; no callback sees it.
         """
         number = None if from_start else self._failed_validation
         if number is None:
-            number = self._failed_validation = next(self._numbers)
+            number = next(self._numbers)
+        if loader is None:
+            self._failed_validation = number
         arguments = {
             "call": number,
             "profile": profile,
             "info": dict(info or {}),
             "num_steps": num_steps,
             "from_start": from_start,
+            "loader": loader,
         }
         call = Call(
             method="validate",
@@ -175,12 +180,13 @@ class Calls:
             max_losses=3,
             is_frequent=True,
             has_batches=True,
-            on_wait=self._callback_list.watcher(trainer, "validate"),
+            on_wait=self._callback_list.watcher(trainer, "validate") if loader is None else None,
         )
         started = time.perf_counter()
         results = self.make(call)
         seconds = time.perf_counter() - started
-        self._failed_validation = None
+        if loader is None:
+            self._failed_validation = None
         merged = self._merged("validate", results, call.num_losses > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from raysgd.errors import CheckpointError
 from raysgd.paths import without_secrets
 
-__all__ = ["deep_copied", "loading", "map_leaves"]
+__all__ = ["deep_copied", "joined", "loading", "map_leaves"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -29,6 +29,38 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(item, convert) for item in tree)
     return convert(tree)
+
+
+def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
+    """Join what there is of consecutive samples, one row for each, in one.
+
+    Where rows differ in shape it becomes a list of them.
+
+    >>> joined([{"a": ["x", "y"]}, {"a": ["z"]}], list)
+    {'a': ['x', 'y', 'z']}
+
+    Args:
+        parts: at least one: arrays or tensors, lists, or dicts or tuples of them.
+        concatenate: joins arrays or tensors of one shape, but for their first dimension.
+
+    Raises:
+        TypeError: if they are anything else, or have no dimension.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts], concatenate) for key in first}
+    if type(first) is tuple:
+        return tuple(joined(column, concatenate) for column in zip(*parts, strict=True))
+    shapes = [tuple(part.shape) for part in parts if hasattr(part, "shape")]
+    if shapes and all(shapes):
+        alike = len({shape[1:] for shape in shapes}) == 1
+        return concatenate(parts) if alike else [row for part in parts for row in part]
+    if isinstance(first, list):
+        return [row for part in parts for row in part]
+    raise TypeError(
+        f"predict_batch returned {first!r}; it must return a row for each sample: a tensor, an "
+        "array or a list, or a dict or tuple of them."
+    )
 
 
 def deep_copied(leaf: Any) -> Any:

@@ -26,6 +26,8 @@ class Source:
     sharded = False
     keeps_step = False
     """Whether a step is the same samples with any number of workers."""
+    shuffles = False
+    """Whether the order of an epoch is known to be one that was drawn."""
 
     def __init__(self, loader: Any, has_length: bool = True) -> None:
         self.loader = loader
@@ -69,6 +71,10 @@ class Source:
         Asked for when the first of them has been read. None where their sizes are unknown.
         """
         return None
+
+    def places_of_batches(self) -> Iterator[int]:
+        """Yield numbers for this worker's batches, which grow in the order of all batches."""
+        return itertools.count()
 
     def steps_left(self, offset: int) -> int | None:
         """Return how many steps follow `offset` in an epoch; None where that is unknown."""
@@ -195,6 +201,10 @@ class ShardedSource(Source):
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
         return places_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
+
+    def places_of_batches(self) -> Iterator[int]:
+        """Yield where this worker's batches begin, in the order of an epoch."""
+        return (start for start, _ in self.shard.batches())
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps follow `offset`."""

@@ -6,20 +6,20 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from raysgd.context import PausedError
 from raysgd.data import Dataset
-from raysgd.data.source import Source
+from raysgd.data.source import ShardedSource, Source
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.parts import IndivisibleError
 from raysgd.loop.registration import Registration
 from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
-from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
+from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments, renamed
 
 __all__ = ["Loop"]
 
@@ -345,47 +345,104 @@ class Loop:
         info: dict[str, Any] | None,
         profile: bool,
         from_start: bool,
+        loader: Any = None,
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps, round and round.
 
         A `call` that is made again, since it failed here or on another worker, begins where it did.
+        Of several loaders, or of one that is given with the call, each is read from its start.
         """
         self._begin(call)
         self._profile(profile)
         self.num_covered = None
-        registration, operator = self._registration, self.operator
-        source = self.read = registration.readable("validation")
+        registration = self._registration
         if self._validation_start is None or self._validation_start[0] != call:
             self._validation_start = call, 0 if from_start else registration.validation_offset
-        offset, left = self._validation_start[1], num_steps
-        source.agree_on_order(0, offset, registration)
+        sources = registration.validation_sources() if loader is None else self._given(loader)
         with registration.validating():
-            while left is None or left > 0:
-                ahead = source.steps_left(offset)
-                limit = min((n for n in (left, ahead) if n is not None), default=None)
-                taken_from = source.batches(0, offset, limit)
-                batches = self._validation_batches = _Counted(taken_from, self.signal)
-                try:
-                    metrics = operator.validate(batches, info)
-                except BaseException:
-                    source.close_workers()
-                    raise
-                metrics = checked_result(operator.validate, metrics)
-                # that of a worker without any batch counts for nothing
-                weight = batches.count or not batches.exhausted
-                self._results.append(_weighted(metrics, weight))
-                # sized loader: count the group's steps, not this rank's batches
-                taken = batches.count if ahead is None or limit is None else limit
-                if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
-                    raise _empty("validation", source)
-                is_end = limit is None or taken < limit or taken == ahead
-                offset = 0 if is_end else source.offset_after(offset, taken)
-                if left is None or (taken == 0 and not batches.exhausted):
-                    break
-                left -= taken
-        registration.validation_offset = offset
+            for name, source in sources.items():
+                offset = 0 if name else self._validation_start[1]
+                offset = self._evaluate(name, source, offset, num_steps, info)
+        if loader is not None:
+            self._close(sources)
+        elif "" in sources:
+            registration.validation_offset = offset
         self._validation_batches = None
         return self._result()
+
+    def _evaluate(self, name: str, source: Source, offset: int, left: int | None, info: Any) -> int:
+        """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
+        operator, self.read = self.operator, source
+        source.agree_on_order(0, offset, self._registration)
+        while left is None or left > 0:
+            ahead = source.steps_left(offset)
+            limit = min((n for n in (left, ahead) if n is not None), default=None)
+            taken_from = source.batches(0, offset, limit)
+            batches = self._validation_batches = _Counted(taken_from, self.signal)
+            try:
+                metrics = operator.validate(batches, info)
+            except BaseException:
+                source.close_workers()
+                raise
+            metrics = checked_result(operator.validate, metrics)
+            # that of a worker without any batch counts for nothing
+            weight = batches.count or not batches.exhausted
+            metrics = _weighted(metrics, weight)
+            self._results.append(renamed(metrics, f"val/{name}") if name else metrics)
+            # sized loader: count the group's steps, not this rank's batches
+            taken = batches.count if ahead is None or limit is None else limit
+            if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
+                raise _empty("validation", source)
+            is_end = limit is None or taken < limit or taken == ahead
+            offset = 0 if is_end else source.offset_after(offset, taken)
+            if left is None or (taken == 0 and not batches.exhausted):
+                break
+            left -= taken
+        return offset
+
+    def _given(self, loader: Any) -> dict[str, Source]:
+        """Return what to read of a loader that was given with a call, or of what makes one."""
+        makes_one = callable(loader) and not isinstance(loader, Iterable)
+        made = loader(self.operator.config) if makes_one else loader
+        return self._registration.sources_of(made)
+
+    def predict(self, loader: Any) -> list[tuple[int, Any]]:
+        """Return what the operator predicts for this worker's batches, on CPU, with their places.
+
+        Places grow in the order of the loader, over all workers.
+        """
+        registration, operator = self._registration, self.operator
+        sources = self._given(loader)
+        if [*sources] != [""]:
+            raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
+        source = self.read = sources[""]
+        if source.shuffles:
+            raise ValueError(
+                "predict(): the loader shuffles, so that nobody could tell which sample a result "
+                "is of. Give one with shuffle=False."
+            )
+        if source.steps_left(0) == 0:
+            raise _empty("given", source)
+        places, found = source.places_of_batches(), []
+        with registration.validating():
+            batches = self._validation_batches = _Counted(source.batches(0, 0), self.signal)
+            try:
+                for output in operator._predictions(batches):
+                    found.append((next(places), registration.to_cpu(output)))
+            finally:
+                self._validation_batches = None
+                self._close(sources)
+        if isinstance(source, ShardedSource) and next(places, None) is not None:
+            raise RuntimeError(
+                f"{type(source.loader).__name__} gave {len(found)} batches, fewer than its sampler "
+                "has: nobody could tell which samples these are. Let it give one for each."
+            )
+        return found
+
+    def _close(self, sources: Mapping[str, Source]) -> None:
+        """Let go of the processes of loaders that were given with a call."""
+        for source in sources.values():
+            source.close_workers()
 
     # ---- results
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd.data.source import Source
 from raysgd.loop.registration import Registration
 from raysgd.loop.segment import Segment
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
@@ -113,7 +114,7 @@ class OperatorBase:
     # ---- helpers
 
     def _count_steps(self) -> int:
-        source = self._registration.source("train")
+        source: Source = self._registration.source("train")
         steps = source.steps_left(0)
         if steps is None:
             raise RuntimeError(

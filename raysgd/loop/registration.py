@@ -129,33 +129,69 @@ class Registration(ABC):
 
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         """See ``register_data`` of the operator."""
-        for name, loader in (("train", train_loader), ("validation", validation_loader)):
-            if loader is None:
-                continue
-            # the protocol of sequences, which a map-style data set has, is one of iteration as well
-            if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-                raise TypeError(
-                    f"register_data({name}_loader=...) must be iterable, but it is {loader!r}."
-                )
-            self._sources[name] = self.wrap(loader, training=name == "train")
+        if train_loader is not None:
+            given = "register_data(train_loader=...)"
+            self._sources["train"] = self._wrapped(given, train_loader, training=True)
+        if validation_loader is None:
+            return
+        for name in [*self.validation_sources()]:
+            self._sources.pop(f"validation/{name}" if name else "validation", None)
+        for name, loader in self.by_name(validation_loader).items():
+            key = f"validation/{name}" if name else "validation"
+            given = "register_data(validation_loader=...)"
+            self._sources[key] = self._wrapped(given, loader, training=False)
+
+    def _wrapped(self, given: str, loader: Any, training: bool) -> Source:
+        # the protocol of sequences, which a map-style data set has, is one of iteration as well
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
+        return self.wrap(loader, training=training)
+
+    def by_name(self, loader: Any) -> Mapping[str, Any]:
+        """Return several loaders by their names; a single one by the empty name."""
+        return {"": loader}
 
     def has(self, name: str) -> bool:
         """Whether there is a train or validation loader."""
-        return name in self._sources
+        return any(key.partition("/")[0] == name for key in self._sources)
 
-    def source(self, name: str) -> Source:
-        """Return the registered train or validation loader.
+    def source(self, name: str) -> Any:
+        """Return the registered train or validation loader; where they have names, a dict of them.
 
         Raises:
             RuntimeError: if there is none.
         """
-        if name not in self._sources:
+        if not self.has(name):
             raise _missing(name)
-        return self._sources[name]
+        return self._sources[name] if name in self._sources else self.validation_sources()
 
     def readable(self, name: str) -> Source:
         """Return the same; where there is none, one that raises as soon as a loop reads it."""
-        return self._sources[name] if self.has(name) else Source(_Missing(name))
+        return self._sources[name] if name in self._sources else Source(_Missing(name))
+
+    def validation_sources(self) -> dict[str, Source]:
+        """Return what to validate on by name; a single loader has the empty name."""
+        keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
+        found = {key.partition("/")[2]: self._sources[key] for key in keys}
+        return found or {"": self.readable("validation")}
+
+    def sources_of(self, loader: Any) -> dict[str, Source]:
+        """Return a loader that was given with a call, or several by name, shared out.
+
+        Raises:
+            TypeError: if it is none, or one that every worker would read whole.
+        """
+        found = {}
+        for name, each in self.by_name(loader).items():
+            source = found[name] = self._wrapped("The loader", each, training=False)
+            if not source.sharded and self.context.world_size > 1:
+                raise TypeError(
+                    f"A {type(each).__name__} was given, which cannot be shared out: every worker "
+                    "would read all of it. Give a DataLoader of a data set that has a length and "
+                    "can be indexed, without a batch sampler of its own, to a trainer with "
+                    "add_dist_sampler=True."
+                )
+        return found
 
     def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
         """Return what to train on, and whether that is another source than before.

@@ -272,9 +272,14 @@ class OperatorRunner(ABC):
         info: dict[str, Any] | None = None,
         profile: bool = False,
         from_start: bool = False,
+        loader: Any = None,
     ) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or `num_steps` steps of it."""
-        return self._running.validate(call, num_steps, info, profile, from_start)
+        """Evaluate the rest of the validation loader, or `num_steps` steps; or another `loader`."""
+        return self._running.validate(call, num_steps, info, profile, from_start, loader)
+
+    def predict(self, *, loader: Any) -> list[tuple[int, Any]]:
+        """Return this worker's predictions, batch by batch, with their places in the loader."""
+        return self._running.predict(loader)
 
     # ---- other calls
 

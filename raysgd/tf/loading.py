@@ -208,6 +208,10 @@ class DatasetSource(Source):
         """Share the epoch out anew."""
         self._world_size, self._rank = world_size, rank
 
+    def places_of_batches(self) -> Iterator[int]:
+        """Yield numbers for this worker's batches that grow in the order of the data set."""
+        return itertools.count(self._rank, self._world_size)
+
     def steps_left(self, offset: int) -> int | None:
         """Return how many steps follow `offset`; None where the data set does not know."""
         if self._total is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
+from raysgd.trees import map_leaves
 
 if TYPE_CHECKING:
     from raysgd.tf.registration import KerasRegistration
@@ -147,6 +148,30 @@ class TrainingOperator(OperatorBase):
         if share is not None:
             metrics["val_accuracy"] = share
         return metrics | self._metrics("val", target, output)
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Return what ``trainer.predict`` returns of a batch.
+
+        Args:
+            batch: ``(*features, target)``, of which the default leaves the target out, or features
+                alone: a tensor or ``(feature,)``.
+            batch_info: as in `validate_batch`.
+
+        Returns:
+            The model's output. It has a row for each sample: a tensor, an array or a list, or a
+            dict or tuple of them.
+        """
+        features = [batch]
+        if isinstance(batch, tuple | list):
+            features = list(batch[:-1] if len(batch) > 1 else batch)
+        return self.run(self._predicted, features)
+
+    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield what `predict_batch` returns for each batch, with arrays in place of tensors."""
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = self._batch_info(None, batch_idx, self._registration.epoch)
+            output = self.predict_batch(batch, batch_info)
+            yield map_leaves(output, lambda x: x.numpy() if hasattr(x, "numpy") else x)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state of your own that is saved with the models: numbers, texts, arrays."""
@@ -287,8 +312,12 @@ class TrainingOperator(OperatorBase):
 
     def _evaluated(self, features: Any, target: Any) -> Any:
         model = self._the_only("model")
-        output = model(features[0] if len(features) == 1 else features, training=False)
+        output = self._predicted(features)
         return self._registration.total_loss(model, target, output), output
+
+    def _predicted(self, features: Any) -> Any:
+        model = self._the_only("model")
+        return model(features[0] if len(features) == 1 else features, training=False)
 
     def _metrics(self, prefix: str, target: Any, output: Any) -> dict[str, Any]:
         return self._registration.measured(prefix, target, output)

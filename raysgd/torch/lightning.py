@@ -282,6 +282,12 @@ class LightningOperator(TrainingOperator):
         metrics = {"val_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Run ``predict_step``."""
+        batch, _ = self._moved(batch)
+        with self._surrounded(), self.autocast():
+            return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
+
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:

@@ -102,6 +102,11 @@ class ShardedLoader(ShardedSource):
         """This worker's part; a sampler may become longer or shorter."""
         return replace(self._shard, total=len(self.loader.sampler))
 
+    @property
+    def shuffles(self) -> bool:  # type: ignore[override]
+        """Whether the loader has torch's own shuffle."""
+        return type(self.loader.sampler) is RandomSampler
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the first epoch."""
         # by a copy, since an iteration under way would lose its worker processes to this one

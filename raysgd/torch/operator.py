@@ -195,6 +195,34 @@ class TrainingOperator(OperatorBase):
             )
         return metrics
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Return what ``trainer.predict`` returns of a batch, in eval mode without gradients.
+
+        Args:
+            batch: ``(*features, target)``, of which the default leaves the target out, or features
+                alone: a tensor or ``(feature,)``.
+            batch_info: as in `validate_batch`.
+
+        Returns:
+            The model's output. It has a row for each sample: a tensor, an array or a list, or a
+            dict or tuple of them.
+        """
+        model, batch = self._default("model"), self.to_device(batch)
+        features = [batch]
+        if isinstance(batch, tuple | list):
+            features = list(batch[:-1] if len(batch) > 1 else batch)
+        with self.autocast():
+            return model(*features)
+
+    @torch.no_grad()
+    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield what `predict_batch` returns for each batch."""
+        self.train_mode(False)
+        for batch_idx, batch in enumerate(iterator):
+            yield self.predict_batch(
+                batch, self._batch_info(None, batch_idx, self._registration.epoch)
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return state of your own that is saved with the models and given to new workers."""
         return {}
@@ -281,6 +309,12 @@ class TrainingOperator(OperatorBase):
         batch sampler of its own, is left as it is: let each worker read its own part of the
         data, by ``self.world_rank`` and ``self.world_size``. ``add_dist_sampler=False`` of the
         trainer leaves all loaders as they are.
+
+        Args:
+            train_loader: what to train on.
+            validation_loader: what to evaluate on; or several by name, ``{"seen": ..., "unseen":
+                ...}``, whose metrics are ``val/seen_loss``, ``val/unseen_loss`` and the like.
+                ``trainer.validate(num_steps=...)`` begins with the start of each of several.
 
         Raises:
             TypeError: if one is not iterable, or a DataLoader over a generator.

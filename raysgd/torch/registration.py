@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -236,6 +236,17 @@ class TorchRegistration(Registration):
         is_first = self.context.world_rank == 0 and self.context.generation <= 1
         if train_loader is not None and is_first and self.settings.options.num_workers > 1:
             warn_of_order(self._sources["train"])
+
+    def by_name(self, loader: Any) -> Mapping[str, Any]:
+        """Return several loaders by their names; a single one by the empty name."""
+        if not isinstance(loader, Mapping):
+            return {"": loader}
+        if not loader or not all(isinstance(name, str) and name for name in loader):
+            raise TypeError(
+                f"Several loaders must be a dict of them by name, such as {{'a': loader_a, 'b': "
+                f"loader_b}}, but it is {loader!r}."
+            )
+        return loader
 
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader, or for a data set of items."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -162,6 +162,12 @@ class TorchTrainer(OperatorTrainer):
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
+
+    @staticmethod
+    def _concatenate(parts: Sequence[Any]) -> Any:
+        """Join tensors, or arrays, along their first dimension."""
+        is_tensor = isinstance(parts[0], torch.Tensor)
+        return torch.cat(list(parts)) if is_tensor else OperatorTrainer._concatenate(parts)
 
     @classmethod
     def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:

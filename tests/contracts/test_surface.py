@@ -87,6 +87,7 @@ SURFACE = {
         "merge_segments",
         "merge_workers",
         "ratio",
+        "renamed",
     ],
     "raysgd.operators": [
         "GAN",
@@ -344,6 +345,9 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
             "fit",
             ["num_epochs", "validate_every", "callbacks", "max_retries", "info"],
         ),
+        ("TorchTrainer", "test", ["loader", "info"]),
+        ("TorchTrainer", "predict", ["loader"]),
+        ("TorchTrainer", "load_best", []),
         ("TorchTrainer", "request_stop", ["reason"]),
         ("Callback", "on_train_start", ["trainer"]),
         ("Callback", "on_train_end", ["trainer"]),
@@ -366,6 +370,7 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
         ("TrainingOperator", "train_batch", ["batch", "batch_info"]),
         ("TrainingOperator", "validate", ["val_iterator", "info"]),
         ("TrainingOperator", "validate_batch", ["batch", "batch_info"]),
+        ("TrainingOperator", "predict_batch", ["batch", "batch_info"]),
     ],
 )
 def test_methods_take_their_arguments_in_this_order(owner, method, names):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer
 from raysgd.operators import (
@@ -17,11 +18,12 @@ from tests.operators import replica_hash
 from tests.unit.operators.samples import digits, shapes
 
 
-def results(operator_cls, config, num_steps):
+def results(operator_cls, config, num_steps, loader=None):
     """Train a little, and return the metrics of validation and the model, as the driver has it.
 
     There are two workers, one of which is the driver. Validation is done a second time in two
-    calls: in the last step of all one of them has no batch.
+    calls: in the last step of all one of them has no batch. What is predicted for a `loader` of the
+    same samples comes with the metrics.
     """
     with TorchTrainer(
         training_operator_cls=operator_cls,
@@ -36,6 +38,11 @@ def results(operator_cls, config, num_steps):
         rest = trainer.validate()
         assert most["num_samples"] + rest["num_samples"] == found["num_samples"]
         assert rest["batch_count"] < 1
+        if loader is not None:
+            tested = trainer.test(loader)
+            assert tested["num_samples"] == found["num_samples"]
+            assert tested["test_loss"] == pytest.approx(found["val_loss"], rel=1e-9)
+            found["predicted"] = trainer.predict(loader)
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
         models = trainer.get_model()
         for model in models if isinstance(models, list) else [models]:
@@ -64,10 +71,12 @@ def test_mean_iou_is_that_of_all_pixels(module_cluster):
         "batch_size": 5,
         "lr": 0.02,
     }
-    found, model = results(SemanticSegmenter, config, num_steps=80)
+    loader = DataLoader(TensorDataset(images, masks), batch_size=2)  # 17 batches, one a half
+    found, model = results(SemanticSegmenter, config, num_steps=80, loader=loader)
     from sklearn.metrics import jaccard_score
 
     scores = model(images)
+    torch.testing.assert_close(found["predicted"], scores)
     counts = masks != 255
     predicted, target = scores.argmax(dim=1)[counts], masks[counts]
     logs = scores.double().log_softmax(dim=1).permute(0, 2, 3, 1)[counts]

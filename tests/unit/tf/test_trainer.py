@@ -43,6 +43,9 @@ def test_the_model_can_be_had(trainer):
     share = (model.predict(images, verbose=0).argmax(axis=1) == labels).mean()
     assert trainer.validate()["val_accuracy"] == pytest.approx(share, abs=1e-6)
     assert share > 0.3  # of ten classes
+    for given in ((images, labels), images):
+        assert (trainer.predict(given).argmax(axis=1) == labels).mean() == pytest.approx(share)
+    assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
 
 
 def test_schedulers_of_pytorch_are_refused(trainer):

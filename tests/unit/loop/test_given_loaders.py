@@ -1,0 +1,176 @@
+"""Loaders that are given with a call, and several to validate on: ``predict`` and ``test``."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from raysgd.testing import run_operator
+from raysgd.torch.loading import wrap_loader
+from raysgd.trees import joined
+from tests.operators import Classifier, make_data
+from tests.unit.callbacks.spy import Spy
+from tests.unit.recorder import Recorder
+
+
+def numbers(first, last, batch_size=8, **settings):
+    """A loader of the samples from `first` to before `last`, as `Recorder` has them."""
+    data = torch.arange(float(first), float(last)).reshape(-1, 1)
+    return DataLoader(TensorDataset(data, data / 40), batch_size=batch_size, **settings)
+
+
+class Named(Recorder):
+    def make_loaders(self, config):
+        loaders = super().make_loaders(config)
+        return {**loaders, "validation_loader": {"low": numbers(0, 20), "high": numbers(20, 33)}}
+
+
+class Echo(Recorder):
+    """Predicts what it is given, which may be a list, and how long that is."""
+
+    def predict_batch(self, batch, batch_info):
+        assert not torch.is_grad_enabled()
+        assert not self.model.training
+        return {"sample": batch[0], "name": [f"{int(x)}" for x in batch[0]], "both": (batch[1],)}
+
+
+# ---- predict
+
+
+def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer):
+    trainer = make_trainer(config={"batch_norm": True})
+    trainer.train(num_steps=2)
+    data = make_data(37)
+    model = trainer.get_model().eval()
+    with torch.no_grad():
+        expected = model(data.tensors[0])
+    unlabelled = TensorDataset(data.tensors[0])
+    for each in (data, unlabelled, data.tensors[0]):
+        found = trainer.predict(DataLoader(each, batch_size=5))
+        torch.testing.assert_close(found, expected)
+        assert not found.requires_grad
+    found = trainer.predict(lambda config: DataLoader(data, batch_size=config["batch_size"]))
+    torch.testing.assert_close(found, expected)
+    assert trainer.global_step == 2
+
+
+def test_what_an_operator_predicts_is_joined_by_its_parts(make_trainer):
+    found = make_trainer(Echo).predict(numbers(0, 40, batch_size=7))
+    assert found["sample"].flatten().tolist() == list(range(40))
+    assert found["name"] == [str(n) for n in range(40)]
+    assert found["both"][0].shape == (40, 1)
+
+
+@given(
+    world_size=st.integers(1, 5), total=st.integers(1, 40), size=st.integers(1, 9), data=st.data()
+)
+def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, size, data):
+    sampler = data.draw(st.permutations(range(total)))
+    loader = DataLoader(list(range(total)), batch_size=size, sampler=sampler)
+    found = []
+    for rank in range(world_size):
+        source = wrap_loader(
+            loader, training=False, shard=True, world_size=world_size, rank=rank, seed=rank
+        )
+        found += zip(source.places_of_batches(), source.batches(0, 0), strict=True)
+    found.sort(key=lambda pair: pair[0])
+    assert [int(x) for _, batch in found for x in batch] == sampler
+
+
+class Skipping(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "text"),
+    [
+        (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
+        (numbers(0, 0), RuntimeError, "The given loader gives no batch: 0 samples"),
+        ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "one loader, not 2"),
+        ({1: numbers(0, 9)}, TypeError, "a dict of them by name"),
+        (3, TypeError, "The loader must be iterable, but it is 3"),
+        (
+            Skipping(numbers(0, 40).dataset, batch_size=8),
+            RuntimeError,
+            "Skipping gave 4 batches, fewer than its sampler has",
+        ),
+    ],
+    ids=["shuffled", "empty", "several", "nameless", "none", "short"],
+)
+def test_what_has_no_order_to_predict_in_is_refused(make_trainer, loader, error, text):
+    trainer = make_trainer(Recorder)
+    with pytest.raises(error, match=text):
+        trainer.predict(loader)
+    assert trainer.train()["num_samples"] == 40
+
+
+def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):
+    class Mean(Recorder):
+        def predict_batch(self, batch, batch_info):
+            return batch[0].mean()
+
+    with pytest.raises(TypeError, match=r"predict_batch returned tensor.* a row for each sample"):
+        make_trainer(Mean).predict(numbers(0, 9))
+
+
+def test_rows_of_different_shapes_become_a_list():
+    parts = [np.zeros((2, 3)), np.zeros((1, 4))]
+    assert [row.shape for row in joined(parts, np.concatenate)] == [(3,), (3,), (4,)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_what_every_worker_would_read_whole_is_refused():
+    operator = run_operator(Classifier, {"num_samples": 8})
+    settings = operator._registration.settings
+    settings.context = dataclasses.replace(settings.context, world_size=2)
+    with pytest.raises(TypeError, match="A DataLoader was given, which cannot be shared out"):
+        operator._registration.sources_of(DataLoader(Endless()))
+
+
+# ---- test, and several loaders by name
+
+
+def test_a_test_is_a_validation_that_leaves_all_as_it_is(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    trainer.validate(num_steps=2)
+    before, hooks = trainer.latest_metrics, list(spy.hooks)
+    found = trainer.test(numbers(0, 40))
+    assert trainer.latest_metrics == before
+    assert spy.hooks == hooks
+    trainer.get_local_operator().validated.clear()
+    rest = trainer.validate()
+    assert trainer.get_local_operator().validated == list(range(16, 40))
+    whole = trainer.validate()
+    assert found["test_loss"] == whole["val_loss"] != rest["val_loss"]
+    assert (found["num_samples"], found["batch_count"]) == (40, 5)
+    assert set(found) == {name.replace("val_", "test_") for name in whole}
+
+
+def test_each_of_several_validation_loaders_has_metrics_of_its_own(make_trainer):
+    trainer = make_trainer(Named)
+    found = trainer.validate()
+    assert (found["num_samples"], found["batch_count"]) == (33, 5)
+    assert trainer.get_local_operator().validated == list(range(33))
+    low, high = trainer.test(numbers(0, 20)), trainer.test(numbers(20, 33))
+    assert found["val/low_loss"] == low["test_loss"] != high["test_loss"]
+    assert found["last_val/high_loss"] == high["last_test_loss"]
+    assert "val_loss" not in found
+    both = trainer.test({"low": numbers(0, 20), "high": numbers(20, 33)})
+    assert both["test/low_loss"] == low["test_loss"]
+    for _ in range(2):
+        trainer.get_local_operator().validated.clear()
+        trainer.validate(num_steps=1)
+        assert trainer.get_local_operator().validated == [*range(8), *range(20, 28)]
+    assert set(trainer.get_local_operator().validation_loader) == {"low", "high"}
+    assert trainer.fit(1)[0]["val/high_loss"] > 0
