@@ -4,15 +4,105 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.callbacks.base import History, Trainer
 from raysgd.context import Progress
 
-__all__ = ["Validations", "run_epochs"]
+__all__ = ["Limits", "Validations", "run_epochs"]
 
 logger = logging.getLogger(__name__)
+
+
+class Limits:
+    """Where a ``fit()`` ends early, and how much of the data it takes for an epoch.
+
+    Args:
+        limit_train_batches: training batches of a worker in an epoch, or a share of them.
+        limit_val_batches: the same of a validation.
+        overfit_batches: both, and the same training batches in each epoch.
+        max_steps: steps of all training after which to end, also in mid-epoch.
+        max_time_s: seconds after which to end, also in mid-epoch.
+
+    Raises:
+        TypeError: if one is no number.
+        ValueError: if one is out of its range, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        overfit_batches: float | None = None,
+        max_steps: int | None = None,
+        max_time_s: float | None = None,
+    ) -> None:
+        if overfit_batches is not None and (limit_train_batches or limit_val_batches) is not None:
+            raise ValueError(
+                "fit() takes overfit_batches, which limits training and validation, or "
+                "limit_train_batches and limit_val_batches, not both."
+            )
+        if max_time_s is not None and not 0 < max_time_s < math.inf:
+            raise ValueError(f"fit(max_time_s={max_time_s!r}): must be above 0, and finite.")
+        _check_share("limit_train_batches", limit_train_batches)
+        _check_share("limit_val_batches", limit_val_batches)
+        _check_share("overfit_batches", overfit_batches)
+        self._train = overfit_batches if limit_train_batches is None else limit_train_batches
+        self._val = overfit_batches if limit_val_batches is None else limit_val_batches
+        self._repeats = overfit_batches is not None
+        self.max_steps = max_steps
+        self._max_time_s = max_time_s
+        self._began = time.monotonic()
+        self._began_at: int | None = None
+
+    @property
+    def of_training(self) -> dict[str, Any]:
+        """Arguments of a call of ``train``."""
+        given = {"limit": self._train, "repeats": self._repeats, "until_step": self.max_steps}
+        return {name: value for name, value in given.items() if value}
+
+    @property
+    def of_validation(self) -> dict[str, Any]:
+        """Arguments of a call of ``validate``."""
+        return {} if self._val is None else {"limit": self._val}
+
+    def reached(self, global_step: int) -> str | None:
+        """Say which limit is reached; None where none is."""
+        if self.max_steps is not None and global_step >= self.max_steps:
+            return f"max_steps={self.max_steps} is reached"
+        if self._max_time_s is not None and self._left_s() <= 0:
+            return f"max_time_s={self._max_time_s:g} is over"
+        return None
+
+    def next_look(self, global_step: int) -> int | None:
+        """Return the step at which to look at the clock again; None where there is no need."""
+        if self._max_time_s is None:
+            return None
+        if self._began_at is None:
+            self._began_at = global_step
+        step_s = (time.monotonic() - self._began) / max(1, global_step - self._began_at)
+        # in a second, or when the time is over
+        steps = min(1.0, self._left_s()) / step_s if global_step > self._began_at else 1
+        return global_step + max(1, int(steps))
+
+    def _left_s(self) -> float:
+        assert self._max_time_s is not None
+        return self._began + self._max_time_s - time.monotonic()
+
+
+def _check_share(name: str, given: Any) -> None:
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(f"fit({name}={given!r}): must be a number of batches, or a share of them.")
+    if given < 1 if isinstance(given, int) else not 0 < given <= 1:
+        raise ValueError(
+            f"fit({name}={given!r}): must be a number of batches from 1 on, an int, or a share "
+            "above 0 and up to 1.0, a float."
+        )
 
 
 class Validations:
@@ -80,17 +170,22 @@ def run_epochs(
     completed: Callable[[], int],
     train: Callable[[], dict[str, Any]],
     validate: Callable[[], dict[str, Any]],
+    limits: Limits,
 ) -> History:
-    """Train until `num_epochs` are completed in all, or somebody asks to stop.
+    """Train until `num_epochs` are completed in all, a limit is reached, or somebody asks to stop.
 
     ::
 
         if an epoch was saved, or ended by an exception, before its validation: validate()
-        while fewer are completed and nobody has asked to stop:
+        while fewer are completed, no limit is reached and nobody has asked to stop:
             train()
             if it is time to: validate()
     """
     history = History()
+
+    def end() -> str | None:
+        return trainer.stop_reason or limits.reached(trainer.global_step)
+
     if validations.owed and validations.due:
         validate()
     elif completed() >= num_epochs:
@@ -101,11 +196,13 @@ def run_epochs(
             completed(),
             completed() + num_epochs,
         )
-    while trainer.stop_reason is None and completed() < num_epochs:
+    while end() is None and completed() < num_epochs:
+        epoch = completed()
         history.append(train())
-        if validations.due:
+        if completed() > epoch and validations.due:
             history[-1] = {**validate(), **history[-1]}
-    if trainer.stop_reason is not None and completed() < num_epochs:
-        history.stop_reason = trainer.stop_reason
-        logger.info("fit(%d) ends after epoch %d: %s", num_epochs, completed(), trainer.stop_reason)
+    if (reason := end()) is not None and completed() < num_epochs:
+        history.stop_reason = reason
+        level = logging.INFO if history else logging.WARNING
+        logger.log(level, "fit() ends after %d epochs: %s", completed(), reason)
     return history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -9,8 +10,9 @@ import itertools
 import logging
 import operator
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -35,7 +37,7 @@ from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError
-from raysgd.fit import Validations, run_epochs
+from raysgd.fit import Limits, Validations, run_epochs
 from raysgd.metrics import renamed
 from raysgd.options import Options
 from raysgd.trainer_calls import CallResult, Calls
@@ -266,12 +268,18 @@ class OperatorTrainer:
     @suggests
     def fit(
         self,
-        num_epochs: int,
+        num_epochs: int | None = None,
         validate_every: int | None = 1,
         callbacks: Iterable[Callback] = (),
         *,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
+        max_steps: int | None = None,
+        max_time_s: float | None = None,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        overfit_batches: float | None = None,
+        fast_dev_run: bool = False,
     ) -> History:
         """Train until `num_epochs` are completed in all, and validate on the way.
 
@@ -282,17 +290,28 @@ class OperatorTrainer:
         its validation is validated first.
 
         Args:
-            num_epochs: how many epochs shall be completed.
+            num_epochs: how many epochs shall be completed; None with `max_steps` or `max_time_s`:
+                as many as they allow.
             validate_every: validate after each epoch whose number it divides, and after the
                 last one; None for never. Without a validation loader there is no validation.
             callbacks: called in this `fit` alone, after those that the trainer was made with.
             max_retries: how often workers may be lost in one epoch. (A validation allows three
                 losses, as `validate` does.)
             info: handed to the operator, as in `train`.
+            max_steps: end when so many steps are done in all, counted from the first of all, also
+                in mid-epoch, which is not validated then.
+            max_time_s: end, likewise, after so many seconds of this `fit`, at the next step.
+            limit_train_batches: an epoch is so many steps, or, as a float, such a share of them.
+            limit_val_batches: the same for each validation; of a `predict` or a `test` all counts.
+            overfit_batches: both, and every epoch has the batches of the first: a model that learns
+                at all can learn these by heart.
+            fast_dev_run: train one step and validate one to see that all of it works. No callback
+                sees it, and the state is put back.
 
         Returns:
             A list of one dict an epoch, with the metrics of training and validation. It ends
-            early where a callback asked for it; ``stop_reason`` of the list says why.
+            early where a callback asked for it or a limit was reached; ``stop_reason`` of the list
+            says why.
 
         Raises:
             ValueError: if a number is below 1, or a callback does not know where to write.
@@ -300,9 +319,18 @@ class OperatorTrainer:
             BaseException: what `train` and `validate` raise. The trainer can be used on, also
                 after Ctrl-C.
         """
+        max_steps = _checked_count("max_steps", max_steps, 1)
+        if num_epochs is None and (max_steps or max_time_s or fast_dev_run):
+            num_epochs = sys.maxsize
         num_epochs = _checked_count("num_epochs", num_epochs, 1)
         if num_epochs is None:
-            raise TypeError("num_epochs must be an int, but it is None.")
+            raise TypeError(
+                "num_epochs must be an int, but it is None: it may be left out with max_steps or "
+                "max_time_s."
+            )
+        limits = Limits(
+            limit_train_batches, limit_val_batches, overfit_batches, max_steps, max_time_s
+        )
         validate_every = _checked_count("validate_every", validate_every, 1)
         max_retries = _checked_count("max_retries", max_retries, 0)
         _check_info("fit", info)
@@ -314,7 +342,14 @@ class OperatorTrainer:
                 f"fit() cannot be called in {self._callback_list.inside[-1]} of a callback."
             )
         self._stop_reason = None
-        with self._callback_list.attached(self, own):
+        if fast_dev_run:
+            limits = Limits(limit_train_batches=1, limit_val_batches=1)
+            with self._on_trial(), self._calls.limited(limits):
+                metrics = self.train(max_retries=max_retries, info=info)
+                if validate_every and any(self._call(Call(method="can_validate"))):
+                    metrics = {**self._validate(info, from_start=True).merged, **metrics}
+                return History([metrics])
+        with self._callback_list.attached(self, own), self._calls.limited(limits):
             if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
@@ -327,7 +362,20 @@ class OperatorTrainer:
                     train=lambda: self.train(max_retries=max_retries, info=info),
                     # all of the loader, wherever validate(num_steps=...) has stopped in it
                     validate=lambda: self._validate(info, from_start=True).merged,
+                    limits=limits,
                 )
+
+    @contextlib.contextmanager
+    def _on_trial(self) -> Iterator[None]:
+        """Put the state back in the end, and let no callback see what is trained meanwhile."""
+        state, latest, last_call = self.state_dict(), self._latest_metrics, self._last_call
+        self._latest_metrics = dict(latest)
+        try:
+            with self._callback_list.silenced():
+                yield
+        finally:
+            self.load_state_dict(state)
+            self._latest_metrics, self._last_call = latest, last_call
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the epoch under way. Other calls take no notice.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.base import LastCall, Trainer
@@ -16,6 +17,7 @@ from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
 from raysgd.context import Progress
 from raysgd.data import Dataset
+from raysgd.fit import Limits
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
@@ -68,6 +70,10 @@ class TrainCall(Call):
                 self.arguments["until_step"] = progress.global_step + self._num_steps
         self.arguments["callback_pause"] = self._next_pause(progress.global_step)
 
+    def end_at(self, global_step: int) -> None:
+        """Let it have reached its goal at a step that is done."""
+        self.arguments["until_step"] = global_step
+
 
 class Calls:
     """Makes calls on the workers of a controller.
@@ -83,6 +89,16 @@ class Calls:
         self._paused: TrainCall | None = None
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
+        self._limits = Limits()
+
+    @contextlib.contextmanager
+    def limited(self, limits: Limits) -> Iterator[None]:
+        """Hold to the limits of a ``fit()`` while it runs."""
+        self._limits = limits
+        try:
+            yield
+        finally:
+            self._limits = Limits()
 
     def make(self, call: Call, own: bool = True) -> list[Any]:
         """Make a call, and return what the method returned, by rank.
@@ -110,10 +126,11 @@ class Calls:
             "call": next(self._numbers),
             "profile": profile,
             "dataset": dataset,
+            **self._limits.of_training,
         }
         call = TrainCall(
             num_steps,
-            self._callback_list.next_pause,
+            self._next_pause,
             arguments=arguments,
             max_losses=max_retries,
         )
@@ -133,11 +150,18 @@ class Calls:
                 self._callback_list.pause(trainer)
             finally:
                 self._paused = None
+            if self._limits.reached(controller.progress.global_step):
+                call.end_at(controller.progress.global_step)
             num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         merged = self._merged("train", results, call.num_losses + num_lost_paused > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
+
+    def _next_pause(self, global_step: int) -> int | None:
+        """Return the next step at which somebody on the driver wants to look."""
+        steps = self._callback_list.next_pause(global_step), self._limits.next_look(global_step)
+        return min((step for step in steps if step is not None), default=None)
 
     def validate(
         self,
@@ -173,6 +197,7 @@ class Calls:
             "num_steps": num_steps,
             "from_start": from_start,
             "loader": loader,
+            **({} if loader is not None else self._limits.of_validation),
         }
         call = Call(
             method="validate",

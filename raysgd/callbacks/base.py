@@ -136,7 +136,7 @@ class Callback:
     def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """See the result of a ``train(num_steps=...)`` that ended within an epoch.
 
-        ``fit()`` never calls this: it trains whole epochs.
+        ``fit()`` trains whole epochs, and calls this only at ``max_steps`` or ``max_time_s``.
         """
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:

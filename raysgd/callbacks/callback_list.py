@@ -166,6 +166,15 @@ class CallbackList:
         finally:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Call no callback meanwhile; of events they are told afterwards."""
+        entries, self._entries = self._entries, []
+        try:
+            yield
+        finally:
+            self._entries = entries
+
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Call a hook of every callback that has started."""
         for entry in list(self._entries):

@@ -40,6 +40,8 @@ class Shard:
     number of workers."""
     global_batch: int | None = None
     """Samples of a step, where these are no multiple of `batch_size`."""
+    max_steps: int | None = None
+    """Steps after which the epoch ends, if it has more."""
 
     @property
     def stride(self) -> int:
@@ -53,10 +55,13 @@ class Shard:
 
     def end(self, offset: int) -> int:
         """Return where the samples end that are used from `offset` on."""
+        total = self.total
+        if self.max_steps is not None:
+            total = min(total, self.max_steps * self.stride)
         if not self.drop_last:
-            return self.total
+            return total
         unit = self.stride if self.even else self.batch_size
-        return offset + (self.total - offset) // unit * unit
+        return offset + (total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
         """Return how many steps the samples from `offset` on make."""

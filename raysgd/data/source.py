@@ -32,6 +32,8 @@ class Source:
     def __init__(self, loader: Any, has_length: bool = True) -> None:
         self.loader = loader
         self._has_length = has_length
+        self._limit: float | None = None
+        self._max_steps: int | None = None
 
     def __len__(self) -> int:
         """Batches of this worker in an epoch."""
@@ -61,9 +63,37 @@ class Source:
         if set_epoch is not None:
             set_epoch(epoch)
         iterator: Iterator[Any] = iter(self.loader)
+        if self._max_steps is not None:
+            iterator = itertools.islice(iterator, self._max_steps)
         for _ in itertools.islice(iterator, offset):
             pass
         return iterator if num_steps is None else itertools.islice(iterator, num_steps)
+
+    def limit(self, limit: float | None) -> bool:
+        """Let an epoch end after so many steps, or a float: such a share; say whether that is new.
+
+        Raises:
+            ValueError: if it is a share, and nobody knows of how many.
+        """
+        if limit == self._limit and type(limit) is type(self._limit):
+            return False
+        self._limit = limit
+        self.end_after(None)
+        if isinstance(limit, float):
+            steps = self.steps_left(0)
+            if steps is None:
+                raise ValueError(
+                    f"A limit of {limit} is a share of the loader's batches, and a "
+                    f"{type(self.loader).__name__} does not say how many it has. Give a number of "
+                    "batches, an int."
+                )
+            limit = max(1, int(limit * steps))
+        self.end_after(limit)
+        return True
+
+    def end_after(self, steps: int | None) -> None:
+        """Let an epoch end after so many steps; None: after all."""
+        self._max_steps = steps
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place] | None:
         """Return the places of this worker's batches, or their parts, in a group of steps.
@@ -79,9 +109,12 @@ class Source:
     def steps_left(self, offset: int) -> int | None:
         """Return how many steps follow `offset` in an epoch; None where that is unknown."""
         try:
-            return max(0, len(self.loader) - offset) if self._has_length else None
+            if not self._has_length:
+                return None
+            steps = len(self.loader)
         except TypeError:
             return None
+        return max(0, min(steps, self._max_steps or steps) - offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         """Return the offset `num_steps` steps after `offset`."""
@@ -238,6 +271,10 @@ class ShardedSource(Source):
         given = self._given_batch if follows_share else None
         self._shard = replace(self._shard, batch_size=size, global_batch=given)
         self._follows_share = follows_share
+
+    def end_after(self, steps: int | None) -> None:
+        """Let an epoch end after so many steps; None: after all."""
+        self._shard = replace(self._shard, max_steps=steps)
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""

@@ -45,6 +45,7 @@ class Loop:
         # what is left of the iteration over the training data; None: iterate anew
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
+        self._repeats = False
         self._source: Source | None = None
         self._call = -1
         self._until_epoch: int | None = None
@@ -146,10 +147,14 @@ class Loop:
         profile: bool,
         dataset: Dataset | None,
         start_step: int = 0,
+        limit: float | None = None,
+        repeats: bool = False,
     ) -> Mapping[str, Any]:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
         Up to `start_step` calls before this one were; what is redone of them is not measured here.
+        With `limit` an epoch has so many steps, or such a share of them, and with `repeats` those
+        that the first one had.
         """
         registration = self._registration
         registration.check_averaged()
@@ -158,17 +163,19 @@ class Loop:
         self._profile(profile)
         self._until_epoch = until_epoch
         source, changed = registration.training_source(dataset)
-        if changed:
+        is_limited_anew = source.limit(limit) or repeats != self._repeats
+        self._repeats = repeats
+        if changed or is_limited_anew:
             self.forget_iteration()
         self.read = self._source = source
-        while (limit := self._left(until_epoch, until_step)) != 0:
+        while (left := self._left(until_epoch, until_step)) != 0:
             pause = self.signal.pause
             if pause is not None and registration.global_step >= pause:
                 raise PausedError
             if registration.global_step <= start_step:
                 self._results, self.num_covered = [], 0
-                limit = start_step - registration.global_step or limit
-            self._train_segment(source, limit, info)
+                left = start_step - registration.global_step or left
+            self._train_segment(source, left, info)
         registration.check_averaged()  # again: it may have been unfrozen meanwhile
         if registration.context.distributed:
             registration.sync_buffers()
@@ -180,10 +187,9 @@ class Loop:
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
         registration = self._registration
-        if until_step is not None:
-            return max(0, until_step - registration.global_step)
-        assert until_epoch is not None
-        return 0 if registration.epoch >= until_epoch + self._more_epochs else None
+        if until_epoch is not None and registration.epoch >= until_epoch + self._more_epochs:
+            return 0
+        return None if until_step is None else max(0, until_step - registration.global_step)
 
     def _train_segment(self, source: Source, limit: int | None, info: Any) -> None:
         registration, operator = self._registration, self.operator
@@ -224,6 +230,7 @@ class Loop:
         if segment.epoch_is_over or (limit is None and not segment.paused):
             registration.offset = 0
             registration.epoch += 1
+            registration.end_epoch()
             self._batches = None
 
     def _new_segment(self, source: Source, limit: int | None) -> Segment:
@@ -237,12 +244,17 @@ class Loop:
             else:
                 go_on = self._every_rank
         if self._batches is None:
-            source.agree_on_order(registration.epoch, registration.offset, registration)
+            source.agree_on_order(self._ordered_as, registration.offset, registration)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        batches = self._drawn(source, registration.epoch, registration.offset)
+        batches = self._drawn(source, self._ordered_as, registration.offset)
         return Segment(registration, source, batches, limit, left, go_on, self.signal, on_commit)
+
+    @property
+    def _ordered_as(self) -> int:
+        """The epoch whose order the one under way has."""
+        return 0 if self._repeats else self._registration.epoch
 
     def _drawn(self, source: Source, epoch: int, offset: int) -> Iterator[Any]:
         """Yield what is left of an iteration, which begins when the first batch is asked for.
@@ -346,6 +358,7 @@ class Loop:
         profile: bool,
         from_start: bool,
         loader: Any = None,
+        limit: float | None = None,
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps, round and round.
 
@@ -361,6 +374,7 @@ class Loop:
         sources = registration.validation_sources() if loader is None else self._given(loader)
         with registration.validating():
             for name, source in sources.items():
+                source.limit(limit)
                 offset = 0 if name else self._validation_start[1]
                 offset = self._evaluate(name, source, offset, num_steps, info)
         if loader is not None:

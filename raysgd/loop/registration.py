@@ -392,6 +392,9 @@ class Registration(ABC):
     def roll_back(self) -> None:
         """Take back what a step that was not committed left behind."""
 
+    def end_epoch(self) -> None:  # noqa: B027
+        """See that an epoch is completed."""
+
     def end_segment(self) -> None:  # noqa: B027
         """Settle what a segment of training leaves open."""
 

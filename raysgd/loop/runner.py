@@ -228,6 +228,8 @@ class OperatorRunner(ABC):
         dataset: Dataset | None = None,
         callback_pause: int | None = None,
         start_step: int = 0,
+        limit: float | None = None,
+        repeats: bool = False,
     ) -> Mapping[str, Any] | None:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
@@ -248,7 +250,9 @@ class OperatorRunner(ABC):
         loop = self._running
         self.signal.callback_pause = callback_pause
         try:
-            return loop.train(call, until_epoch, until_step, info, profile, dataset, start_step)
+            return loop.train(
+                call, until_epoch, until_step, info, profile, dataset, start_step, limit, repeats
+            )
         except PausedError:
             if callback_pause is None or self._registration.global_step < callback_pause:
                 raise  # it was the driver that asked for this one
@@ -273,9 +277,10 @@ class OperatorRunner(ABC):
         profile: bool = False,
         from_start: bool = False,
         loader: Any = None,
+        limit: float | None = None,
     ) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or `num_steps` steps; or another `loader`."""
-        return self._running.validate(call, num_steps, info, profile, from_start, loader)
+        return self._running.validate(call, num_steps, info, profile, from_start, loader, limit)
 
     def predict(self, *, loader: Any) -> list[tuple[int, Any]]:
         """Return this worker's predictions, batch by batch, with their places in the loader."""

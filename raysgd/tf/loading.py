@@ -208,6 +208,14 @@ class DatasetSource(Source):
         """Share the epoch out anew."""
         self._world_size, self._rank = world_size, rank
 
+    def end_after(self, steps: int | None) -> None:
+        """Refuse a limit: TensorFlow has one of its own."""
+        if steps is not None:
+            raise NotImplementedError(
+                "Of a tf.data.Dataset the batches are limited by its own take(n): register what it "
+                "returns, in place of fit(limit_train_batches=...) and the like."
+            )
+
     def places_of_batches(self) -> Iterator[int]:
         """Yield numbers for this worker's batches that grow in the order of the data set."""
         return itertools.count(self._rank, self._world_size)

@@ -1,0 +1,147 @@
+"""Where ``fit()`` ends early, and how much of the data it takes for an epoch.
+
+An epoch is five batches of eight samples.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from raysgd.callbacks import CheckpointCallback
+from raysgd.data.shard import Shard
+from tests.operators import parameters
+from tests.unit.callbacks.spy import Spy
+from tests.unit.recorder import Recorder, Streaming
+
+KINDS = pytest.mark.parametrize(
+    ("operator_cls", "config"),
+    [(Recorder, {}), (Streaming, {}), (Streaming, {"wrap": list})],
+    ids=["sharded", "unsized", "list"],
+)
+
+
+@KINDS
+def test_an_epoch_and_a_validation_can_be_limited(make_trainer, operator_cls, config):
+    trainer = make_trainer(operator_cls, config)
+    operator = trainer.get_local_operator()
+    history = trainer.fit(2, limit_train_batches=2, limit_val_batches=3)
+    assert [entry["epoch"] for entry in history] == [1, 2]
+    assert [entry["num_samples"] for entry in history] == [16, 16]
+    assert operator.trained == [*range(16), *range(16)]
+    assert operator.validated == [*range(24), *range(24)]
+    assert history.stop_reason is None
+    assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 40
+
+
+def test_a_limit_may_be_a_share(make_trainer):
+    trainer = make_trainer(Recorder)
+    assert trainer.fit(1, limit_train_batches=0.5)[0]["num_samples"] == 16
+    assert trainer.fit(2, limit_train_batches=1.0, limit_val_batches=0.01)[0]["num_samples"] == 40
+    assert len(trainer.get_local_operator().validated) == 40 + 8
+    with pytest.raises(ValueError, match="a Unsized does not say how many it has"):
+        make_trainer(Streaming).fit(1, limit_train_batches=0.5)
+
+
+def test_what_is_limited_is_new_in_each_epoch_unless_it_is_to_be_learnt_by_heart(make_trainer):
+    trainer = make_trainer(Recorder, {"shuffle": True})
+    trained = trainer.get_local_operator().trained
+    trainer.fit(3, limit_train_batches=1)
+    assert trained[:8] != trained[8:16] != trained[16:]
+    trained.clear()
+    history = trainer.fit(6, overfit_batches=2)
+    assert trained[:16] == trained[16:32] == trained[32:]
+    assert trainer.latest_metrics["batch_count"] == 2
+    assert history[-1]["num_samples"] == 16
+
+
+def test_a_run_that_ends_in_an_epoch_goes_on_there(make_trainer, caplog):
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    history = trainer.fit(9, max_steps=7)
+    assert history.stop_reason == "max_steps=7 is reached"
+    assert [entry["num_samples"] for entry in history] == [40, 16]
+    assert ["val_loss" in entry for entry in history] == [True, False]
+    assert spy.hooks[2:-1] == ["on_epoch_end", "on_validation_end", "on_steps_end"]
+    with caplog.at_level(logging.WARNING):
+        assert trainer.fit(max_steps=7) == []
+    assert "max_steps=7 is reached" in caplog.text
+    assert [entry["num_samples"] for entry in trainer.fit(2)] == [24]
+    assert trainer.get_local_operator().trained == [*range(40), *range(40)]
+    assert len(trainer.fit(max_steps=20)) == 2
+    assert trainer.epoch == 4
+
+
+def test_it_ends_when_the_time_is_over(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, every=2)])
+    history = trainer.fit(max_time_s=1e-9)
+    assert history == []
+    history = trainer.fit(max_time_s=0.3)
+    assert history.stop_reason == "max_time_s=0.3 is over"
+    steps = trainer.global_step
+    assert len(history) == -(-steps // 5) > 0
+    assert len(trainer.get_local_operator().trained) == 8 * steps
+
+
+def test_a_fast_run_goes_through_everything_and_leaves_no_trace(make_trainer, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(Recorder, {"dropout": 0.5}, callbacks=[spy], logdir=tmp_path)
+    trainer.train(num_steps=2)
+    before = parameters(trainer.get_local_operator())
+    place, latest, random = trainer.global_step, trainer.latest_metrics, torch.get_rng_state()
+    num_hooks = len(spy.hooks)
+    (metrics,) = trainer.fit(9, fast_dev_run=True, callbacks=[CheckpointCallback()])
+    assert metrics["num_samples"] == 8
+    assert metrics["val_loss"] > 0
+    assert (trainer.global_step, trainer.latest_metrics) == (place, latest)
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert len(spy.hooks) == num_hooks
+    assert not (tmp_path / "checkpoints").exists()
+    trainer.get_local_operator().trained.clear()
+    trainer.train()
+    assert trainer.get_local_operator().trained == list(range(16, 40))
+
+
+def test_so_does_one_that_fails(make_trainer):
+    trainer = make_trainer(Recorder)
+
+    def fail(batch_info, when):
+        if when == "validate":
+            raise ValueError("bad validation")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad validation"):
+        trainer.fit(fast_dev_run=True)
+    assert (trainer.global_step, trainer.epoch) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({}, TypeError, "num_epochs must be an int.*max_steps or max_time_s"),
+        ({"max_steps": 0}, ValueError, "max_steps=0: must be at least 1"),
+        ({"max_time_s": 0}, ValueError, "max_time_s=0.: must be above 0"),
+        ({"limit_train_batches": 0}, ValueError, "limit_train_batches=0.: must be a number of"),
+        ({"limit_val_batches": 1.5}, ValueError, "limit_val_batches=1.5.*up to 1.0"),
+        ({"overfit_batches": "2"}, TypeError, "overfit_batches='2'.: must be a number"),
+        ({"overfit_batches": 2, "limit_val_batches": 1}, ValueError, "not both"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(make_trainer, given, error, text):
+    with pytest.raises(error, match=text):
+        make_trainer(Recorder).fit(1 if given else None, **given)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_workers_share_out_what_is_left_of_a_limited_epoch(world_size, drop_last):
+    """In the same steps, also where the group becomes smaller on the way."""
+    shards = [
+        Shard(100, 4, world_size, rank, drop_last, full_size=3, max_steps=5)
+        for rank in range(world_size)
+    ]
+    spans = sorted(span for shard in shards for span in shard.batches(24))
+    assert [n for start, stop in spans for n in range(start, stop)] == list(range(24, 60))
+    assert {shard.num_steps(24) for shard in shards} == {3}
+    assert shards[0].num_steps(60) == shards[0].num_steps(100) == 0
