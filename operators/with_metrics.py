@@ -154,7 +154,7 @@ class MergedStates(MergeableMetric):
         """Return the metric over the data of both."""
         return type(self)(self.metric, [*self.parts, *other.parts])
 
-    def compute(self) -> float | Mapping[str, float]:
+    def compute(self) -> Any:
         """Return what the metric computes."""
         metric = copy.deepcopy(self.metric)
         for index, member in enumerate(_members(metric)):
@@ -178,8 +178,8 @@ def _reduced(states: list[Any], reduce: Any) -> Any:
     return stacked if reduce is None else reduce(stacked)
 
 
-def _numbers(owner: str, value: Any) -> dict[str, float]:
-    """Return the numbers that a metric computed, by the end of their names."""
+def _numbers(owner: str, value: Any) -> dict[str, Any]:
+    """Return the numbers that a metric computed, by the end of their names; matrices as such."""
     if isinstance(value, Mapping):
         found = {}
         for key, entry in value.items():
@@ -191,8 +191,10 @@ def _numbers(owner: str, value: Any) -> dict[str, float]:
         return {"": float(value)}
     if isinstance(value, torch.Tensor) and value.dim() == 1:
         return {f"_{index}": float(entry) for index, entry in enumerate(value)}
+    if isinstance(value, torch.Tensor):
+        return {"": value}
     raise TypeError(
-        f"WithMetrics takes metrics that compute numbers, vectors or dicts of them, and {owner} "
+        f"WithMetrics takes metrics that compute numbers, tensors or dicts of them, and {owner} "
         f"computed {shown(value)}."
     )
 

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+
 __all__ = [
     "BATCH_COUNT",
     "NUM_SAMPLES",
@@ -127,8 +129,8 @@ class MergeableMetric(ABC):
         """Return the metric over the data of both, and leave both as they are."""
 
     @abstractmethod
-    def compute(self) -> float | Mapping[str, float]:
-        """Return the value: a number, or several by the end of their names.
+    def compute(self) -> Any:
+        """Return the value: a number, an array of any shape, or several by the end of their names.
 
         A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
         result as ``val_f1_cat`` and ``val_f1_dog``.
@@ -145,7 +147,8 @@ class Sums(MergeableMetric):
     2.0
 
     Args:
-        function: called with the sums by name; it has to pickle, as functions of a module do.
+        function: called with the sums by name, returns what `MergeableMetric.compute` may return;
+            it has to pickle, as functions of a module do.
         sums: numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
     """
 
@@ -163,9 +166,10 @@ class Sums(MergeableMetric):
         added = {name: value + other._sums[name] for name, value in self._sums.items()}
         return type(self)(self.function, **added)
 
-    def compute(self) -> float:
+    def compute(self) -> Any:
         """Call the function."""
-        return float(self.function(**self.sums))
+        value = self.function(**self.sums)
+        return value if isinstance(value, Mapping) else _value(value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"function": self.function, "_sums": self.sums}
@@ -208,7 +212,42 @@ class Computed(float):
         return Computed, (float(self), self.metric, self.end)
 
 
-def computed(name: str, metric: MergeableMetric) -> dict[str, Computed]:
+class ComputedArray(np.ndarray[Any, Any]):
+    """Several numbers that remember, as `Computed` does, what they were computed from.
+
+    Args:
+        value: an array or tensor.
+        metric: what it was computed from.
+        end: the end of its name, if the metric computes several.
+    """
+
+    # of what is made of it, by slicing say, there is no metric
+    metric: MergeableMetric | None = None
+    end: str = ""
+
+    def __new__(cls, value: Any, metric: MergeableMetric | None, end: str = "") -> Self:
+        """Make the array."""
+        array = np.asarray(value).astype(np.float64).view(cls)
+        array.metric, array.end = metric, end
+        return array
+
+    def __reduce__(self) -> Any:
+        return ComputedArray, (np.asarray(self), self.metric, self.end)
+
+
+def _value(value: Any) -> Any:
+    """Return what a metric has computed as a float, or as an array or tensor of float64."""
+    plain = _plain(value if is_number(value) else np.asarray(value, dtype=np.float64))
+    return float(plain) if isinstance(plain, numbers.Real) else plain
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, Computed) or (
+        isinstance(value, ComputedArray) and value.metric is not None
+    )
+
+
+def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | ComputedArray]:
     """Return what a worker gives as a metric: its values over this worker's part of the data.
 
     Where that part alone is too little to compute something the value is NaN; errors are left to
@@ -218,9 +257,12 @@ def computed(name: str, metric: MergeableMetric) -> dict[str, Computed]:
         value = metric.compute()
     except Exception:
         value = float("nan")
-    if isinstance(value, Mapping):
-        return {f"{name}{end}": Computed(v, metric, end) for end, v in value.items()}
-    return {name: Computed(value, metric)}
+    found: dict[str, Computed | ComputedArray] = {}
+    for end, each in (value if isinstance(value, Mapping) else {"": value}).items():
+        each = _value(each)
+        kind = Computed if isinstance(each, float) else ComputedArray
+        found[f"{name}{end}"] = kind(each, metric, end)
+    return found
 
 
 class Summary(dict[str, Any]):
@@ -318,7 +360,7 @@ class AverageMeterCollection:
             weights[name] = meter.count
         for name, (merged, last) in self._mergeable.items():
             values.update(computed(name, merged))
-            values.update({k: float(v) for k, v in computed(f"last_{name}", last).items()})
+            values.update({k: _value(v) for k, v in computed(f"last_{name}", last).items()})
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
         return Summary(values, weights)
@@ -359,7 +401,7 @@ def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMe
         own = {
             name.removesuffix(value.end): value.metric
             for name, value in part.items()
-            if isinstance(value, Computed)
+            if _is_computed(value)
         }
         for name, metric in own.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
@@ -381,7 +423,7 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
             merged[name] = values[-1]
         elif name in (NUM_SAMPLES, BATCH_COUNT):
             merged[name] = sum(values)
-        elif not all(isinstance(value, Computed) for value in values):
+        elif not all(map(_is_computed, values)):
             merged[name], weights[name] = _mean(values, weighting), sum(weighting)
     for name, metric in _merged_metrics(parts).items():
         for key, value in computed(name, metric).items():
@@ -432,10 +474,10 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = _plain(values[0])
         elif name == BATCH_COUNT or name.startswith("last_"):
             merged[name] = _mean(values, [1.0] * len(values))
-        elif not all(isinstance(value, Computed) for value in values):
+        elif not all(map(_is_computed, values)):
             merged[name] = _mean(values, weights)
     for name, metric in _merged_metrics(parts).items():
         value = metric.compute()
         for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
-            merged.setdefault(f"{name}{end}", float(number))
+            merged.setdefault(f"{name}{end}", _value(number))
     return merged

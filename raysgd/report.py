@@ -248,7 +248,12 @@ def _epoch_table(log: RunLog) -> str:
         return _section("Calls", "<p>No call was finished.</p>")
     names = [
         name
-        for name in dict.fromkeys(name for call in log.calls for name in call["metrics"])
+        for name in dict.fromkeys(
+            name
+            for call in log.calls
+            for name, value in call["metrics"].items()
+            if not isinstance(value, list)
+        )
         if not name.startswith("last_") and name not in ("epoch", "profile")
     ]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)

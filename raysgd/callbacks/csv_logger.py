@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import codecs
 import csv
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
-from raysgd.callbacks.values import scalars
+from raysgd.callbacks.values import plain_values
 from raysgd.files import replacing
 
 __all__ = ["CsvLogger"]
@@ -42,7 +43,7 @@ class CsvLogger(LoggerCallback):
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write a row."""
         path, record = self._path(trainer), record_of(trainer, call)
-        row = {**record, **scalars(metrics), **record}  # a metric of such a name gives way
+        row = {**record, **_cells(metrics), **record}  # a metric of such a name gives way
         columns = _columns_of(path)
         if missing := [name for name in row if name not in columns]:
             columns += missing
@@ -52,6 +53,11 @@ class CsvLogger(LoggerCallback):
 
     def _path(self, trainer: Trainer) -> Path:
         return folder_for(trainer, self._given, "metrics.csv")
+
+
+def _cells(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    values = plain_values(metrics)
+    return {name: json.dumps(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def _columns_of(path: Path) -> list[str]:

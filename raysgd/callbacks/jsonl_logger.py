@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
-from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
+from raysgd.callbacks.values import json_dict, jsonable, plain_values, shown_config
 from raysgd.elastic.events import Event
 from raysgd.paths import checked_path
 
@@ -72,7 +72,7 @@ class JsonlLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of a call."""
-        line = {**record_of(trainer, call), "metrics": scalars(metrics)}
+        line = {**record_of(trainer, call), "metrics": plain_values(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:

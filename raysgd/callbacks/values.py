@@ -11,7 +11,15 @@ from typing import Any
 
 from raysgd.paths import HIDDEN, without_secrets
 
-__all__ = ["json_dict", "jsonable", "numbers_in", "scalars", "shown_config", "shown_repr"]
+__all__ = [
+    "json_dict",
+    "jsonable",
+    "numbers_in",
+    "plain_values",
+    "scalars",
+    "shown_config",
+    "shown_repr",
+]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
 _MAYBE_SECRET = re.compile(
@@ -63,14 +71,30 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | i
     >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
     """
-    found: dict[str, float | int | str] = {}
+    return {name: v for name, v in plain_values(metrics, prefix).items() if not isinstance(v, list)}
+
+
+def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the same, and lists, arrays and tensors as lists.
+
+    >>> plain_values({"f1": {"cat": 0.5}, "matrix": [(1, 0), (0, float("nan"))], "odd": {1}})
+    {'f1/cat': 0.5, 'matrix': [[1, 0], [0, 'nan']]}
+    """
+    found: dict[str, Any] = {}
     for key, value in metrics.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found.update(scalars(value, f"{name}/"))
+            found.update(plain_values(value, f"{name}/"))
         elif (plain := _plain(value)) is not None:
             found[name] = plain
+        elif isinstance(held := _listed(value), list | tuple):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                found[name] = jsonable(held)
     return found
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:

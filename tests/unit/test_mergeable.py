@@ -190,3 +190,26 @@ def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
 def test_what_cannot_be_computed_of_all_data_is_an_error():
     with pytest.raises(ZeroDivisionError):
         merge_workers([shares_of([1, 0])])
+
+
+def counted(counts):
+    return counts
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(1, 11), st.booleans())
+def test_a_metric_may_compute_an_array_of_any_shape(classes, point, copied):
+    """Such as a confusion matrix, the same over batches, segments and workers as in one pass."""
+
+    def summary(part):
+        meters = AverageMeterCollection()
+        for index in part:
+            matrix = torch.zeros(2, 3)
+            matrix.view(-1)[index] = 1
+            meters.update({"matrix": Sums(counted, counts=matrix)}, n=1)
+        return pickle.loads(pickle.dumps(meters.summary()))
+
+    parts = [summary(part) for part in cut(classes, [point])]
+    merged = merge_workers([{**part} for part in parts] if copied else parts)
+    expected = np.bincount(classes, minlength=6).reshape(2, 3)
+    assert np.asarray(merged["matrix"]).tolist() == expected.tolist()
+    assert np.asarray(merge_segments(parts)["matrix"]).tolist() == expected.tolist()

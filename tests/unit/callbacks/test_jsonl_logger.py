@@ -100,6 +100,7 @@ def test_values_that_json_has_not_are_texts_or_left_out(make_trainer, tmp_path):
         "text": "words",
         "tensor": 2.0,
         "numpy": 3,
+        "vector": [0.0, 0.0],
         "profile/mean_fwd_s": 0.5,
     }
 

@@ -12,6 +12,7 @@ from torchmetrics.classification import (
     BinaryAUROC,
     BinaryROC,
     MulticlassAccuracy,
+    MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score
@@ -64,6 +65,7 @@ PAIRS = (torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw))
     [
         (lambda: MulticlassF1Score(num_classes=4, average="macro"), CLASSES),
         (lambda: MulticlassAccuracy(num_classes=4, average=None), CLASSES),
+        (lambda: MulticlassConfusionMatrix(num_classes=4), CLASSES),
         (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=4, average=None)), CLASSES),
         (lambda: BinaryAUROC(), BINARY),
         (lambda: BinaryAUROC(thresholds=20), BINARY),
@@ -73,7 +75,19 @@ PAIRS = (torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw))
         (lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=2), PAIRS),
         (lambda: torchmetrics.MaxMetric() + 1, None),
     ],
-    ids=["f1", "vector", "dict", "list", "bins", "mse", "r2", "pearson", "wrapper", "composed"],
+    ids=[
+        "f1",
+        "vector",
+        "matrix",
+        "dict",
+        "list",
+        "bins",
+        "mse",
+        "r2",
+        "pearson",
+        "wrapper",
+        "composed",
+    ],
 )
 @pytest.mark.parametrize("cuts", [[60], [7, 60], [1, 30, 60]], ids=len)
 def test_parts_give_what_one_pass_gives(metric, data, cuts):
@@ -103,6 +117,9 @@ def test_parts_give_what_one_pass_gives(metric, data, cuts):
         expected = {f"val_it_{key}": value.item() for key, value in expected.items()}
     elif expected.dim() == 1:
         expected = {f"val_it_{index}": v.item() for index, v in enumerate(expected)}
+    elif expected.dim() == 2:
+        assert found["val_it"].tolist() == expected.tolist()
+        return
     else:
         expected = {"val_it": expected.item()}
     assert {k: v for k, v in found.items() if k.startswith("val_")} == pytest.approx(
