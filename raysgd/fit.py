@@ -141,6 +141,11 @@ class Validations:
         return every is not None and (epoch % every == 0 or epoch >= self._num_epochs)
 
     @property
+    def expected(self) -> bool:
+        """Whether a ``fit()`` that validates is under way."""
+        return self._every is not None
+
+    @property
     def owed(self) -> bool:
         """Whether the epoch that ends at this step still lacks its validation.
 

@@ -25,7 +25,7 @@ from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
-from raysgd.callbacks.values import scalars, shown_config
+from raysgd.callbacks.values import numbers_in, scalars, shown_config
 from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
@@ -36,7 +36,7 @@ from raysgd.config import BATCH_SIZE, env_seconds, rounded_config, warn_of_round
 from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
-from raysgd.errors import CallbackError, CheckpointError
+from raysgd.errors import CallbackError, CheckpointError, WorkerLostError
 from raysgd.fit import Limits, Validations, run_epochs
 from raysgd.metrics import renamed
 from raysgd.options import Options
@@ -153,6 +153,8 @@ class OperatorTrainer:
             )
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
+            if result.completed_epoch and not self._validations.due:
+                self._step_by(metrics, is_last=not self._validations.expected)
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
             self._show(hook, metrics, result.call)
         if reduce_results:
@@ -202,6 +204,9 @@ class OperatorTrainer:
             result = self._calls.validate(
                 self, num_steps, profile=profile, info=info, from_start=from_start
             )
+            if from_start and self._validations.missing:
+                # before callbacks save, so that what is resumed from has it
+                self._step_by({**self._latest_metrics, **result.merged}, is_last=True)
             self._validations.note_validated()
             self._show("on_validation_end", result.merged, result.call)
         return result
@@ -393,6 +398,27 @@ class OperatorTrainer:
             WorkerLostError: if a worker is lost; it is not repeated.
         """
         self._call(Call(method="update_schedulers", arguments={"metric": metric}, is_frequent=True))
+
+    def _step_by(self, metrics: Mapping[str, Any], is_last: bool) -> None:
+        """Step the schedulers that wait for a metric; `is_last`: of this epoch no more will come.
+
+        Raises:
+            ValueError: if there is no such metric, or it is no number.
+        """
+        monitor = getattr(self._options, "monitor", None)
+        if monitor is None or (monitor not in metrics and not is_last):
+            return
+        value = numbers_in({"value": metrics.get(monitor)}).get("value")
+        if value is None:
+            raise ValueError(
+                f"{type(self).__name__}(monitor={monitor!r}): fit() has no such number to step the "
+                f"schedulers with. There are: {', '.join(numbers_in(metrics))}. (A loop of your "
+                'own passes scheduler_step_freq="manual", and calls update_scheduler(metric).)'
+            )
+        try:
+            self.update_scheduler(value)
+        except WorkerLostError as error:  # of those that are left one gives its state to all
+            logger.warning("Epoch %d: a scheduler may lack %s: %s", self.epoch, monitor, error)
 
     # ---- state
 

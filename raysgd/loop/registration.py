@@ -393,7 +393,7 @@ class Registration(ABC):
         """Take back what a step that was not committed left behind."""
 
     def end_epoch(self) -> None:  # noqa: B027
-        """See that an epoch is completed."""
+        """See what an epoch has left undone."""
 
     def end_segment(self) -> None:  # noqa: B027
         """Settle what a segment of training leaves open."""

@@ -22,6 +22,7 @@ __all__ = [
     "checked",
     "has_static_graph",
     "is_trained",
+    "needs_metric",
     "warn_of_order",
     "warn_of_own_schedulers",
     "warn_of_strangers",
@@ -71,18 +72,26 @@ def check_untrained(
             )
 
 
-def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
+def check_step_freq(
+    schedulers: Sequence[Any], frequency: str | None, monitor: str | None = None
+) -> None:
     """Refuse schedulers where it is not said when they step, or without the metric they need."""
     if frequency is None:
         raise ValueError(
             "register(schedulers=...) needs to know when to step them: pass "
             'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
         )
-    if frequency != "manual" and any(isinstance(s, ReduceLROnPlateau) for s in schedulers):
+    if frequency != "manual" and monitor is None and any(map(needs_metric, schedulers)):
         raise ValueError(
             f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
-            'does not give it. Use "manual", and call trainer.update_scheduler(metric).'
+            'does not give it. Pass scheduler_step_freq="epoch" and monitor="val_loss" to the '
+            'trainer, for fit(); or "manual", and call trainer.update_scheduler(metric).'
         )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether a scheduler steps with a metric."""
+    return isinstance(scheduler, ReduceLROnPlateau)
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:

@@ -26,6 +26,7 @@ import torch
 from raysgd.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch.checks import needs_metric
 from raysgd.torch.ddp import plain
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
@@ -443,14 +444,19 @@ class TrainingOperator(OperatorBase):
         return plain(model)
 
     def step_schedulers(self) -> None:
-        """Step every registered scheduler; between the parts of one batch it does nothing."""
+        """Step every registered scheduler; between the parts of one batch it does nothing.
+
+        One that the trainer's `monitor` steps is left out.
+        """
         if not self._registration.place.ends_step:
             return
         if self._registration.place.is_last:
             self._registration.optimization.check_complete()  # else the step is no step
+        monitors = self._registration.settings.options.monitor is not None
         with self._registration.optimization.tolerating_a_skipped_step():
             for scheduler in self._registration.schedulers:
-                scheduler.step()
+                if not (monitors and needs_metric(scheduler)):
+                    scheduler.step()
         self._registration.note_schedule()
 
     def to_device(self, batch: Any) -> Any:

@@ -24,6 +24,7 @@ from raysgd.torch.checks import (
     checked,
     has_static_graph,
     is_trained,
+    needs_metric,
     warn_of_order,
     warn_of_strangers,
 )
@@ -66,6 +67,7 @@ class TorchRegistration(Registration):
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._buffers = BufferLog()
         self._schedule: list[Any] = []
+        self._epochs_ended = 0
         self._rates: list[dict[str, Any]] = []
         self._schedule_states: list[Any] = []
         self.optimization = Optimization(
@@ -110,7 +112,8 @@ class TorchRegistration(Registration):
         self.models = [model.to(self.settings.device) for model in modules]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
-            check_step_freq(self.schedulers, self.settings.options.scheduler_step_freq)
+            options = self.settings.options
+            check_step_freq(self.schedulers, options.scheduler_step_freq, options.monitor)
         may_come_in_parts = (self.settings.full_size or 1) > 1
         self.optimization.register(
             self.optimizers, accumulation_steps, max_grad_norm, may_come_in_parts
@@ -283,6 +286,21 @@ class TorchRegistration(Registration):
     def note_schedule(self) -> None:
         """Note how far schedulers are, where they may be stepped."""
         self._schedule = [getattr(each, "last_epoch", None) for each in self.schedulers]
+
+    def end_epoch(self) -> None:
+        """Say when a second epoch is over and nobody has stepped the schedulers."""
+        self._epochs_ended += 1
+        if self._epochs_ended != 2 or self.settings.options.scheduler_step_freq != "manual":
+            return
+        if any(map(needs_metric, self.schedulers)) and not any(
+            getattr(each, "last_epoch", 1) for each in self.schedulers
+        ):
+            self.say(
+                "unstepped",
+                "Two epochs are over, and no scheduler was stepped: with "
+                'scheduler_step_freq="manual" only trainer.update_scheduler(metric) does it. '
+                'With "epoch" and monitor="val_loss" fit() steps a ReduceLROnPlateau.',
+            )
 
     def _watch_schedulers(self, place: Place) -> None:
         """Find out when `train_batch` steps a scheduler, which it would for each part, and undo it.

@@ -15,7 +15,7 @@ from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch import ddp
-from raysgd.torch.checks import warn_of_own_schedulers
+from raysgd.torch.checks import needs_metric, warn_of_own_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -66,7 +66,8 @@ class TorchRunner(OperatorRunner):
 
     def update_schedulers(self, metric: float) -> None:
         for scheduler in self._registration.schedulers:
-            scheduler.step(metric)
+            if self._options.monitor is None or needs_metric(scheduler):
+                scheduler.step(metric)
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""

@@ -73,6 +73,8 @@ class TorchTrainer(OperatorTrainer):
         use_tqdm: whether to show a progress bar.
         add_dist_sampler: whether to share registered map-style loaders out over the workers.
         scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
+        monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or each
+            epoch if it is one of training; with ``scheduler_step_freq="epoch"``.
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
             started nor imported, and torch keeps the threads that this process gave it.
         elastic: what to do about workers that are lost or come back; the defaults need none.
@@ -110,6 +112,7 @@ class TorchTrainer(OperatorTrainer):
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
+        monitor: str | None = None,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
         callbacks: Iterable[Callback] = (),
@@ -135,6 +138,7 @@ class TorchTrainer(OperatorTrainer):
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
+            monitor=monitor,
             use_local=use_local,
             elastic=elastic,
         )

@@ -245,6 +245,7 @@ TRAINER_ARGUMENTS = {
     "use_tqdm": False,
     "add_dist_sampler": True,
     "scheduler_step_freq": None,
+    "monitor": None,
     "use_local": False,
     "elastic": None,
     "callbacks": (),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import TorchTrainer, checkpoint
-from raysgd.callbacks import Callback
+from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.metrics import Computed
@@ -705,3 +705,42 @@ def test_a_config_that_has_changed_since_the_checkpoint_is_told(make_trainer, ca
     make_trainer(config={"lr": 0.5, "note": "y", "new": 1}).load_state_dict(before)
     (message,) = caplog.messages
     assert "The config differs from the checkpoint's: lr 0.1 → 0.5, note 'x' → 'y'." in message
+
+
+def flat(optimizer):
+    """A scheduler that halves the rate with each metric but the first."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
+    )
+
+
+def rate_of(trainer):
+    return trainer.get_local_operator().optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
+def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
+    make_trainer, tmp_path, monitor
+):
+    settings = {"scheduler_step_freq": "epoch", "monitor": monitor}
+    for num_epochs in (2, 4):
+        saving = CheckpointCallback(tmp_path, monitor="val_loss")
+        trainer = make_trainer(Recorder, {"scheduler": flat}, callbacks=[saving], **settings)
+        trainer.fit(num_epochs)
+        assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
+
+
+def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
+    settings = {"scheduler_step_freq": "epoch", "monitor": "val_los"}
+    with pytest.raises(ValueError, match=r"monitor='val_los'.*There are: .*val_loss"):
+        make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
+    with pytest.raises(ValueError, match=r"loop of your own"):
+        make_trainer(Recorder, {"scheduler": flat}, **settings).train()
+    with pytest.raises(ValueError, match=r"monitor='loss'.*\"epoch\" with it"):
+        make_trainer(monitor="loss")
+
+
+def test_a_manual_scheduler_that_nobody_steps_is_told(make_trainer, caplog):
+    trainer = make_trainer(Recorder, {"scheduler": flat}, scheduler_step_freq="manual")
+    trainer.fit(2)
+    assert "no scheduler was stepped" in caplog.text

@@ -49,6 +49,7 @@ def test_a_scheduler_of_plateaus_steps_with_a_metric_alone():
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     check_step_freq([constant, plateau], "manual")
     check_step_freq([constant], "epoch")
+    check_step_freq([constant, plateau], "epoch", "val_loss")
     with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
         check_step_freq([constant, plateau], "epoch")
 
