@@ -242,6 +242,8 @@ class OperatorRunner(ABC):
             dataset: what to train on in place of the registered loader.
             callback_pause: a step to stop at before; None: none.
             start_step: steps that were done before the call; some may have to be done again.
+            limit: so many steps, or such a share of them, make an epoch; None: all.
+            repeats: whether each epoch has the batches of the first.
 
         Returns:
             The metrics; None if it stopped at the step `callback_pause` before it was there. The
