@@ -392,12 +392,14 @@ class OperatorTrainer:
             self._stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
-        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker.
+        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once.
 
         Raises:
-            WorkerLostError: if a worker is lost; it is not repeated.
+            WorkerLostError: if workers are lost more than three times meanwhile.
         """
-        self._call(Call(method="update_schedulers", arguments={"metric": metric}, is_frequent=True))
+        arguments = {"call": self._calls.next_number(), "metric": metric}
+        call = Call(method="update_schedulers", arguments=arguments, max_losses=3, is_frequent=True)
+        self._call(call)
 
     def _step_by(self, metrics: Mapping[str, Any], is_last: bool) -> None:
         """Step the schedulers that wait for a metric; `is_last`: of this epoch no more will come.

@@ -100,6 +100,10 @@ class Calls:
         finally:
             self._limits = Limits()
 
+    def next_number(self) -> int:
+        """Return a number by which workers know a call that is made again."""
+        return next(self._numbers)
+
     def make(self, call: Call, own: bool = True) -> list[Any]:
         """Make a call, and return what the method returned, by rank.
 
@@ -123,7 +127,7 @@ class Calls:
     ) -> CallResult:
         """Make one call of train."""
         arguments = {
-            "call": next(self._numbers),
+            "call": self.next_number(),
             "profile": profile,
             "dataset": dataset,
             **self._limits.of_training,
@@ -187,7 +191,7 @@ class Calls:
         """
         number = None if from_start else self._failed_validation
         if number is None:
-            number = next(self._numbers)
+            number = self.next_number()
         if loader is None:
             self._failed_validation = number
         arguments = {

@@ -40,6 +40,8 @@ class SnapshotKeeper:
         Does not wait, but that of the driver's own worker is pickled here.
         """
         self._receive()
+        if progress.snapshot is None:  # the one it had is out of date, at whatever step it was
+            self._step = -1
         newer = progress.snapshot is not None and progress.snapshot != self._step
         if self._coming is None and newer and (member.remote or self._of_driver):
             assert progress.snapshot is not None

@@ -48,6 +48,8 @@ class Loop:
         self._repeats = False
         self._source: Source | None = None
         self._call = -1
+        self.scheduled = -1
+        """The newest call that has told the schedulers a metric."""
         self._until_epoch: int | None = None
         self._results: list[Mapping[str, Any]] = []
         # ends of epochs that the goal does not count: the call began just before one
@@ -115,6 +117,7 @@ class Loop:
         self._cover()
         return {
             "call": self._call,
+            "scheduled": self.scheduled,
             "num_covered": self.num_covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
@@ -127,6 +130,7 @@ class Loop:
         if self._call != state["call"]:
             self._results = []
         self._call, self.num_covered = state["call"], state["num_covered"]
+        self.scheduled = state["scheduled"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
         self._skipped_before = self._registration.num_skipped - state["num_skipped"]

@@ -291,8 +291,8 @@ class OperatorRunner(ABC):
     # ---- other calls
 
     @abstractmethod
-    def update_schedulers(self, metric: float) -> None:
-        """Step every scheduler with a metric."""
+    def update_schedulers(self, call: int, metric: float) -> None:
+        """Step every scheduler with a metric, once for a `call` that is made again."""
 
     @abstractmethod
     def models(self) -> Any:

@@ -76,7 +76,7 @@ class TFRunner(OperatorRunner):
 
     # ---- other calls
 
-    def update_schedulers(self, metric: float) -> None:
+    def update_schedulers(self, call: int, metric: float) -> None:
         """Refuse: learning rates of Keras are schedules of the optimizer."""
         raise NotImplementedError(
             "update_scheduler(metric) is for PyTorch. Give the optimizer a LearningRateSchedule, "

@@ -64,10 +64,15 @@ class TorchRunner(OperatorRunner):
 
     # ---- other calls
 
-    def update_schedulers(self, metric: float) -> None:
+    def update_schedulers(self, call: int, metric: float) -> None:
+        loop = self._running
+        if loop.scheduled == call:
+            return  # by the worker whose state this one has taken since
         for scheduler in self._registration.schedulers:
             if self._options.monitor is None or needs_metric(scheduler):
                 scheduler.step(metric)
+        loop.scheduled = call
+        loop.snapshots.clear()  # what it holds is from before
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""

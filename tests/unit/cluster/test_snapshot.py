@@ -72,6 +72,16 @@ def test_the_one_before_is_kept_until_the_next_has_come(keeper):
     assert keeper.state() == {"step": 5}
 
 
+def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
+    """The schedulers were told a metric in between."""
+    member = FakeMember()
+    for step, state in ((5, "before"), (None, ""), (5, "after")):
+        keeper.follow(member, at(step))
+        if step is not None:
+            member.send(state)
+    assert keeper.state() == "after"
+
+
 def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
     member = FakeMember()
     keeper.follow(member, at(0))

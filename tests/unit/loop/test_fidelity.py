@@ -82,13 +82,13 @@ class Exchange:
 class Worker:
     """A runner that talks to others by a `Meeting`."""
 
-    def __init__(self, config, num_workers, operator_cls=Mortal, **elastic):
+    def __init__(self, config, num_workers, operator_cls=Mortal, frequency="batch", **elastic):
         self.runner = TorchRunner(
             TorchOptions(
                 training_operator_cls=operator_cls,
                 config=config,
                 num_workers=num_workers,
-                scheduler_step_freq="batch",
+                scheduler_step_freq=frequency,
                 elastic=ElasticConfig(**elastic),
             )
         )
@@ -391,6 +391,30 @@ def test_what_parts_would_change_gets_whole_batches_and_is_told_so_once(
     assert "With 1 of 2 workers" in told[0]
     assert WHOLE[operator_cls] in told[0]
     workers.check(flat(undisturbed.members[0].operator.model), 12)
+
+
+class Plateau(Exact):
+    """Has one optimizer, with a schedule that is told a metric."""
+
+    def register(self, *, optimizers, schedulers, **others):
+        model, optimizers, _ = super().register(
+            optimizers=optimizers, schedulers=[self.plateau], **others
+        )
+        return model, optimizers, []
+
+
+def test_a_loss_lets_no_schedule_miss_a_metric_nor_be_told_it_twice():
+    """Some have been told when another is lost, and the state of either may be the one to keep."""
+    config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
+    workers = Workers(4, config, 4, Plateau, frequency="manual")
+    for call, told in ((7, slice(0, 1)), (8, slice(1, 2))):
+        for member in workers.members[told]:
+            member.runner.update_schedulers(call=call, metric=1.0)
+        del workers.members[-1]
+        workers.enter()
+        for member in workers.members:
+            member.runner.update_schedulers(call=call, metric=1.0)
+    assert [member.operator.plateau.last_epoch for member in workers.members] == [2, 2]
 
 
 def test_scale_makes_steps_follow_the_number_of_workers():

@@ -705,8 +705,8 @@ def test_metrics_reach_every_scheduler():
             self.register(models=models, optimizers=optimizers, schedulers=plateaus)
 
     runner = make_runner(Two, scheduler_step_freq="manual")
-    for _ in range(2):
-        runner.update_schedulers(metric=1.0)
+    for call in (1, 2):
+        runner.update_schedulers(call=call, metric=1.0)
     rates = [o.param_groups[0]["lr"] for o in runner.operator._registration.optimizers]
     assert rates == [0.5, 0.5]
 
