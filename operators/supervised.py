@@ -36,7 +36,7 @@ class SupervisedOperator(ConfiguredOperator):
 
     A loss is the sum of the losses of all terms (samples, pixels, tokens) divided by their
     number, over all batches and workers: exact also where batches have different numbers of
-    terms. For the gradients each worker's batch counts the same.
+    terms. For the gradients each worker's batch counts by its samples.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
