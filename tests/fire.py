@@ -10,10 +10,9 @@ import psutil
 class Fire(threading.Thread):
     """Kills one every 0.4 to 2.2 s, whether it trains or comes up; a seed says when and which."""
 
-    PAUSES_S = 0.4, 2.2
-
-    def __init__(self, seed):
+    def __init__(self, seed, pauses_s=(0.4, 2.2)):
         super().__init__(daemon=True)
+        self._pauses_s = pauses_s
         self._draw = random.Random(seed)
         self._over = threading.Event()
         self.num_kills = 0
@@ -30,7 +29,7 @@ class Fire(threading.Thread):
         self.join()
 
     def run(self):
-        while not self._over.wait(self._draw.uniform(*self.PAUSES_S)):
+        while not self._over.wait(self._draw.uniform(*self._pauses_s)):
             if found := _workers():
                 self._draw.choice(found).send_signal(signal.SIGKILL)
                 self.num_kills += 1

@@ -22,7 +22,8 @@ CLUSTER = "tests/distributed"
 ALL_CORES = ["--numprocesses", "logical"]
 PARTS = {
     "schedules": ["tests/blackbox/simulation", "--hypothesis-profile=soak"],
-    "chaos": [f"{CLUSTER}/test_{name}.py" for name in ("chaos", "train_kills", "under_fire")],
+    "chaos": [f"{CLUSTER}/test_{name}.py" for name in ("chaos", "train_kills")],
+    "fire": [f"{CLUSTER}/test_under_fire.py", "-rP"],
     "properties": ["-m", "hypothesis", "tests/unit", "--hypothesis-profile=soak", *ALL_CORES],
     "hosts": ["tests/hosts"],
     "files": ["tests/unit/checkpoint"],
@@ -36,22 +37,22 @@ PARTS = {
 """What is run, by name: arguments of pytest. Without a GPU or Horovod it skips what needs them."""
 
 NUM_SEEDS = 5
-"""How many seeds the random kills of one turn have."""
+"""How many seeds the random kills of one turn have, unless it is said."""
 MAX_TURN_MINUTES = 30
-"""A turn that takes longer is cut off, as it is at the end of the time."""
+"""A turn of so many seeds that takes longer is cut off, as it is at the end of the time."""
 MAX_TEST_S = 1200
 END_S = 30.0
 """How long a turn that is cut off may take to tidy up."""
 
 
-def turn(arguments: list[str], seed: int, left_s: float, log: Path) -> str:
+def turn(arguments: list[str], seed: int, num_seeds: int, left_s: float, log: Path) -> str:
     """Run a part once; return "passed", "failed" or "cut off"."""
     # at the first failure: what a turn that is cut off has found by then would be lost
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=1", f"--timeout={MAX_TEST_S}"]
     command += ["-p", "no:cacheprovider", *arguments]
     if any("hypothesis" in argument for argument in arguments):
         command.append(f"--hypothesis-seed={seed}")
-    environment = {**os.environ, "RAYSGD_SOAK": str(NUM_SEEDS), "RAYSGD_SEED": str(seed)}
+    environment = {**os.environ, "RAYSGD_SOAK": str(num_seeds), "RAYSGD_SEED": str(seed)}
     # a session and a folder of its own: what is cut off leaves no process behind, and no file
     with tempfile.TemporaryDirectory(prefix="soak") as folder, log.open("w") as output:
         environment["TMPDIR"] = folder
@@ -59,7 +60,8 @@ def turn(arguments: list[str], seed: int, left_s: float, log: Path) -> str:
             command, stdout=output, stderr=output, env=environment, start_new_session=True
         )
         try:
-            return "failed" if run.wait(min(left_s, 60 * MAX_TURN_MINUTES)) else "passed"
+            most_s = 60 * MAX_TURN_MINUTES * max(1, num_seeds / NUM_SEEDS)
+            return "failed" if run.wait(min(left_s, most_s)) else "passed"
         except subprocess.TimeoutExpired:
             return "cut off"
         finally:
@@ -76,6 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=None, help="of the first turn")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="of the kills of a turn")
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
     )
@@ -94,17 +97,18 @@ def main() -> int:
             log = given.out / f"{name}-{seed}.log"
             began, result = time.monotonic(), "cut off"
             try:
-                result = turn(PARTS[name], seed, left_s, log)
+                result = turn(PARTS[name], seed, given.seeds, left_s, log)
             finally:  # also by Ctrl-C
                 minutes[name] += (time.monotonic() - began) / 60
                 results[name, result] += 1
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            print(f"{name:12} seed {seed}: {result}. {''.join(last)}", flush=True)
+            lines = log.read_text(errors="replace").strip().splitlines()
+            print("".join(f"{line}\n" for line in lines if line.startswith("seed ")), end="")
+            print(f"{name:12} seed {seed}: {result}. {''.join(lines[-1:])}", flush=True)
             if result == "failed":
                 failures.append(log)
             elif result == "passed":
                 log.unlink()
-            seed += NUM_SEEDS
+            seed += given.seeds
     print(f"\n{'part':12} {'passed':>8} {'failed':>8} {'cut off':>8} {'minutes':>8}")
     for name in given.only:
         counts = " ".join(f"{results[name, kind]:8}" for kind in ("passed", "failed", "cut off"))

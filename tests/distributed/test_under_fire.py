@@ -1,6 +1,7 @@
 """Processes killed all the time, those that start as well: training goes on, and ends right.
 
-RAYSGD_SOAK=50 makes fifty runs of it, each with another seed.
+`make soak ARGS="--only fire --seeds 50"` makes fifty runs of it, each with another seed, and one of
+two minutes.
 """
 
 import os
@@ -29,22 +30,27 @@ class Paced(Ledger):
         return super().train_batch(batch, batch_info)
 
 
-def train_on_ledger(fire):
-    """Train for some epochs, in so many seconds; return them and what happened."""
+def train_on_ledger(fire, lasts_s=0.0):
+    """Train for some epochs, until so many seconds are over.
+
+    Returns the seconds for as many as there are at least, and what happened.
+    """
     began = time.monotonic()
     config = {"num_samples": NUM_SAMPLES, BATCH_SIZE: 36, "step_s": STEP_S}
     with ledger_trainer(
         3, elastic=ElasticConfig(snapshot_every=10), operator_cls=Paced, **config
     ) as trainer:
-        counted = [trainer.train(max_retries=10**6) for _ in range(NUM_EPOCHS)]
-        took_s = time.monotonic() - began
+        counted = []
+        while len(counted) < NUM_EPOCHS or time.monotonic() < began + lasts_s:
+            counted.append(trainer.train(max_retries=10**6))
+        took_s = (time.monotonic() - began) * NUM_EPOCHS / len(counted)
         if fire is not None:
             fire.end()
-        assert [metrics["num_samples"] for metrics in counted] == [NUM_SAMPLES] * NUM_EPOCHS
+        assert [metrics["num_samples"] for metrics in counted] == [NUM_SAMPLES] * len(counted)
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
-        repeats = ledger_of(trainer) - NUM_EPOCHS
+        repeats = ledger_of(trainer) - len(counted)
         assert repeats.min() == 0
-        assert repeats.sum() <= 2 * NUM_EPOCHS
+        assert repeats.sum() <= 2 * len(counted)
         return took_s, [event.kind for event in trainer.events]
 
 
@@ -61,4 +67,13 @@ def test_training_goes_on_whatever_is_killed(undisturbed_s, seed):
     print(f"seed {seed}: {fire.num_kills} kills, {took_s:.1f} s, undisturbed {undisturbed_s:.1f} s")
     assert kinds.count("lost") + kinds.count("newcomer_failed") > 1
     assert "waiting" not in kinds  # there is room all the time
+    assert took_s < 5 * undisturbed_s
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="it takes two minutes")
+def test_training_goes_on_for_two_minutes_with_a_kill_every_second_and_a_half(undisturbed_s):
+    with Fire(FIRST_SEED, pauses_s=(0.4, 2.6)) as fire:
+        took_s, kinds = train_on_ledger(fire, lasts_s=120.0)
+    print(f"seed {FIRST_SEED}, two minutes: {fire.num_kills} kills, {took_s:.1f} s for as much")
+    assert "waiting" not in kinds
     assert took_s < 5 * undisturbed_s
