@@ -98,6 +98,11 @@ def saving_rows(result):
     yield "a save that does not block, time added to training, %", cells
 
 
+def fidelity_rows(result):
+    cells = [f"{result['ratio'][part]:.2f}" for part in ("median", "min", "max")]
+    yield "epoch of resnet on three workers that were four, four = 1", cells
+
+
 def report_rows(result):
     yield "`raysgd.train.report()` beyond the slowest worker's work, ms", ms(result["report"])
 
@@ -108,6 +113,7 @@ OWN = {
     "scale": scale_rows,
     "recovery": recovery_rows,
     "saving": saving_rows,
+    "fidelity": fidelity_rows,
     "report": report_rows,
 }
 ROWS = PEERS | OWN
