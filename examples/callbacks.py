@@ -23,13 +23,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import (
+    EMA,
     Callback,
     CheckpointCallback,
     CsvLogger,
     EarlyStopping,
     LearningRateLogger,
+    ModelSummary,
     ProgressBar,
     TensorBoardLogger,
+    TerminateOnNaN,
 )
 from raysgd.utils import BATCH_SIZE
 
@@ -99,6 +102,9 @@ class PowerCut(Callback):
 def train(args, logdir, *more):
     callbacks = [
         CheckpointCallback(every=10, keep=2, monitor="val_loss"),  # also in mid-epoch
+        EMA(0.9),  # what is validated, and saved with the weights
+        TerminateOnNaN(),
+        ModelSummary(),
         EarlyStopping("val_loss", patience=4),
         LearningRateLogger(),
         CsvLogger(),

@@ -428,7 +428,8 @@ class OperatorTrainer:
         """Return the state, on CPU: what `save` writes and `load_state_dict` takes.
 
         It holds ``epoch``, ``global_step``, ``operator`` (what the operator's ``state_dict``
-        returned), ``models``, ``optimizers``, ``schedulers`` where there are some, ``amp_native``
+        returned), ``models``, ``optimizers``, ``schedulers`` and ``averages`` (of the weights, by
+        EMA or SWA) where there are some, ``amp_native``
         or ``amp_apex``, the state of the loss scaler in mixed precision, ``data``: the place in the
         data, and the states of the workers' random number generators, ``callbacks``, what
         callbacks want to be saved, ``config``, the numbers and texts of the config, and between an

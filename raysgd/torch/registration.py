@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
 from raysgd.torch import collectives, ddp
+from raysgd.torch.averages import Averages
+from raysgd.torch.averages import problem as averages_problem
 from raysgd.torch.checks import (
     check_static_graphs,
     check_step_freq,
@@ -70,6 +72,8 @@ class TorchRegistration(Registration):
         self._epochs_ended = 0
         self._rates: list[dict[str, Any]] = []
         self._schedule_states: list[Any] = []
+        self.averages: Averages | None = None
+        """Averages of the models, where a callback has asked for them."""
         self.optimization = Optimization(
             create_precision(
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
@@ -333,6 +337,23 @@ class TorchRegistration(Registration):
         self.optimization.commit()
         self.global_step += num_batches
         self._buffers.remember_step()
+        if self.averages is not None:
+            self.averages.note_update()
+
+    def end_epoch(self) -> None:
+        if self.averages is not None:
+            self.averages.note_epoch(self.epoch)
+
+    def average(self, decay: float | None, start_epoch: int) -> None:
+        """Average the models from now on, or go on with what is there of the same kind."""
+        if self.averages is None or (self.averages.decay is None) != (decay is None):
+            self.averages = Averages(self._unwrapped, decay, start_epoch)
+        else:
+            self.averages.change(decay, start_epoch)
+
+    def with_averages(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the models have their averages, if there are some."""
+        return contextlib.nullcontext() if self.averages is None else self.averages.in_place()
 
     def roll_back(self) -> None:
         self._buffers.restore()
@@ -361,8 +382,10 @@ class TorchRegistration(Registration):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return collectives.broadcast_state(make, rank, self.settings.device)
 
-    def validating(self) -> contextlib.AbstractContextManager[None]:
-        return ddp.no_forward_sync(self.models)
+    @contextlib.contextmanager
+    def validating(self) -> Iterator[None]:
+        with ddp.no_forward_sync(self.models), self.with_averages():
+            yield
 
     # ---- generations
 
@@ -432,6 +455,8 @@ class TorchRegistration(Registration):
         precision = self.optimization.precision
         if precision.scales and precision.state_key is not None:
             state[precision.state_key] = precision.state_dict()
+        if self.averages is not None:
+            state["averages"] = self.averages.state_dict()
         return state
 
     def check_training_state(self, state: dict[str, Any]) -> None:
@@ -442,6 +467,10 @@ class TorchRegistration(Registration):
                 "The state that is loaded has schedulers, and the operator registered none: they "
                 "are left out."
             )
+        if "averages" in state:
+            problem = averages_problem(self._unwrapped, state["averages"])
+            if problem:
+                raise CheckpointError(f"The state's 'averages' cannot be taken: {problem}.")
         key = self._scaler_key(state)
         if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
             raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
@@ -457,7 +486,15 @@ class TorchRegistration(Registration):
                     undoing.enter_context(loading(held, held.state_dict(), saved, place))
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
+        if "averages" in state:
+            self.averages = Averages.of(self._unwrapped, state["averages"])
+        elif self.averages is not None:  # anew, from these weights
+            self.averages = Averages.of(self._unwrapped, {**self.averages.state_dict(), "count": 0})
         self._buffers.remember()
+
+    @property
+    def _unwrapped(self) -> list[torch.nn.Module]:
+        return [ddp.unwrap(model) for model in self.models]
 
     def _saved(self, name: str, objects: list[Any], state: dict[str, Any]) -> Any:
         """Return the states in `state` of what is held."""

@@ -76,7 +76,8 @@ class TorchRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""
-        return [copied_to_cpu(ddp.plain(model)) for model in self._registration.given_models]
+        with self._registration.with_averages():
+            return [copied_to_cpu(ddp.plain(model)) for model in self._registration.given_models]
 
     def rng_state(self) -> dict[str, Any]:
         state = super().rng_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +16,7 @@ from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -166,6 +168,45 @@ class TorchTrainer(OperatorTrainer):
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
+
+    def find_learning_rate(
+        self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
+    ) -> LearningRates:
+        """Train some steps with a learning rate that grows, and say at which the loss fell fastest.
+
+        It is the range test of Smith, 2015: the loss stays where the rate is too small, falls, and
+        grows where it is too large. All optimizers get the same rate. The state is put back, and no
+        callback sees it::
+
+            found = trainer.find_learning_rate()
+            trainer.apply_all_operators(lambda operator: ...)  # set found.suggestion
+
+        Args:
+            lowest: the first rate.
+            highest: the last one.
+            num_steps: how many steps; it ends before when the loss is four times the least, or NaN.
+
+        Returns:
+            ``suggestion``, ``rates`` and ``losses``.
+
+        Raises:
+            ValueError: if the rates do not grow, or there are fewer than 3 steps.
+            KeyError: if ``train_batch`` returns no ``train_loss``.
+        """
+        if not 0 < lowest < highest < math.inf or num_steps < 3:
+            raise ValueError(
+                f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
+                f"{num_steps!r}): the rates must be above 0 and grow, in 3 steps at least."
+            )
+        rates, losses = geometric(lowest, highest, num_steps), []
+        with self._on_trial():
+            for rate in rates:
+                self.apply_all_operators(set_rate(rate))
+                losses.append(float(self.train(num_steps=1)["train_loss"]))
+                if not losses[-1] <= 4 * min(losses):
+                    losses.pop()
+                    break
+        return LearningRates(suggested(rates, losses), rates[: len(losses)], losses)
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:

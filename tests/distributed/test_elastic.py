@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
+from raysgd.callbacks import EMA
 from raysgd.cluster import scaling as scale_up
 from raysgd.data import Dataset
 from raysgd.testing import chaos
@@ -15,6 +16,7 @@ from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import alive_actors, wait_until
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order, pids_of
 from tests.ledger import SlowLedger, check_ledger, ledger_of, ledger_trainer
+from tests.operators import fingerprint
 from tests.shared import Shared
 
 
@@ -52,7 +54,13 @@ def refilled_workers(module_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("orders")
     elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1, jitter=0.0)
     with faulty_trainer(
-        folder, 2, Rich, min_workers=2, elastic=elastic, scheduler_step_freq="batch"
+        folder,
+        2,
+        Rich,
+        min_workers=2,
+        elastic=elastic,
+        scheduler_step_freq="batch",
+        callbacks=[EMA(0.9)],
     ) as trainer:
         yield Shared(trainer, folder)
 
@@ -66,6 +74,10 @@ def schedule_of(trainer):
     return trainer.apply_all_operators(lambda op: op.scheduler.state_dict())
 
 
+def averages_of(trainer):
+    return trainer.apply_all_operators(lambda op: fingerprint(op._registration.averages))
+
+
 @pytest.mark.slow("two workers are lost and replaced, one after the other")
 def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(refilled):
     """Within a step, between the updates of two optimizers, and before a call.
@@ -75,7 +87,8 @@ def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(r
     trainer = refilled.trainer
     trainer.train()
     check_epoch(trainer)
-    expected = fingerprints(trainer), schedule_of(trainer)
+    expected = fingerprints(trainer), schedule_of(trainer), averages_of(trainer)
+    assert len(set(averages_of(trainer))) == 1
     trainer.load_state_dict(refilled.start)
     num_loads = trainer.apply_all_operators(lambda op: op.num_loads)
     order(refilled.folder, "between", 1, 4, "die")
@@ -86,7 +99,7 @@ def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(r
     wait_until(lambda: not psutil.pid_exists(pid))
     trainer.train()
     assert refilled.kinds.count("lost") == 2
-    assert (fingerprints(trainer), schedule_of(trainer)) == expected
+    assert (fingerprints(trainer), schedule_of(trainer), averages_of(trainer)) == expected
     # what one operator has counted, steps that failed as well, is on the replacement workers too
     assert len(set(trainer.apply_all_operators(lambda op: op.seen))) == 1
     check_epoch(trainer)

@@ -3,6 +3,8 @@
 import pytest
 
 from raysgd import TFTrainer
+from raysgd.callbacks import EMA
+from raysgd.errors import CallbackError
 from raysgd.tf import TrainingOperator
 from tests.tf_operators import Digits, digits, keras_of, make_model
 
@@ -46,6 +48,10 @@ def test_the_model_can_be_had(trainer):
     for given in ((images, labels), images):
         assert (trainer.predict(given).argmax(axis=1) == labels).mean() == pytest.approx(share)
     assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
+    with pytest.raises(NotImplementedError, match=r"limited by its own take\(n\)"):
+        trainer.fit(trainer.epoch + 1, limit_train_batches=1)
+    with pytest.raises(CallbackError, match="Optimizers of Keras do it by themselves: use_ema"):
+        trainer.fit(trainer.epoch + 1, callbacks=[EMA()])
 
 
 def test_schedulers_of_pytorch_are_refused(trainer):

@@ -1,0 +1,132 @@
+"""Averages of the weights over training, which are validated and handed out in their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from raysgd.torch.state import saved_name
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """The average of each parameter of some models, on its device; as torch's AveragedModel has it.
+
+    All workers update theirs alike, after each update of the models, or each epoch. Buffers are not
+    averaged: those of the models go with the averages.
+
+    Args:
+        models: without the wrappers that average gradients.
+        decay: what the average so far counts for at each update, an exponential moving average;
+            None for the plain mean over epochs.
+        start_epoch: the first epoch whose end counts in a mean over epochs, from 1.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], decay: float | None, start_epoch: int = 1
+    ) -> None:
+        self._models = models
+        self.change(decay, start_epoch)
+        self._count = 0
+        self._averages = [
+            {saved_name(name): p.detach().clone() for name, p in model.named_parameters()}
+            for model in models
+        ]
+
+    def change(self, decay: float | None, start_epoch: int) -> None:
+        """Go on with another decay, or start."""
+        self.decay, self._start_epoch = decay, start_epoch
+        self._update = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+
+    def note_update(self) -> None:
+        """See that the models have been updated."""
+        if self.decay is not None:
+            self._add()
+
+    def note_epoch(self, epoch: int) -> None:
+        """See that so many epochs are completed."""
+        if self.decay is None and epoch >= self._start_epoch:
+            self._add()
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        pairs = list(self._pairs())
+        own, given = [average for _, average in pairs], [p.detach() for p, _ in pairs]
+        if self._count == 0:
+            for average, parameter in zip(own, given, strict=True):
+                average.copy_(parameter)
+        else:
+            self._update(own, given, self._count)
+        self._count += 1
+
+    def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for model, averages in zip(self._models, self._averages, strict=True):
+            for name, parameter in model.named_parameters():
+                yield parameter, averages[saved_name(name)]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the models have the averages for a while, once there are some."""
+        if not self._count:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, average in self._pairs():
+            held = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(held)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and what they are of."""
+        return {
+            "decay": self.decay,
+            "start_epoch": self._start_epoch,
+            "count": self._count,
+            "models": self._averages,
+        }
+
+    @classmethod
+    def of(cls, models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> Averages:
+        """Return those of a state in which `problem` has found none."""
+        made = cls(models, state["decay"], state["start_epoch"])
+        made._count = state["count"]
+        for own, given in zip(made._averages, state["models"], strict=True):
+            for name, average in own.items():
+                average.copy_(given[name])
+        return made
+
+
+def problem(models: Sequence[torch.nn.Module], state: Any) -> str:
+    """Say why a state of averages does not fit some models; nothing if it does."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("models"), list | tuple):
+        return "it is no state of them"
+    decay = state.get("decay")
+    counts = [state.get(name) for name in ("count", "start_epoch")]
+    if not (decay is None or (isinstance(decay, float) and 0 < decay < 1)) or not all(
+        type(count) is int and 0 <= count < 2**62 for count in counts
+    ):
+        return "its decay is no number between 0 and 1, or its counts are none"
+    shapes = [
+        {saved_name(name): p.shape for name, p in model.named_parameters()} for model in models
+    ]
+    found = [
+        {n: t.shape for n, t in given.items() if isinstance(t, torch.Tensor)}
+        if isinstance(given, Mapping)
+        else None
+        for given in state["models"]
+    ]
+    return "" if shapes == found else "they are of other models"

@@ -1,0 +1,129 @@
+"""Averages of the weights: what they are, where they stand in for the weights, what keeps them."""
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
+from raysgd.errors import CheckpointError
+from tests.unit.recorder import Recorder
+
+CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
+
+
+class Reference(Callback):
+    """Averages as torch does, by hand: after each step, or each epoch."""
+
+    def __init__(self, every, **arguments):
+        self._every, self._arguments, self.model = every, arguments, None
+
+    def on_train_start(self, trainer):
+        self.operator = trainer.get_local_operator()
+        self.model = self.model or AveragedModel(self.operator.model, **self._arguments)
+
+    def next_pause(self, global_step):
+        return global_step + 1 if self._every == "step" else None
+
+    def on_pause(self, trainer):
+        self.model.update_parameters(self.operator.model)
+
+    def on_epoch_end(self, trainer, metrics):
+        if self._every != "step" and trainer.epoch >= self._every:
+            self.on_pause(trainer)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("averaging", "reference"),
+    [
+        (lambda: EMA(0.7), lambda: Reference("step", multi_avg_fn=get_ema_multi_avg_fn(0.7))),
+        (lambda: SWA(2), lambda: Reference(2)),
+    ],
+    ids=["EMA", "SWA"],
+)
+def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, averaging, reference):
+    by_hand = reference()
+    trainer = make_trainer(Recorder, CONFIG, callbacks=[averaging(), by_hand])
+    history = trainer.fit(3)
+    operator = trainer.get_local_operator()
+    trained = weights(operator.model).clone()
+    expected = weights(by_hand.model.module)
+    assert not torch.equal(trained, expected)
+    torch.testing.assert_close(weights(trainer.get_model()), expected)
+    (data,) = {loader.dataset for loader in [operator.validation_loader]}
+    with torch.no_grad():
+        output = trainer.get_model().eval()(data.tensors[0])
+    torch.testing.assert_close(trainer.predict(operator.validation_loader.loader), output)
+    loss = torch.nn.functional.mse_loss(output, data.tensors[1]).item()
+    assert history[-1]["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert torch.equal(weights(operator.model), trained), "training goes on with the weights"
+
+
+def test_nothing_stands_in_before_there_is_an_average(make_trainer):
+    plain = make_trainer(Recorder, CONFIG).fit(3)
+    averaged = make_trainer(Recorder, CONFIG, callbacks=[SWA(2)]).fit(3)
+    losses = [[entry["val_loss"] for entry in history] for history in (plain, averaged)]
+    # the first mean is of one epoch
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0][2] != losses[1][2]
+
+
+def test_a_validation_that_fails_gives_the_weights_back(make_trainer):
+    trainer = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9)])
+    trainer.train()
+    operator = trainer.get_local_operator()
+    before = weights(operator.model).clone()
+
+    def fail(batch_info, when):
+        assert not torch.equal(weights(operator.model), before)
+        raise ValueError("bad validation")
+
+    operator.fail = fail
+    with pytest.raises(ValueError, match="bad validation"):
+        trainer.validate()
+    assert torch.equal(weights(operator.model), before)
+
+
+def test_a_run_that_is_cut_off_goes_on_with_its_averages(make_trainer, tmp_path):
+    """Also one that is loaded before its callback starts; what has none begins anew."""
+    whole = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9)])
+    expected = whole.fit(3)
+    first = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9), CheckpointCallback(tmp_path)])
+    first.fit(2)
+    path = first.save(tmp_path / "state.pt")
+    resumed = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9), CheckpointCallback(tmp_path)])
+    assert resumed.fit(3)[-1] == expected[-1]
+    loaded = make_trainer(Recorder, CONFIG)
+    loaded.load(path)
+    assert loaded.fit(3, callbacks=[EMA(0.9)])[-1] == expected[-1]
+    state = loaded.state_dict()
+    del state["averages"]
+    loaded.load_state_dict(state)
+    assert torch.equal(weights(loaded.get_model()), weights(loaded.get_local_operator().model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda averages: averages.update(decay=3),
+        lambda averages: averages.update(count=-1),
+        lambda averages: averages.update(models=[]),
+        lambda averages: averages["models"][0].popitem(),
+    ],
+)
+def test_averages_that_do_not_fit_are_refused(make_trainer, change):
+    trainer = make_trainer(Recorder, callbacks=[EMA()])
+    trainer.train(num_steps=1)
+    state = trainer.state_dict()
+    change(state["averages"])
+    with pytest.raises(CheckpointError, match="'averages' cannot be taken"):
+        trainer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(EMA, 1.0), (EMA, 0), (SWA, 0), (SWA, 1.5)])
+def test_arguments_out_of_range_are_refused(kind, value):
+    with pytest.raises(ValueError, match="must be"):
+        kind(value)

@@ -1,0 +1,81 @@
+"""TerminateOnNaN, DeviceStats, ModelSummary, and the search for a learning rate."""
+
+import math
+
+import pytest
+import torch
+
+from raysgd.callbacks import CheckpointCallback, DeviceStats, ModelSummary, TerminateOnNaN
+from raysgd.torch.learning_rate import suggested
+from tests.operators import Classifier, parameters
+from tests.unit.callbacks.spy import Spy
+from tests.unit.recorder import Recorder
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
+def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, method):
+    saving = CheckpointCallback(tmp_path, monitor="val_loss")
+    trainer = make_trainer(Recorder, callbacks=[TerminateOnNaN(), saving])
+    operator = trainer.get_local_operator()
+    original = getattr(operator, method)
+
+    def spoiled(batch, batch_info):
+        metrics = original(batch, batch_info)
+        if batch_info["epoch_idx"] == (1 if method == "train_batch" else 2):
+            metrics |= {"train_loss": value, "val_loss": value, "val_other": 1.0}
+        return metrics
+
+    setattr(operator, method, spoiled)
+    history = trainer.fit(5)
+    assert len(history) == 2
+    assert f"_loss is {value} in epoch 2." in history.stop_reason
+    if method == "validate_batch" and math.isnan(value):
+        assert "epoch-00001" in saving.best
+
+
+def test_what_workers_use_is_among_the_metrics(make_trainer):
+    metrics = make_trainer(Recorder, callbacks=[DeviceStats()]).fit(2)[-1]
+    assert 10 < metrics["memory_mib"] < 1e6
+    assert metrics["cpu_percent"] >= 0
+    assert ("gpu_memory_mib" in metrics) == torch.cuda.is_initialized()
+
+
+def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
+    trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
+    trainer.get_local_operator().model[0].bias.requires_grad_(False)
+    trainer.train(num_steps=1)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["part", "type", "parameters", "trained"],
+        ["0", "Linear", "144", "128"],
+        ["1", "ReLU", "0", "0"],
+        ["2", "Linear", "34", "34"],
+        ["all", "0.0", "MiB", "178", "162"],
+    ]
+
+
+def test_a_search_for_the_learning_rate_leaves_no_trace(make_trainer):
+    spy = Spy()
+    trainer = make_trainer(config={"num_samples": 400, "batch_size": 200}, callbacks=[spy])
+    trainer.train(num_steps=1)
+    before, hooks = parameters(trainer.get_local_operator()), list(spy.hooks)
+    rates = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
+    found = trainer.find_learning_rate(1e-4, 10.0, num_steps=40)
+    assert found.rates[0] == 1e-4 < 1e-3 < found.suggestion < 10.0
+    assert len(found.rates) == len(found.losses) <= 40
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+    assert spy.hooks == hooks
+    assert trainer.global_step == 1
+    assert rates == trainer.apply_all_operators(
+        lambda operator: operator.optimizer.param_groups[0]["lr"]
+    )
+    with pytest.raises(ValueError, match=r"find_learning_rate\(lowest=1, highest=0.1"):
+        trainer.find_learning_rate(1, 0.1)
+
+
+def test_the_rate_at_which_the_loss_falls_fastest_is_suggested():
+    rates = [10.0**n for n in range(-6, 1)]
+    assert suggested(rates, [5, 5, 5, 1, 1, 1, 1]) in rates[2:5]
+    assert suggested(rates, [1, 2, 3, 4, 5, 6, 7]) is None
+    assert suggested(rates, [1, 2]) is None
