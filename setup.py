@@ -81,6 +81,7 @@ setup(
         "filelock",
         "fsspec",
         "psutil",
+        "pyyaml",
         "tqdm",
         "typer",
     ],

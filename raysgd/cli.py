@@ -86,6 +86,41 @@ def report(
 
 
 @app.command()
+def fit(
+    operator: Annotated[
+        str, typer.Argument(help="The class: package.module:Operator, or file.py:Operator.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="config.lr=0.1, trainer.use_gpu=true, fit.max_steps=100 and the like."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON with the keys config, trainer and fit."),
+    ] = None,
+    num_workers: Annotated[int | None, typer.Option(help="trainer.num_workers=...")] = None,
+    num_epochs: Annotated[int | None, typer.Option(help="fit.num_epochs=...")] = None,
+    logdir: Annotated[
+        str | None,
+        typer.Option(help="trainer.logdir=..., the run folder; runs/OPERATOR without."),
+    ] = None,
+) -> None:
+    """Train an operator; the same command again goes on from its newest checkpoint."""
+    from raysgd import fit_command
+
+    given = {"trainer.num_workers": num_workers, "trainer.logdir": logdir}
+    given["fit.num_epochs"] = num_epochs
+    more = [f"{name}={value}" for name, value in given.items() if value is not None]
+    try:
+        settings = fit_command.read_settings(config, [*(overrides or ()), *more])
+        operator_cls = fit_command.load_operator(operator)
+    except (OSError, ValueError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    fit_command.fit(operator_cls, settings)
+
+
+@app.command()
 def doctor(
     address: Annotated[
         str | None,

@@ -1,0 +1,90 @@
+"""``raysgd fit``: where the operator comes from, what it is given, and going on."""
+
+import json
+import os
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from raysgd.cli import app
+from raysgd.fit_command import load_operator, read_settings
+from raysgd.utils import BATCH_SIZE
+
+OPERATOR = """
+from tests.unit.recorder import Recorder as Given
+
+class Recorder(Given):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a script, in which the command is called."""
+    (tmp_path / "script_of_a_test.py").write_text(OPERATOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    yield tmp_path
+    sys.modules.pop("script_of_a_test", None)
+
+
+def fit(*arguments):
+    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("place", ["script_of_a_test:Recorder", "script_of_a_test.py:Recorder"])
+def test_the_same_command_again_goes_on(folder, place):
+    (folder / "run.yaml").write_text(
+        "config: {num_samples: 40, batch_size: 8, dropout: 1e-3}\n"
+        "trainer: {use_local: true, use_gpu: false}\n"
+    )
+    arguments = [place, "config.batch_size=10", "--config", "run.yaml", "--num-epochs"]
+    first = fit(*arguments, 2)
+    assert first.exit_code == 0, first.output
+    metrics = json.loads(first.stdout.splitlines()[-1])
+    assert (metrics["epoch"], metrics["batch_count"]) == (2, 4)
+    again = fit(*arguments, 3)
+    assert json.loads(again.stdout.splitlines()[-1])["epoch"] == 3
+    lines = (folder / "runs" / "Recorder" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines].count("train") == 3
+    other = fit(*arguments, 1, "--logdir", folder / "other")
+    assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
+
+
+def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("config:\n  BATCH_SIZE: 64\n  lr: 1e-3\n  net: {depth: 2}\nfit:\n")
+    found = read_settings(path, ["config.net.width=[3, 4]", "trainer.num_workers=2", "config.a=b"])
+    assert found == {
+        "config": {BATCH_SIZE: 64, "lr": 1e-3, "net": {"depth": 2, "width": [3, 4]}, "a": "b"},
+        "trainer": {"num_workers": 2},
+        "fit": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere"], "must be package.module:Operator"),
+        (["nowhere_at_all:Operator"], "there is no module 'nowhere_at_all'"),
+        (["script_of_a_test:Nothing"], "has no class Nothing"),
+        (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
+        (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
+        (["script_of_a_test:Recorder", "--config", "no.yaml"], "No such file"),
+        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "no keys but config, trainer"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(folder, arguments, text):
+    (folder / "flat.yaml").write_text("lr: 3\n")
+    result = fit(*arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_import_that_fails_in_the_module_is_told_as_it_is(folder):
+    (folder / "script_of_a_test.py").write_text("import nowhere_at_all")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
+        load_operator("script_of_a_test:Recorder")
