@@ -11,6 +11,7 @@ downloaded.
 import argparse
 import random
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,13 +81,12 @@ class LineClassifier(SequenceClassifier):
         return Lines(lines(config["num_lines"])[: config["num_lines"] // 5])
 
 
-def judged(operator):
-    """Return what an operator's model says about the examples."""
-    tokens = torch.tensor([encoded(text) for text in EXAMPLES], device=operator.device)
-    operator.train_mode(False)
-    with torch.no_grad():
-        scores, _ = operator.predict((tokens, (tokens != 0).long(), torch.zeros(len(tokens))))
-    return scores.softmax(dim=1).cpu()
+def to_judge():
+    """Return a loader of the examples; their labels do not matter."""
+    tokens = torch.tensor([encoded(text) for text in EXAMPLES])
+    labels = torch.zeros(len(tokens), dtype=torch.long)
+    data = torch.utils.data.TensorDataset(tokens, (tokens != 0).long(), labels)
+    return torch.utils.data.DataLoader(data, batch_size=2)
 
 
 def main():
@@ -132,7 +132,10 @@ def main():
                 f"val_accuracy {validation['val_accuracy']:.1%}   "
                 f"val_f1 {validation['val_f1']:.1%}"
             )
-        chances = trainer.apply_all_operators(judged)[0]
+        chances = trainer.predict(to_judge()).softmax(dim=1)
+        with tempfile.TemporaryDirectory() as folder:  # what transformers load, and the Hub takes
+            trainer.get_model(to_cpu=True).save_pretrained(folder)
+            print("saved for others:", *sorted(path.name for path in Path(folder).iterdir()))
     for text, row in zip(EXAMPLES, chances, strict=True):
         print(f"{KINDS[row.argmax()]:>8} ({row.max():4.0%})   {text}")
     print(f"done in {time.perf_counter() - started:.1f} s")

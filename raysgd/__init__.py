@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
     from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
+    from raysgd.utils import seed_everything
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "TorchTrainer",
     "TrainingOperator",
     "__version__",
+    "seed_everything",
 ]
 
 _HOMES = {
@@ -32,6 +34,7 @@ _HOMES = {
     "TFTrainer": "raysgd.tf",
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",
+    "seed_everything": "raysgd.utils",
 }
 
 

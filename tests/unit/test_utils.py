@@ -1,6 +1,14 @@
 """The names that users know, at the home where they look for them."""
 
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import raysgd
 from raysgd import config, metrics, timers, utils
+from raysgd.torch.seeding import seeded
 
 
 def test_the_names_are_the_objects_themselves():
@@ -11,3 +19,20 @@ def test_the_names_are_the_objects_themselves():
     assert utils.AverageMeterCollection is metrics.AverageMeterCollection
     assert utils.TimerStat is timers.TimerStat
     assert utils.TimerCollection is timers.TimerCollection
+
+
+def test_one_seed_makes_all_generators_begin_alike():
+    with seeded(0):  # which puts them back
+        drawn = []
+        for _ in range(2):
+            raysgd.seed_everything(7)
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"), [(-1, ValueError), (2**32, ValueError), (1.0, TypeError)]
+)
+def test_a_seed_that_some_generator_cannot_take_is_refused(seed, error):
+    with pytest.raises(error, match="seed_everything"):
+        raysgd.seed_everything(seed)
