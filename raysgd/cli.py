@@ -108,11 +108,13 @@ def fit(
     """Train an operator; the same command again goes on from its newest checkpoint."""
     from raysgd import fit_command
 
-    given = {"trainer.num_workers": num_workers, "trainer.logdir": logdir}
-    given["fit.num_epochs"] = num_epochs
-    more = [f"{name}={value}" for name, value in given.items() if value is not None]
     try:
-        settings = fit_command.read_settings(config, [*(overrides or ()), *more])
+        settings = fit_command.read_settings(config, overrides or ())
+        given = {"num_workers": num_workers, "logdir": logdir}
+        settings["trainer"] |= {name: v for name, v in given.items() if v is not None}
+        settings["fit"] |= {} if num_epochs is None else {"num_epochs": num_epochs}
+        if not settings["fit"]:
+            raise ValueError("raysgd fit: say for how long, by --num-epochs or fit.max_steps=….")
         operator_cls = fit_command.load_operator(operator)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)

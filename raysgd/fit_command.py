@@ -67,7 +67,10 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     import yaml
 
     text = "" if path is None else path.read_text(encoding="utf-8")
-    given = map_leaves(yaml.safe_load(text) or {}, _number)
+    try:
+        given = map_leaves(yaml.safe_load(text) or {}, _number)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(given, dict) or not all(
         name in _SECTIONS and isinstance(held, dict | None) for name, held in given.items()
     ):
@@ -82,8 +85,13 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
             )
         held: Any = settings[section]
         for key in keys[:-1]:
-            held = held.setdefault(key, {})
-        held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
+            held = held.setdefault(key, {}) if isinstance(held, dict) else None
+        if not isinstance(held, dict):
+            raise ValueError(f"{override!r}: {place.rpartition('.')[0]} has a value, and no keys.")
+        try:
+            held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
+        except yaml.YAMLError:
+            held[keys[-1]] = value
     if "BATCH_SIZE" in settings["config"]:
         settings["config"][BATCH_SIZE] = settings["config"].pop("BATCH_SIZE")
     return settings

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.torch.state import saved_name
 
-__all__ = ["Averages"]
+__all__ = ["Averages", "averages_problem"]
 
 
 class Averages:
@@ -65,9 +65,12 @@ class Averages:
         self._count += 1
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        seen: set[int] = set()  # models may share some
         for model, averages in zip(self._models, self._averages, strict=True):
             for name, parameter in model.named_parameters():
-                yield parameter, averages[saved_name(name)]
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter, averages[saved_name(name)]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -101,7 +104,7 @@ class Averages:
 
     @classmethod
     def of(cls, models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> Averages:
-        """Return those of a state in which `problem` has found none."""
+        """Return those of a state in which `averages_problem` has found none."""
         made = cls(models, state["decay"], state["start_epoch"])
         made._count = state["count"]
         for own, given in zip(made._averages, state["models"], strict=True):
@@ -110,7 +113,7 @@ class Averages:
         return made
 
 
-def problem(models: Sequence[torch.nn.Module], state: Any) -> str:
+def averages_problem(models: Sequence[torch.nn.Module], state: Any) -> str:
     """Say why a state of averages does not fit some models; nothing if it does."""
     if not isinstance(state, Mapping) or not isinstance(state.get("models"), list | tuple):
         return "it is no state of them"

@@ -17,8 +17,7 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
 from raysgd.torch import collectives, ddp
-from raysgd.torch.averages import Averages
-from raysgd.torch.averages import problem as averages_problem
+from raysgd.torch.averages import Averages, averages_problem
 from raysgd.torch.checks import (
     check_static_graphs,
     check_step_freq,

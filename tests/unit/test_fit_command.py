@@ -67,17 +67,21 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nowhere"], "must be package.module:Operator"),
-        (["nowhere_at_all:Operator"], "there is no module 'nowhere_at_all'"),
-        (["script_of_a_test:Nothing"], "has no class Nothing"),
+        (["nowhere", "fit.max_steps=1"], "must be package.module:Operator"),
+        (["nowhere_at_all:Operator", "fit.max_steps=1"], "there is no module 'nowhere_at_all'"),
+        (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
         (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
         (["script_of_a_test:Recorder", "--config", "no.yaml"], "No such file"),
         (["script_of_a_test:Recorder", "--config", "flat.yaml"], "no keys but config, trainer"),
+        (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is no YAML"),
+        (["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"], "config.a has a value"),
+        (["script_of_a_test:Recorder"], "say for how long"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_a_sentence(folder, arguments, text):
     (folder / "flat.yaml").write_text("lr: 3\n")
+    (folder / "odd.yaml").write_text("a: [3")
     result = fit(*arguments)
     assert result.exit_code == 2
     assert text in result.stderr

@@ -6,6 +6,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
+from raysgd.torch.averages import Averages
 from tests.unit.recorder import Recorder
 
 CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
@@ -127,3 +128,15 @@ def test_averages_that_do_not_fit_are_refused(make_trainer, change):
 def test_arguments_out_of_range_are_refused(kind, value):
     with pytest.raises(ValueError, match="must be"):
         kind(value)
+
+
+def test_models_that_share_parameters_get_them_back():
+    shared = torch.nn.Linear(2, 2)
+    averages = Averages([shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))], 0.5)
+    averages.note_update()
+    with torch.no_grad():
+        shared.weight += 1
+    before = shared.weight.detach().clone()
+    with averages.in_place():
+        assert torch.equal(shared.weight, before - 1)
+    assert torch.equal(shared.weight, before)
