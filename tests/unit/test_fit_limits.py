@@ -3,6 +3,7 @@
 An epoch is five batches of eight samples.
 """
 
+import itertools
 import logging
 
 import pytest
@@ -12,7 +13,7 @@ from raysgd.callbacks import CheckpointCallback
 from raysgd.data.shard import Shard
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
-from tests.unit.recorder import Recorder, Streaming
+from tests.unit.recorder import Recorder, Streaming, Unsized
 
 KINDS = pytest.mark.parametrize(
     ("operator_cls", "config"),
@@ -81,6 +82,20 @@ def test_it_ends_when_the_time_is_over(make_trainer, tmp_path):
     steps = trainer.global_step
     assert len(history) == -(-steps // 5) > 0
     assert len(trainer.get_local_operator().trained) == 8 * steps
+
+
+class Endless(Unsized):
+    def __iter__(self):
+        return itertools.cycle(self._batches)
+
+
+def test_it_ends_also_in_an_epoch_without_an_end(make_trainer):
+    trainer = make_trainer(Streaming, {"wrap": Endless})
+    history = trainer.fit(max_time_s=0.3)
+    assert history.stop_reason == "max_time_s=0.3 is over"
+    assert trainer.epoch == 1
+    assert history[0]["num_samples"] == 8 * trainer.global_step > 0
+    assert trainer.train(num_steps=2)["num_samples"] == 16
 
 
 def test_a_fast_run_goes_through_everything_and_leaves_no_trace(make_trainer, tmp_path):
