@@ -291,7 +291,9 @@ class TorchRegistration(Registration):
         self._schedule = [getattr(each, "last_epoch", None) for each in self.schedulers]
 
     def end_epoch(self) -> None:
-        """Say when a second epoch is over and nobody has stepped the schedulers."""
+        """Average, and say when a second epoch is over and nobody has stepped the schedulers."""
+        if self.averages is not None:
+            self.averages.note_epoch(self.epoch)
         self._epochs_ended += 1
         if self._epochs_ended != 2 or self.settings.options.scheduler_step_freq != "manual":
             return
@@ -338,10 +340,6 @@ class TorchRegistration(Registration):
         self._buffers.remember_step()
         if self.averages is not None:
             self.averages.note_update()
-
-    def end_epoch(self) -> None:
-        if self.averages is not None:
-            self.averages.note_epoch(self.epoch)
 
     def average(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or go on with what is there of the same kind."""
