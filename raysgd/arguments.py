@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from raysgd.elastic.config import ElasticConfig
+from raysgd.tracebacks import shorten
 
 __all__ = [
     "MOST_WORKERS",
@@ -47,7 +48,11 @@ def suggests(method: _Method) -> _Method:
                 # a subclass that passes it on may take more
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
 
     return cast(_Method, checked)
 

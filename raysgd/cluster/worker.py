@@ -11,12 +11,10 @@ import math
 import os
 import pickle
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.cluster.channels import Requests, Served
@@ -29,6 +27,7 @@ from raysgd.context import PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.imports import frozen_imports
+from raysgd.tracebacks import is_the_users, shortened_text
 
 __all__ = ["Outcome", "Worker", "is_worker_process"]
 
@@ -63,7 +62,7 @@ class Outcome:
         """Return the exception, with the worker's traceback as its cause."""
         error: BaseException = self.value()
         if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
+            error.__cause__ = RemoteTraceback(shortened_text(self.traceback))
         if self.note:
             with contextlib.suppress(Exception):  # classes of the user's may refuse
                 error.add_note(self.note)
@@ -339,18 +338,8 @@ def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool
 def _raised_in(error: BaseException) -> str:
     """Say which line of the user's an exception went through last; empty where it was none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    own = [frame for frame in frames if is_the_users(frame.filename)]
     return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
-def _is_the_users(filename: str) -> bool:
-    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
-    folders = {sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])}
-    if filename.startswith(
-        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
-    ):
-        return False
-    return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
 
 def _unpickled(value: Any) -> Any:

@@ -13,9 +13,10 @@ import pytest
 import raysgd
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed
-from raysgd.cluster.worker import Outcome, Worker, _is_the_users
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
+from raysgd.tracebacks import is_the_users
 
 PACKAGE = raysgd.__path__[0]
 
@@ -204,7 +205,7 @@ def test_an_error_that_takes_no_note_is_one_without():
     ],
 )
 def test_code_of_the_user_is_what_belongs_to_nobody_else(filename, expected):
-    assert _is_the_users(filename) == expected
+    assert is_the_users(filename) == expected
 
 
 def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():

@@ -1,0 +1,74 @@
+"""Tracebacks as those want them who have written the script, without the frames of libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["is_the_users", "shorten", "shortened_text"]
+
+_SWITCH = "RAYSGD_FULL_TRACEBACK"
+_FRAME = re.compile(r'  File "(.*)", line \d+, in .*\n(?:    .*\n)*')
+_PACKAGE = str(Path(__file__).parent)
+_MANY = 4
+"""Fewer frames than these hide nothing."""
+
+
+def is_the_users(filename: str) -> bool:
+    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
+    folders = {sysconfig.get_path("stdlib"), _PACKAGE}
+    if filename.startswith(
+        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
+    ):
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
+
+
+def _is_wanted() -> bool:
+    return os.environ.get(_SWITCH, "") in ("", "0")
+
+
+def shortened_text(text: str) -> str:
+    """Return a printed traceback with the frames of user code alone.
+
+    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves it whole.
+    """
+    hidden = 0
+
+    def kept(match: re.Match[str]) -> str:
+        nonlocal hidden
+        if is_the_users(match[1]):
+            return match[0]
+        hidden += 1
+        return ""
+
+    short = _FRAME.sub(kept, text)
+    if not _is_wanted() or hidden < _MANY:
+        return text
+    return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
+
+
+def shorten(error: BaseException) -> None:
+    """Leave the frames of user code alone in the traceback of an error that is raised on."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
+    if not _is_wanted() or len(frames) - len(own) < _MANY:
+        return
+    if not frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep):
+        hidden = (
+            f"({len(frames) - len(own)} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
+        )
+        with contextlib.suppress(Exception):  # classes of the user's may refuse
+            error.add_note(hidden)
+    following: TracebackType | None = None
+    for each in reversed(own):
+        following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.__traceback__ = following
