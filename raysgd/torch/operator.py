@@ -26,6 +26,15 @@ import torch
 from raysgd.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch.batches import (
+    Batch,
+    is_torchs,
+    no_loss,
+    own_loss,
+    read_batch,
+    scores_in,
+    shapes_of,
+)
 from raysgd.torch.checks import needs_metric
 from raysgd.torch.ddp import plain
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -35,6 +44,15 @@ if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
 
 __all__ = ["TrainingOperator"]
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_NOT_GIVEN = _NotGiven()
+"""Stands for an argument that was left out, where None is a value."""
 
 
 class TrainingOperator(OperatorBase):
@@ -102,9 +120,10 @@ class TrainingOperator(OperatorBase):
                 batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
                 try:
                     self._measure(meters, self.train_batch(batch, batch_info))
-                except BaseException:
+                except BaseException as error:
                     if per_batch and registration.updated:
                         self.step_schedulers()  # the step counts as done
+                    self._note_batch(error, "train_batch", batch)
                     raise
                 if per_batch and registration.place.is_last:
                     self.step_schedulers()
@@ -123,28 +142,32 @@ class TrainingOperator(OperatorBase):
             self.optimizer_step(self.optimizer)
 
         Args:
-            batch: ``(*features, target)``, tensors on any device.
+            batch: ``(*features, target)``, tensors on any device; or a dict or data class with the
+                arguments of ``forward`` by name, and one more, the target. With a loss of torch's
+                the output may have ``logits``. Without a target, or a criterion, it has ``loss``.
             batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``.
 
         Raises:
+            TypeError: if the batch is of another kind.
             RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing;
                 operators with several models or optimizers need a ``train_batch`` of their own.
         """
         self._check_single()
-        model, criterion = self._default("model"), self._default("criterion")
-        optimizer = self._default("optimizer")
+        model, optimizer = self._default("model"), self._default("optimizer")
         timers = self.timers
-        *features, target = self.to_device(batch)
+        given = read_batch(self.to_device(batch), model)
+        num_samples = given.num_samples
         with timers.record("fwd"), self.autocast():
-            loss = criterion(model(*features), target)
+            output = model(*given.arguments, **given.keywords)
+            loss = self._loss(output, given)
         with timers.record("grad"):
-            self.backward(loss, num_samples=len(target))
+            self.backward(loss, num_samples=num_samples)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": loss.detach(), NUM_SAMPLES: len(target)}
+        return {"train_loss": loss.detach(), NUM_SAMPLES: num_samples}
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -158,7 +181,11 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                metrics = self.validate_batch(batch, batch_info)
+                try:
+                    metrics = self.validate_batch(batch, batch_info)
+                except Exception as error:
+                    self._note_batch(error, "validate_batch", batch)
+                    raise
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         result = meters.summary()
         if self._no_accuracy:
@@ -166,7 +193,7 @@ class TrainingOperator(OperatorBase):
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, ``(*features, target)``.
+        """Evaluate one batch, of a kind that `train_batch` takes.
 
         The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
         metrics to those of ``super().validate_batch(batch, batch_info)``.
@@ -178,13 +205,15 @@ class TrainingOperator(OperatorBase):
             Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
             that says so.
         """
-        model, criterion = self._default("model"), self._default("criterion")
-        *features, target = self.to_device(batch)
+        model = self._default("model")
+        given = read_batch(self.to_device(batch), model)
         with self.timers.record("eval_fwd"), self.autocast():
-            output = model(*features)
-            loss = criterion(output, target)
+            output = model(*given.arguments, **given.keywords)
+            loss = self._loss(output, given)
         batch_info["output"] = output
-        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: len(target)}
+        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: given.num_samples}
+        output = scores_in(output)
+        target = given.keywords.get("labels") if given.target is None else given.target
         accuracy = _accuracy(output, target)
         if accuracy is not None:
             metrics["val_accuracy"] = accuracy
@@ -200,20 +229,21 @@ class TrainingOperator(OperatorBase):
         """Return what ``trainer.predict`` returns of a batch, in eval mode without gradients.
 
         Args:
-            batch: ``(*features, target)``, of which the default leaves the target out, or features
-                alone: a tensor or ``(feature,)``.
+            batch: of a kind that `train_batch` takes, of which the default leaves the target out,
+                or features alone: a tensor or ``(feature,)``.
             batch_info: as in `validate_batch`.
 
         Returns:
-            The model's output. It has a row for each sample: a tensor, an array or a list, or a
+            The model's output, or the ``logits`` in it. It has a row for each sample: a tensor, an array or a list, or a
             dict or tuple of them.
         """
         model, batch = self._default("model"), self.to_device(batch)
-        features = [batch]
-        if isinstance(batch, tuple | list):
-            features = list(batch[:-1] if len(batch) > 1 else batch)
+        if isinstance(batch, torch.Tensor):
+            batch = (batch,)
+        is_feature = isinstance(batch, tuple | list) and len(batch) == 1
+        given = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
         with self.autocast():
-            return model(*features)
+            return scores_in(model(*given.arguments, **given.keywords))
 
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -235,6 +265,22 @@ class TrainingOperator(OperatorBase):
         called once more, with what `state_dict` returned before.
         """
 
+    def _note_batch(self, error: BaseException, method: str, batch: Any) -> None:
+        with contextlib.suppress(Exception):  # classes of the user's may refuse
+            kind = type(self).__name__
+            error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
+
+    def _loss(self, output: Any, batch: Batch) -> Any:
+        if batch.target is None or getattr(self, "criterion", None) is None:
+            own = own_loss(output)
+            if own is not None:
+                return own
+            if batch.target is None:
+                raise no_loss(output, batch)
+        criterion = self._default("criterion")
+        # one of the user's may take the output as it is
+        return criterion(scores_in(output) if is_torchs(criterion) else output, batch.target)
+
     # ---- what users call in setup
 
     @suggests
@@ -243,8 +289,8 @@ class TrainingOperator(OperatorBase):
         *,
         models: Any,
         optimizers: Any,
-        criterion: Any = None,
-        schedulers: Any = None,
+        criterion: Any = _NOT_GIVEN,
+        schedulers: Any = _NOT_GIVEN,
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
         gradient_accumulation_steps: int = 1,
@@ -273,8 +319,8 @@ class TrainingOperator(OperatorBase):
                 ``compression``, for ``backend="horovod"``.
 
         Returns:
-            (models, optimizers) and then criterion and schedulers where they were given, each in
-            the shape that it was given in: a single one, a list or a tuple.
+            (models, optimizers) and then criterion and schedulers where they were given, be it as
+            None, each in the shape that it was given in: a single one, a list or a tuple.
 
         Raises:
             TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
@@ -283,17 +329,20 @@ class TrainingOperator(OperatorBase):
                 apex_args but no Apex, fewer than 1 accumulation step, or a norm that is not
                 above 0 and finite.
         """
-        return self._registration.register(
+        returned = self._registration.register(
             models,
             optimizers,
-            criterion,
-            schedulers,
+            None if criterion is _NOT_GIVEN else criterion,
+            None if schedulers is _NOT_GIVEN else schedulers,
             ddp_args,
             apex_args,
             gradient_accumulation_steps,
             max_grad_norm,
             horovod_args,
         )
+        if criterion is None:
+            returned = (*returned[:2], None, *returned[2:])
+        return (*returned, None) if schedulers is None else returned
 
     @suggests
     def register_data(

@@ -247,7 +247,8 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
         (torch.ones(2, 1, 2), torch.tensor([[[0.0, 1.0]], [[0.0, 0.0]]]), 3 / 4),
         (torch.ones(3, 2, 5), torch.zeros(3, dtype=torch.long), None),
         (torch.ones(3, 2), torch.zeros(4, dtype=torch.long), None),
-        ({"logits": torch.eye(3)}, torch.tensor([0, 1, 0]), None),
+        ({"logits": torch.eye(3)}, torch.tensor([0, 1, 0]), 2 / 3),
+        ({"scores": torch.eye(3)}, torch.tensor([0, 1, 0]), None),
     ],
 )
 def test_accuracy_is_given_only_where_the_shapes_allow(output, target, accuracy):

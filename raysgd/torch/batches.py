@@ -1,0 +1,194 @@
+"""How the default methods read a batch, and the output of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from raysgd.torch.ddp import plain
+
+__all__ = [
+    "Batch",
+    "is_torchs",
+    "no_loss",
+    "own_loss",
+    "read_batch",
+    "scores_in",
+    "shapes_of",
+]
+
+_TARGETS = ("target", "targets", "label", "labels", "y")
+
+
+class Batch(NamedTuple):
+    """What a model is called with, and what its output is compared with."""
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    target: Any
+    """None where the model computes its loss by itself."""
+
+    @property
+    def num_samples(self) -> int:
+        """The length of the target, or of the first tensor that there is."""
+        held = (self.arguments, self.keywords) if self.target is None else self.target
+        sized = next((tensor for tensor in _tensors_in(held) if tensor.dim()), held)
+        return len(sized)
+
+
+def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
+    """Say what of a batch goes into the model, and what is the target.
+
+    ``(*features, target)`` are given by position. Of a dict, or a data class, those go in that
+    ``forward`` has arguments for; one that it has none for is the target.
+
+    Raises:
+        TypeError: if that is not clear.
+    """
+    if _is_named(batch):
+        return _read_named(_by_name(batch), batch, model)
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise _unclear(batch, model)
+    *features, target = batch
+    if len(features) == 1:
+        (feature,) = features
+        if _is_named(feature) and _accepts(model, named := _by_name(feature)) == named.keys():
+            return Batch((), named, target)
+        if isinstance(feature, tuple | list) and 1 < len(feature) == _num_required(model):
+            return Batch(tuple(feature), {}, target)
+    return Batch(tuple(features), {}, target)
+
+
+def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) -> Batch:
+    accepted = _accepts(model, named)
+    others = [name for name in named if name not in accepted]
+    if accepted and len(others) < 2:
+        known = {name: named[name] for name in named if name in accepted}
+        return Batch((), known, named[others[0]] if others else None)
+    targets = [name for name in others if name in _TARGETS]
+    if not accepted and len(others) == 2 and len(targets) == 1:
+        (feature,) = (name for name in others if name not in targets)
+        return Batch((named[feature],), {}, named[targets[0]])
+    raise _unclear(batch, model)
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """Return the loss in a model's output: ``loss``, or the number that a tuple begins with."""
+    first = output[0] if isinstance(output, tuple) and output else None
+    if isinstance(first, torch.Tensor) and first.dim() == 0:
+        return first
+    own: torch.Tensor | None = _part(output, "loss")
+    return own
+
+
+def no_loss(output: Any, batch: Batch) -> TypeError:
+    """Return the error for a batch of which nothing is compared with the output."""
+    return TypeError(
+        f"The model's output, {shapes_of(output)}, has no loss, and the batch has no target: "
+        f"forward takes all of {shapes_of(dict(batch.keywords))}. The default train_batch takes an "
+        "output with .loss (as transformers gives it for a batch with labels), or a batch with one "
+        "entry that forward has no argument for, the target; or override it."
+    )
+
+
+def is_torchs(criterion: Any) -> bool:
+    """Whether a criterion is a loss of torch's, which takes a tensor."""
+    own = (type(criterion).__module__, getattr(criterion, "__module__", None))
+    return bool({"torch.nn.modules.loss", "torch.nn.functional"} & {*own})
+
+
+def scores_in(output: Any) -> Any:
+    """Return what is compared with the target: the output, or its ``logits``."""
+    logits = _part(output, "logits")
+    return output if logits is None else logits
+
+
+def shapes_of(value: Any) -> str:
+    """Describe nested tensors by their shapes.
+
+    >>> shapes_of({"x": torch.zeros(2, 3), "n": [1, torch.zeros(4)]})
+    "{'x': float32 (2, 3), 'n': [int, float32 (4,)]}"
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if _is_named(value):
+        inner = ", ".join(f"{name!r}: {shapes_of(v)}" for name, v in _by_name(value).items())
+        kind = "" if type(value) is dict else type(value).__name__
+        return f"{kind}{{{inner}}}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(shapes_of, value[:10])) + (", …" if len(value) > 10 else "")
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return type(value).__name__
+
+
+def _part(output: Any, name: str) -> Any:
+    if isinstance(output, torch.Tensor):
+        return None
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _by_name(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif _is_named(value):
+        for each in _by_name(value).values():
+            yield from _tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
+    """Return those names that ``forward`` has arguments for."""
+    parameters = _parameters(model)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return set(names)
+    return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL} & {*names}
+
+
+def _num_required(model: torch.nn.Module) -> int:
+    return sum(
+        p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        for p in _parameters(model)
+    )
+
+
+def _parameters(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
+    forward = plain(model).forward
+    function = getattr(forward, "__func__", None)
+    return _signature(forward) if function is None else _signature(function)[1:]
+
+
+@functools.lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
+
+
+def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
+    takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _parameters(model))
+    return TypeError(
+        f"The batch is {shapes_of(batch)}, and forward of {type(plain(model)).__name__} takes "
+        f"({takes}). The default train_batch and validate_batch take (*features, target); or a "
+        "dict or data class whose keys are arguments of forward, with one more, the target, unless "
+        "the model computes its loss. Let the loader's collate_fn give such batches, or override "
+        "the two methods."
+    )

@@ -1,0 +1,161 @@
+"""What the default train_batch and validate_batch take as a batch, and as a model's output."""
+
+import dataclasses
+import traceback
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from raysgd import TrainingOperator
+from raysgd.testing import run_operator
+
+FEATURES, TARGET = (
+    torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+    torch.arange(6) % 3,
+)
+
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        torch.nn.init.constant_(self.weight, 0.5)
+        torch.nn.init.zeros_(self.bias)
+        with torch.no_grad():
+            self.weight[1] = 1.0
+
+
+class TwoInputs(Model):
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+
+
+class WithLogits(Model):
+    def forward(self, x):
+        return SimpleNamespace(loss=None, logits=super().forward(x))
+
+
+class WithLoss(Model):
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class TupleWithLoss(WithLoss):
+    def forward(self, x, labels):
+        return tuple(super().forward(x, labels).values())
+
+
+class Takes(Model):
+    def forward(self, pair):
+        return super().forward(pair[0] * pair[1])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    mask: torch.Tensor
+    truth: torch.Tensor
+
+
+class Trained(TrainingOperator):
+    def setup(self, config):
+        model = config["model"]()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=config.get("criterion", torch.nn.CrossEntropyLoss()),
+        )
+
+
+ONES = torch.ones(6, 1)
+Named = namedtuple("Named", ["x", "y"])
+KINDS = {
+    "tuple": (Model, (FEATURES, TARGET)),
+    "list": (Model, [FEATURES, TARGET]),
+    "named tuple": (Model, Named(FEATURES, TARGET)),
+    "two inputs": (TwoInputs, (FEATURES, ONES, TARGET)),
+    "nested": (TwoInputs, ((FEATURES, ONES), TARGET)),
+    "nested, taken whole": (Takes, ((FEATURES, ONES), TARGET)),
+    "nested dict": (TwoInputs, ({"x": FEATURES, "mask": ONES}, TARGET)),
+    "dict": (TwoInputs, {"truth": TARGET, "x": FEATURES, "mask": ONES}),
+    "dict, other names": (Model, {"image": FEATURES, "label": TARGET}),
+    "mapping": (TwoInputs, UserDict(x=FEATURES, mask=ONES, y=TARGET)),
+    "data class": (TwoInputs, Sample(FEATURES, ONES, TARGET)),
+    "output with logits": (WithLogits, (FEATURES, TARGET)),
+    "output with loss": (WithLoss, {"x": FEATURES, "labels": TARGET}),
+    "output that begins with the loss": (TupleWithLoss, {"x": FEATURES, "labels": TARGET}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_whose_meaning_is_clear_is_trained_and_validated(kind):
+    model, batch = KINDS[kind]
+    plain = run_operator(Trained, {"model": Model})
+    operator = run_operator(Trained, {"model": model})
+    for trained in (plain, operator):
+        trained.train_mode(True)
+    expected = plain.train_batch((FEATURES, TARGET), {})
+    assert operator.train_batch(batch, {}) == expected
+    assert torch.equal(operator.model.weight, plain.model.weight)
+    expected = plain.validate_batch((FEATURES, TARGET), {})
+    found = operator.validate_batch(batch, {})
+    assert {**expected, **found} == expected
+    assert found["num_samples"] == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"),
+    [
+        (Model, FEATURES, r"The batch is float32 \(6, 4\), and forward of Model takes \(input\)"),
+        (Model, (FEATURES,), r"The batch is \(float32 \(6, 4\)\), and"),
+        (
+            TwoInputs,
+            {"x": FEATURES, "mask": ONES, "id": TARGET, "label": TARGET},
+            r"'label': int64 \(6,\)}, and forward of TwoInputs takes \(x, mask\)",
+        ),
+        (WithLogits, {"x": FEATURES}, r"has no loss, and the batch has no target"),
+    ],
+    ids=["a tensor", "no target", "two left over", "no loss"],
+)
+def test_of_any_other_batch_it_is_said_what_it_is_and_what_is_taken(model, batch, said):
+    operator = run_operator(Trained, {"model": model})
+    with pytest.raises(TypeError, match=said):
+        operator.train_batch(batch, {})
+
+
+def test_an_error_in_a_batch_leads_to_it_and_shows_no_frames_of_libraries(
+    make_trainer, monkeypatch
+):
+    class Wrong(Trained):
+        def setup(self, config):
+            super().setup({"model": Model})
+            self.register_data(train_loader=[(torch.ones(5, 7), torch.zeros(5).long())])
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        make_trainer(Wrong).fit(1)
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert len(lines) < 10
+    said = "This was in Wrong.train_batch, with the batch (float32 (5, 7), int64 (5,))."
+    assert said in lines
+    assert "RAYSGD_FULL_TRACEBACK=1" in lines[-1]
+    monkeypatch.setenv("RAYSGD_FULL_TRACEBACK", "1")
+    with pytest.raises(RuntimeError) as whole:
+        make_trainer(Wrong).fit(1)
+    assert "linear.py" in "".join(traceback.format_exception(whole.value))
+
+
+def test_what_was_given_as_none_is_returned_as_none():
+    class Without(TrainingOperator):
+        def setup(self, config):
+            model = Model()
+            given = {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+            self.returned = self.register(**given, **config["more"])
+
+    def returned(**more):
+        return run_operator(Without, {"more": more}).returned[2:]
+
+    assert returned() == ()
+    assert returned(criterion=None) == (None,)
+    assert returned(criterion=None, schedulers=None) == (None, None)
