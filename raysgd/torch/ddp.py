@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -118,8 +119,25 @@ class ReplicatedModel(DistributedDataParallel):
         """Run the module."""
         if torch.is_grad_enabled():
             self._has_forward = True
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            try:
+                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                self._explain(error)
+                raise
         return self.module(*inputs, **kwargs)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Name the parameters that torch has numbers for."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is not None:
+            names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            unused = [names[int(index)] for index in found[1].split()]
+            error.add_note(
+                f"{type(self.module).__name__}: the loss of the step before reached "
+                f"{', '.join(unused[:5])}{', …' * (len(unused) > 5)} not, so that the workers "
+                "still wait for these gradients. Let the loss use them, freeze them before "
+                'register(), or register(ddp_args={"find_unused_parameters": True}).'
+            )
 
     def __getattr__(self, name: str) -> Any:
         """Give access to what the module has."""

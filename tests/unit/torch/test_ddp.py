@@ -220,6 +220,24 @@ def test_a_model_that_user_code_wrapped_is_kept_from_communicating_in_validation
     assert wrapped.require_forward_param_sync
 
 
+def test_parameters_that_a_loss_does_not_reach_are_named(process_group):
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = ddp.ReplicatedModel(Half())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="finished reduction") as caught:
+        model(torch.ones(1, 2))
+    (note,) = caught.value.__notes__
+    assert "unused.weight, unused.bias" in note
+    assert "find_unused_parameters" in note
+
+
 def test_a_wrapper_is_rebuilt_in_place(process_group):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     wrapped = ddp.ReplicatedModel(module, find_unused_parameters=True, bucket_cap_mb=3)
