@@ -86,6 +86,7 @@ class OperatorTrainer:
         self._shown: dict[str, Any] = {}
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
+        self._has_validated = False
         self._validations = Validations(lambda: controller.progress)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
@@ -207,6 +208,7 @@ class OperatorTrainer:
             if from_start and self._validations.missing:
                 # before callbacks save, so that what is resumed from has it
                 self._step_by({**self._latest_metrics, **result.merged}, is_last=True)
+            self._has_validated = True
             self._validations.note_validated()
             self._show("on_validation_end", result.merged, result.call)
         return result
@@ -277,6 +279,7 @@ class OperatorTrainer:
         validate_every: int | None = 1,
         callbacks: Iterable[Callback] = (),
         *,
+        sanity_steps: int = 2,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
         max_steps: int | None = None,
@@ -300,6 +303,9 @@ class OperatorTrainer:
             validate_every: validate after each epoch whose number it divides, and after the
                 last one; None for never. Without a validation loader there is no validation.
             callbacks: called in this `fit` alone, after those that the trainer was made with.
+            sanity_steps: before the first epoch of this trainer's first `fit`, try the validation
+                on so many batches, so that what is wrong in it is not found after hours. Nothing is
+                measured, and all is as before; 0 for not.
             max_retries: how often workers may be lost in one epoch. (A validation allows three
                 losses, as `validate` does.)
             info: handed to the operator, as in `train`.
@@ -337,6 +343,7 @@ class OperatorTrainer:
             limit_train_batches, limit_val_batches, overfit_batches, max_steps, max_time_s
         )
         validate_every = _checked_count("validate_every", validate_every, 1)
+        sanity_steps = _checked_count("sanity_steps", sanity_steps, 0)
         max_retries = _checked_count("max_retries", max_retries, 0)
         _check_info("fit", info)
         where = f"{type(self).__name__}.fit(callbacks=...)"
@@ -359,6 +366,8 @@ class OperatorTrainer:
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
             with self._validations.of_fit(num_epochs, validate_every):
+                if validate_every and sanity_steps and self._controller.progress.epoch < num_epochs:
+                    self._rehearse(sanity_steps, info)
                 return run_epochs(
                     self,
                     num_epochs,
@@ -381,6 +390,19 @@ class OperatorTrainer:
         finally:
             self.load_state_dict(state)
             self._latest_metrics, self._last_call = latest, last_call
+
+    def _rehearse(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
+        """Try the validation, unless this trainer has validated, or is about to."""
+        if self._has_validated or self._validations.missing or self._stop_reason is not None:
+            return
+        arguments = {"num_steps": num_steps, "info": dict(info or {})}
+        call = Call(method="rehearse", arguments=arguments, max_losses=3, has_batches=True)
+        try:
+            self._call(call)
+        except Exception as error:
+            error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
+            raise
+        self._has_validated = True
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the epoch under way. Other calls take no notice.

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.errors import CheckpointError
 from raysgd.paths import without_secrets
 
-__all__ = ["deep_copied", "joined", "loading", "map_leaves"]
+__all__ = ["deep_copied", "joined", "loading", "map_leaves", "unchanged"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -69,6 +69,30 @@ def deep_copied(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     except Exception:
         return leaf
+
+
+@contextlib.contextmanager
+def unchanged(held: Any) -> Iterator[None]:
+    """Give an object back its attributes in the end, and what lists, dicts and sets of them held.
+
+    >>> from types import SimpleNamespace
+    >>> counts = SimpleNamespace(total=1, seen=[1])
+    >>> with unchanged(counts):
+    ...     counts.total, counts.other = 2, 3
+    ...     counts.seen.append(2)
+    >>> counts
+    namespace(total=1, seen=[1])
+    """
+    attributes = dict(vars(held))
+    contents = [(v, v.copy()) for v in attributes.values() if type(v) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        vars(held).clear()
+        vars(held).update(attributes)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, WorkerLostError
 
 __all__ = ["CheckpointCallback"]
 
@@ -26,7 +26,8 @@ class CheckpointCallback(Callback):
     saves whenever the metric is measured, which is when the epoch's checkpoint can be judged:
     after ``validate()`` for ``val_loss``, and instead of at the end of the epoch. Where training
     has a metric of that name too, the checkpoint is saved at both times: one that validation has
-    not rated yet gives way to those that it has.
+    not rated yet gives way to those that it has. An exception before the metric is measured, such
+    as one in the validation, saves the epoch without it.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
@@ -78,6 +79,8 @@ class CheckpointCallback(Callback):
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
         self._newest: str | None = None
+        self._unjudged = False
+        """Whether an epoch is over, and is saved when its metric is measured."""
         self.restored_from: str | None = None
         """The checkpoint that training went on from."""
         self.passed_over: list[tuple[str, str]] = []
@@ -137,6 +140,7 @@ class CheckpointCallback(Callback):
             self._save(trainer, metrics, of_training=True)
         elif self._monitor is not None:
             self._num_epochs_missing += 1
+            self._unjudged = self._every == "epoch"
             if self._num_epochs_missing == 2:
                 logger.warning(
                     "CheckpointCallback(monitor=%r): two epochs are over without it, and nothing "
@@ -158,7 +162,10 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Say from where another run of the script would go on."""
+        """Save an epoch that waits to be judged, and say from where the script would go on."""
+        if self._unjudged and not isinstance(error, WorkerLostError):  # who is left may not answer
+            self._save(trainer, {})
+            self._writer.wait()
         if self._newest is not None and self._resume:
             error.add_note(f"Started again, the script goes on from {self._newest}.")
 
@@ -171,6 +178,7 @@ class CheckpointCallback(Callback):
         self._num_epochs_missing = 0
         self._writer.wait()  # before the state is copied, so that there is one at a time
         state = trainer.state_dict(copy=False)
+        self._unjudged = False
         if self._monitor is not None:
             metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
         save = functools.partial(

@@ -131,6 +131,11 @@ class Source:
     def close_workers(self) -> None:
         """Let go of the loader's worker processes; the next iteration starts others."""
 
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether some batches can be read ahead, without any being missed later."""
+        return not isinstance(self.loader, Iterator)
+
     # ---- what the workers have in common
 
     def agree_on_order(self, epoch: int, offset: int, registration: Any) -> None:

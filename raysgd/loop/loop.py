@@ -20,6 +20,7 @@ from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
 from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments, renamed
+from raysgd.trees import unchanged
 
 __all__ = ["Loop"]
 
@@ -461,6 +462,24 @@ class Loop:
         """Let go of the processes of loaders that were given with a call."""
         for source in sources.values():
             source.close_workers()
+
+    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> None:
+        """Validate so many batches to see that it can be done, and leave all as it was.
+
+        What can be read once only, or counts how often it is read, is left alone.
+        """
+        registration = self._registration
+        sources = registration.validation_sources()
+        if not all(source.can_be_tried for source in sources.values()):
+            return
+        with (
+            unchanged(self),
+            unchanged(self.operator),
+            unchanged(registration),
+            registration.rehearsing(),
+        ):
+            self.validate(-1, num_steps, info, profile=False, from_start=True)
+        self._close(sources)
 
     # ---- results
 

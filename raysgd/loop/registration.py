@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.context import WorkerContext
@@ -145,6 +145,11 @@ class Registration(ABC):
         # the protocol of sequences, which a map-style data set has, is one of iteration as well
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
+        if isinstance(loader, GeneratorType):
+            raise TypeError(
+                f"{given}: a generator can be read once, and has no second epoch. Register an "
+                "object whose __iter__ is the generator: a class, an IterableDataset, a list."
+            )
         return self.wrap(loader, training=training)
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
@@ -426,6 +431,10 @@ class Registration(ABC):
 
     def sync_buffers(self) -> None:  # noqa: B027
         """Give every rank what is not trained, and may differ, of rank 0."""
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context after which the models are as they were before it."""
+        return contextlib.nullcontext()
 
     def validating(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which nothing communicates."""

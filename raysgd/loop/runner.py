@@ -288,6 +288,14 @@ class OperatorRunner(ABC):
         """Return this worker's predictions, batch by batch, with their places in the loader."""
         return self._running.predict(loader)
 
+    def rehearse(self, num_steps: int, info: dict[str, Any]) -> None:
+        """See that validation works, on some batches, and leave all as it was."""
+        generators = self.rng_state()
+        try:
+            self._running.rehearse(num_steps, info)
+        finally:
+            self.set_rng_state(generators)
+
     # ---- other calls
 
     @abstractmethod

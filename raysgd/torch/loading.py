@@ -7,7 +7,7 @@ import copy
 import hashlib
 import itertools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,11 @@ class ShardedLoader(ShardedSource):
         """Let go of the loader's worker processes; the next iteration starts others."""
         self._worker_loader = None
 
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether some batches can be read ahead; the loader may count how often it is read."""
+        return not self._iterates_itself
+
     # ---- the order
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
@@ -310,6 +315,16 @@ def wrap_loader(
     shared out. With `full_size`, the workers of the full group, steps keep the size that they have
     there: `global_batch` samples where the loader's batch size is `batch_share`.
     """
+    members = loader.values() if isinstance(loader, Mapping) else loader
+    if isinstance(loader, Mapping | list | tuple) and any(
+        isinstance(each, DataLoader) for each in members
+    ):
+        raise TypeError(
+            f"register_data takes one loader to train on and one to validate on, but got a "
+            f"{type(loader).__name__} of {len(loader)}. Join the data sets, by "
+            "torch.utils.data.ConcatDataset, or write a class whose __iter__ yields the batches of "
+            "all of them."
+        )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
     if isinstance(loader, DataLoader):

@@ -234,8 +234,8 @@ class TrainingOperator(OperatorBase):
             batch_info: as in `validate_batch`.
 
         Returns:
-            The model's output, or the ``logits`` in it. It has a row for each sample: a tensor, an array or a list, or a
-            dict or tuple of them.
+            The model's output, or the ``logits`` in it. It has a row for each sample: a tensor, an
+            array or a list, or a dict or tuple of them.
         """
         model, batch = self._default("model"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):

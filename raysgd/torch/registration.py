@@ -380,6 +380,16 @@ class TorchRegistration(Registration):
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        modes = [(module, module.training) for each in self.models for module in each.modules()]
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            self.roll_back()
+
+    @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
         with ddp.no_forward_sync(self.models), self.with_averages():
             yield

@@ -371,6 +371,19 @@ WRONG_SETUPS = {
         ValueError,
         ["schedulers", "scheduler_step_freq", '"batch"', '"epoch"', '"manual"'],
     ),
+    "generator_as_loader": (
+        lambda op, config: (register_all(op), op.register_data(train_loader=(b for b in [1]))),
+        TypeError,
+        ["train_loader", "generator", "second epoch", "__iter__"],
+    ),
+    "several_loaders": (
+        lambda op, config: (
+            register_all(op),
+            op.register_data(train_loader={"a": DataLoader([1]), "b": DataLoader([1])}),
+        ),
+        TypeError,
+        ["one loader", "dict of 2", "ConcatDataset"],
+    ),
     "loader_not_iterable": (
         lambda op, config: (register_all(op), op.register_data(validation_loader=3)),
         TypeError,

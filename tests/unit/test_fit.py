@@ -5,9 +5,11 @@ import signal
 import traceback
 
 import pytest
+import torch
 
 from raysgd.callbacks import Callback, CheckpointCallback, History
 from raysgd.errors import CallbackError
+from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
 
@@ -90,6 +92,45 @@ def test_validation_comes_as_often_as_asked_for_and_in_the_end(make_trainer, eve
 
 def test_without_a_validation_loader_there_is_no_validation(make_trainer):
     assert "val_loss" not in make_trainer(TrainOnly).fit(1)[0]
+
+
+def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
+    trainer = make_trainer(Recorder)
+
+    def fail(batch_info, when):
+        if when == "validate":
+            raise ValueError("bad validation")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad validation") as caught:
+        trainer.fit(2)
+    assert any("fit(sanity_steps=2), before any training" in n for n in caught.value.__notes__)
+    assert trainer.global_step == 0
+
+
+class Drawing(Recorder):
+    """Uses random numbers in validation, and leaves the models in the mode for it."""
+
+    def validate_batch(self, batch, batch_info):
+        self.count = getattr(self, "count", 0) + 1
+        return {**super().validate_batch(batch, batch_info), "val_draw": torch.rand(1).item()}
+
+    def train_mode(self, training):
+        if not training or not self.infos:
+            super().train_mode(training)
+
+
+def test_trying_the_validation_leaves_no_trace(make_trainer):
+    runs = []
+    for sanity_steps in (0, 3):
+        torch.manual_seed(1)
+        trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
+        spy = Spy()
+        history = trainer.fit(2, callbacks=[spy], sanity_steps=sanity_steps)
+        operator = trainer.get_local_operator()
+        kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
+        runs.append((history, spy.hooks, kept, parameters(operator).tolist()))
+    assert runs[0] == runs[1]
 
 
 def test_a_callback_may_ask_to_stop(make_trainer):

@@ -232,6 +232,24 @@ class Overfitting(Callback):
         metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
 
 
+def test_an_epoch_whose_validation_fails_is_saved_all_the_same(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
+
+    def fail(batch_info, when):
+        if when == "validate" and trainer.epoch == 2:
+            raise ValueError("bad validation")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad validation") as caught:
+        trainer.fit(3)
+    assert steps(tmp_path) == [5, 10]
+    assert "goes on from" in "".join(caught.value.__notes__)
+    history = make_trainer(
+        Recorder, callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")]
+    ).fit(3)
+    assert [entry["epoch"] for entry in history] == [3]
+
+
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
 @pytest.mark.parametrize(
     ("keep", "validate_every", "kept"),
