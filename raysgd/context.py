@@ -6,8 +6,8 @@ families, which know no actors: a worker hosts one runner and calls it by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 __all__ = ["PausedError", "Progress", "Runner", "WorkerContext"]
@@ -65,8 +65,8 @@ class Progress:
     """Mean seconds of a step in the segment under way; 0 where that is unknown."""
     snapshot: int | None = None
     """Committed steps of the newest snapshot that this worker holds for the driver."""
-    loss: float | None = None
-    """Newest loss, as last read; None before the first batch or where there is none."""
+    latest: Mapping[str, float] = field(default_factory=dict)
+    """Newest values of the first few metrics, as last read; empty before the first batch."""
     blocked_on_driver: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
     unreachable: tuple[int, ...] = ()

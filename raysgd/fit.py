@@ -132,7 +132,12 @@ class Validations:
             yield
         finally:
             self.note_owed(self.missing)
-            self._every = None
+            self._num_epochs, self._every = 0, None
+
+    @property
+    def num_epochs(self) -> int | None:
+        """How many epochs the ``fit()`` under way shall complete; None outside of it."""
+        return self._num_epochs or None
 
     @property
     def due(self) -> bool:

@@ -340,6 +340,12 @@ class AverageMeterCollection:
             else:
                 self._others[name] = value
 
+    def latest(self, most: int = 4) -> dict[str, float]:
+        """Return the newest values of the first metrics that are one number."""
+        names = [*self._meters, *self._mergeable][:most]
+        found = {name: self.last(name) for name in names}
+        return {name: float(v) for name, v in found.items() if isinstance(v, numbers.Real)}
+
     def last(self, name: str) -> Any:
         """Return the newest value of a metric, or None."""
         if name in self._mergeable:

@@ -24,6 +24,8 @@ from raysgd.arguments import check_hook, checked_config, suggests, unknown_argum
 from raysgd.callbacks.base import Callback, History, LastCall
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.checkpoint import CheckpointCallback
+from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
+from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 from raysgd.callbacks.values import numbers_in, scalars, shown_config
 from raysgd.checkpoint.location import locate
@@ -280,6 +282,7 @@ class OperatorTrainer:
         callbacks: Iterable[Callback] = (),
         *,
         sanity_steps: int = 2,
+        verbose: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
         max_steps: int | None = None,
@@ -306,6 +309,7 @@ class OperatorTrainer:
             sanity_steps: before the first epoch of this trainer's first `fit`, try the validation
                 on so many batches, so that what is wrong in it is not found after hours. Nothing is
                 measured, and all is as before; 0 for not.
+            verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
             max_retries: how often workers may be lost in one epoch. (A validation allows three
                 losses, as `validate` does.)
             info: handed to the operator, as in `train`.
@@ -348,6 +352,8 @@ class OperatorTrainer:
         _check_info("fit", info)
         where = f"{type(self).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, self._logdir)
+        if verbose and not any(isinstance(c, EpochLines) for c in (*own, *self._callback_list)):
+            own.insert(0, ProgressBar() if is_interactive() else EpochLines())
         self._check_open(moves=True)
         if self._callback_list.inside:
             raise RuntimeError(
@@ -867,6 +873,16 @@ class OperatorTrainer:
     def logdir(self) -> Path | None:
         """The run folder."""
         return self._logdir
+
+    @property
+    def num_epochs(self) -> int | None:
+        """How many epochs the `fit` under way shall complete; None outside of it."""
+        return self._validations.num_epochs
+
+    @property
+    def validation_due(self) -> bool:
+        """Whether `fit` is still to validate the newest epoch."""
+        return self._validations.missing
 
     @property
     def stop_reason(self) -> str | None:

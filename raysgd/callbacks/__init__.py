@@ -17,6 +17,7 @@ from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.csv_logger import CsvLogger as CsvLogger
 from raysgd.callbacks.device_stats import DeviceStats as DeviceStats
 from raysgd.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from raysgd.callbacks.epoch_lines import EpochLines as EpochLines
 from raysgd.callbacks.jsonl_logger import JsonlLogger as JsonlLogger
 from raysgd.callbacks.learning_rate import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.logger import LoggerCallback as LoggerCallback

@@ -71,6 +71,14 @@ class Trainer(Protocol):
         """The run folder."""
 
     @property
+    def num_epochs(self) -> int | None:
+        """How many epochs the ``fit()`` under way shall complete; None outside of it."""
+
+    @property
+    def validation_due(self) -> bool:
+        """Whether ``fit()`` is still to validate the newest epoch."""
+
+    @property
     def stop_reason(self) -> str | None:
         """Why ``fit()`` was asked to stop."""
 

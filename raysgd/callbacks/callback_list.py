@@ -62,6 +62,10 @@ class CallbackList:
         """Those that are attached, and those that the newest `fit` had."""
         self._attach(callbacks, num_seen=0)
 
+    def __iter__(self) -> Iterator[Callback]:
+        """Iterate over those that are attached."""
+        return (entry.callback for entry in self._entries)
+
     @property
     def inside(self) -> Sequence[str]:
         """The hooks that are being called now, the outermost first."""

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.base import Trainer
+from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, label_of, means_in
 from raysgd.context import Progress
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 __all__ = ["ProgressBar"]
 
+_MOST = 4
+"""Metrics in a bar."""
 
-class ProgressBar(Callback):
-    """Shows batches, loss, samples a second and live workers of each call.
 
-    In a terminal or a notebook it is a bar that is redrawn in place, and whose last state stays.
-    Where standard error goes to a file, it is a line now and then and one at the end of a call.
-    ``TorchTrainer(use_tqdm=True)`` has one. Give it as the first callback where others print: its
-    line is done then.
+class ProgressBar(EpochLines):
+    """Shows batches, newest metrics, samples a second and live workers of each call.
+
+    In a terminal or a notebook it is a bar that is redrawn in place; its last state stays, or in
+    ``fit()`` gives way to the line of the epoch. Where standard error goes to a file, it is a line
+    now and then, and one at the end of a call or of an epoch of ``fit()``.
+    ``TorchTrainer(use_tqdm=True)`` has one, ``fit()`` in a terminal or a notebook as well. Give it
+    as the first callback where others print: its line is done then.
 
     Args:
         every_s: seconds between two lines where there is no terminal.
@@ -34,6 +39,7 @@ class ProgressBar(Callback):
     def __init__(self, every_s: float = 30.0) -> None:
         if not every_s > 0:
             raise ValueError(f"ProgressBar(every_s={every_s!r}): must be above 0.")
+        super().__init__()
         self._every_s = every_s
         self._display: _Bar | _Lines | None = None
         self._kind = ""
@@ -45,7 +51,9 @@ class ProgressBar(Callback):
             self._begin(trainer, kind)
         if not progress or not progress[0].num_batches:
             return
-        first, loss = progress[0], _mean([p.loss for p in progress if p.loss is not None])
+        first = progress[0]
+        names = dict.fromkeys(name for each in progress for name in each.latest)
+        latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
         # a call has several segments where it pauses or loses a worker: count over all of them
         done = first.num_batches
         if kind == "train":
@@ -55,19 +63,25 @@ class ProgressBar(Callback):
         if num_samples < self._num_samples:
             self._samples_before += self._num_samples
         self._num_samples = num_samples
-        shown = self._told(trainer, self._samples_before + num_samples, loss)
+        shown = self._told(trainer, self._samples_before + num_samples, latest)
         assert self._display is not None
+        if trainer.num_epochs is not None and kind == "train":
+            self._display.label = label_of(trainer, first.epoch + 1)
         self._display.show(done, total, shown)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Show the result of a ``train()``."""
-        self._finish(trainer, f"train {trainer.epoch}", metrics, "train_loss")
+        self._finish(trainer, f"train {trainer.epoch}", metrics)
+        super().on_epoch_end(trainer, metrics)
 
-    on_steps_end = on_epoch_end
+    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Show the result of a ``train()``."""
+        self._finish(trainer, f"train {trainer.epoch}", metrics)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Show the result of a ``validate()``."""
-        self._finish(trainer, "validate", metrics, "val_loss")
+        self._finish(trainer, "validate", metrics)
+        super().on_validation_end(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Leave the bar as it is."""
@@ -76,28 +90,40 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         """Leave the bar as it is."""
         self._close()
+        super().on_train_end(trainer)
 
     def _begin(self, trainer: Trainer, kind: str) -> None:
         self._close()
         self._kind = kind
-        self._display = _Bar(kind) if _is_interactive() else _Lines(kind, self._every_s)
+        label = kind
+        if trainer.num_epochs is not None:
+            # of training the workers say which epoch it is
+            epoch = f"{trainer.epoch}" if kind == "validate" else "?"
+            label = label_of(trainer, epoch) + ", validation" * (kind == "validate")
+        stays = trainer.num_epochs is None
+        self._display = _Bar(label, stays) if is_interactive() else _Lines(label, self._every_s)
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
         self._num_samples = self._samples_before = 0
 
-    def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any], loss: str) -> None:
-        if self._display is not None:
+    def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
+        if self._display is not None and trainer.num_epochs is None:
             # loops that users write need not say how much they have read
             steps = trainer.global_step - self._first_step if self._kind == "train" else None
             counted = metrics.get(BATCH_COUNT, steps)
             num_batches = None if counted is None else round(counted)
-            shown = self._told(trainer, metrics.get(NUM_SAMPLES), metrics.get(loss))
+            shown = self._told(trainer, metrics.get(NUM_SAMPLES), means_in(metrics))
             self._display.finish(label, num_batches, shown)
         self._close()
 
-    def _told(self, trainer: Trainer, num_samples: float | None, loss: Any) -> dict[str, str]:
+    def _told(
+        self, trainer: Trainer, num_samples: float | None, means: Mapping[str, float]
+    ) -> dict[str, str]:
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
-        shown = {"loss": f"{loss:.4g}"} if isinstance(loss, int | float) else {}
+        first = [*means.items()][:_MOST]
+        shown = {
+            name.removeprefix("train_").removeprefix("val_"): f"{mean:.4g}" for name, mean in first
+        }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
@@ -112,8 +138,9 @@ class ProgressBar(Callback):
 class _Bar:
     """A bar of tqdm."""
 
-    def __init__(self, label: str) -> None:
-        self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr)
+    def __init__(self, label: str, stays: bool) -> None:
+        self.label = label
+        self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
         if total != self._bar.total and not self._bar.disable:
@@ -122,12 +149,13 @@ class _Bar:
             self._bar.reset(total)
             self._bar.start_t = began
         self._bar.total = total
+        self._bar.set_description(self.label, refresh=False)
         self._bar.set_postfix(shown, refresh=False)
         self._bar.n = num_batches
         self._bar.refresh()
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
-        self._bar.set_description(label, refresh=False)
+        self.label = label
         known = self._bar.total or self._bar.n  # as far as the call is known to have come
         num_shown = int(known) if num_batches is None else num_batches
         self.show(num_shown, num_shown or None, shown)
@@ -140,14 +168,14 @@ class _Lines:
     """Lines in a file: few enough to be read, and enough to see that it goes on."""
 
     def __init__(self, label: str, every_s: float) -> None:
-        self._label = label
+        self.label = label
         self._every_s = every_s
         self._next = time.monotonic() + every_s
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            self._write(self._label, f"{num_batches}/{total or '?'}", shown)
+            self._write(self.label, f"{num_batches}/{total or '?'}", shown)
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
         self._write(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
@@ -161,14 +189,5 @@ class _Lines:
         print(f"{label}: {', '.join(told)}", file=sys.stderr, flush=True)
 
 
-def _is_interactive() -> bool:
-    """Whether what is written to standard error can be redrawn in place."""
-    if sys.stderr.isatty():
-        return True
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -61,6 +61,8 @@ class Loop:
         # offset from which on covered samples are still to be counted; None between segments
         self._uncounted_from: int | None = None
         self._validation_batches: _Counted | None = None
+        self.total_validated: int | None = None
+        """Batches that the validation under way takes; None where that is unknown."""
         self._validation_start: tuple[int, int] | None = None
         self.read: Source | None = None
         """What the newest call reads."""
@@ -386,7 +388,7 @@ class Loop:
             self._close(sources)
         elif "" in sources:
             registration.validation_offset = offset
-        self._validation_batches = None
+        self._validation_batches = self.total_validated = None
         return self._result()
 
     def _evaluate(self, name: str, source: Source, offset: int, left: int | None, info: Any) -> int:
@@ -398,6 +400,7 @@ class Loop:
             limit = min((n for n in (left, ahead) if n is not None), default=None)
             taken_from = source.batches(0, offset, limit)
             batches = self._validation_batches = _Counted(taken_from, self.signal)
+            self.total_validated, self._registration.meters = limit, None
             try:
                 metrics = operator.validate(batches, info)
             except BaseException:

@@ -180,20 +180,21 @@ class OperatorRunner(ABC):
         if self._loop is None:
             return Progress()
         registration, segment = self._registration, self._loop.segment
-        meters = registration.meters if segment is not None else None
-        loss = None if meters is None else self._loss.read(meters)  # first, since it may wait
+        is_measuring = segment is not None or self._loop.total_validated is not None
+        meters = registration.meters if is_measuring else None
+        latest = {} if meters is None else self._loss.read(meters)  # first, since it may wait
         return Progress(
             epoch=registration.epoch,
             in_epoch=registration.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=registration.global_step,
             num_batches=self._loop.num_batches,
-            total_batches=None if segment is None else segment.total_batches,
+            total_batches=self._loop.total_validated if segment is None else segment.total_batches,
             num_covered=self._loop.num_covered,
             unshared=self._is_unshared(self._loop.read),
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
-            loss=loss,
+            latest=latest,
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
@@ -408,28 +409,24 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest loss, for the thread that answers the driver.
+    """Reads the newest metrics, for the thread that answers the driver.
 
     A GPU gives a number when it has done all before it, and that may be a collective with a worker
-    that is gone. So another thread waits for it, and until then the loss is the one before.
+    that is gone. So another thread waits for it, and until then they are those before.
     """
 
     def __init__(self) -> None:
-        self._value: float | None = None
+        self._values: dict[str, float] = {}
         self._thread: threading.Thread | None = None
 
-    def read(self, meters: AverageMeterCollection) -> float | None:
-        """Return the newest loss that is known; None before there is one."""
+    def read(self, meters: AverageMeterCollection) -> dict[str, float]:
+        """Return the newest values that are known; none before there are some."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
             self._thread.start()
         self._thread.join(_LOSS_WAIT_S)
-        return self._value
+        return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:
         with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
-            self._value = _number(meters.last("train_loss"))
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+            self._values = meters.latest()

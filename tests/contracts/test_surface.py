@@ -27,6 +27,7 @@ SURFACE = {
         "DeviceStats",
         "EMA",
         "EarlyStopping",
+        "EpochLines",
         "History",
         "JsonlLogger",
         "LastCall",

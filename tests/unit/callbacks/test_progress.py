@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd.callbacks import ProgressBar
+from raysgd.callbacks import EarlyStopping, ProgressBar, epoch_lines
 from raysgd.callbacks import progress as module
 from raysgd.context import Progress
 from raysgd.errors import CallbackError
@@ -26,6 +26,9 @@ class FakeTrainer:
     num_workers = 2
     max_workers = 3
     global_step = 100
+    num_epochs = None
+    validation_due = False
+    last_call = stop_reason = None
 
 
 @pytest.fixture
@@ -33,7 +36,9 @@ def terminal(monkeypatch):
     """What is written to standard error, which is a terminal."""
     stream = Terminal()
     # not sys.stderr itself: pytest puts its own there between the fixtures and the test
-    monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=stream, modules=sys.modules))
+    own = SimpleNamespace(stderr=stream, modules=sys.modules)
+    for each in (module, epoch_lines):
+        monkeypatch.setattr(each, "sys", own)
     return stream
 
 
@@ -43,7 +48,7 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
         total_batches=total,
         num_samples=num_samples,
         global_step=100 + num_batches if step is None else step,
-        loss=loss,
+        latest={} if loss is None else {"train_loss": loss},
     )
 
 
@@ -103,7 +108,7 @@ def notebook(monkeypatch):
         monkeypatch.setattr(notebook, name, widget, raising=False)
     monkeypatch.setattr(notebook, "display", lambda container: None, raising=False)
     monkeypatch.setattr(module, "tqdm", notebook.tqdm)
-    monkeypatch.setattr(module, "_is_interactive", lambda: True)
+    monkeypatch.setattr(module, "is_interactive", lambda: True)
 
 
 def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
@@ -209,9 +214,9 @@ def test_a_notebook_is_no_file(monkeypatch):
             return cls.shell
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert not module._is_interactive()
+    assert not module.is_interactive()
     IPython.shell = Shell()
-    assert module._is_interactive()
+    assert module.is_interactive()
 
 
 def test_senseless_arguments_are_refused():
@@ -223,7 +228,7 @@ def test_senseless_arguments_are_refused():
 def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
     terminal, monkeypatch, interactive
 ):
-    monkeypatch.setattr(module, "_is_interactive", lambda: interactive)
+    monkeypatch.setattr(module, "is_interactive", lambda: interactive)
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "validate", [])
     bar.on_validation_end(trainer, {"val_loss": 0.5})
@@ -248,3 +253,39 @@ def test_or_where_the_loader_does(terminal):
     bar.on_progress(trainer, "validate", [progress(2)])
     bar.on_validation_end(trainer, {"val_loss": 0.5})
     assert "5/5" in terminal.getvalue()
+
+
+def test_fit_prints_a_line_for_each_epoch_and_nothing_where_it_shall_not(make_trainer, capsys):
+    trainer = make_trainer(callbacks=[EarlyStopping(min_delta=9, patience=2)])
+    history = trainer.fit(9, validate_every=2)
+    lines = capsys.readouterr().err.splitlines()
+    shown = [f"train_loss {history[epoch]['train_loss']:.4g}" for epoch in range(4)]
+    assert [line.split("  ")[:2] for line in lines[:4]] == [
+        [f"epoch {epoch}/9", shown[epoch - 1]] for epoch in (1, 2, 3, 4)
+    ]
+    assert f"val_accuracy {history[1]['val_accuracy']:.4g}" in lines[1]
+    assert "val_" not in lines[2]
+    assert lines[-1].startswith(f"stopped after epoch {len(history)}: val_loss has not improved")
+    trainer.train()
+    trainer.fit(12, verbose=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_fit_a_bar_says_where_it_is_and_gives_way_to_the_line(make_trainer, terminal):
+    trainer = make_trainer()
+    trainer.fit(2)
+    text = terminal.getvalue()
+    assert "epoch 2/2, validation" in text
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    assert [line.split("  ")[0] for line in lines if line] == ["epoch 1/2", "epoch 2/2"]
+
+
+def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    trainer.num_epochs = 8
+    bar.on_progress(trainer, "train", [])
+    told = Progress(epoch=1, num_batches=2, total_batches=5, latest={"loss_g": 0.5, "loss_d": 1.5})
+    bar.on_progress(trainer, "train", [told])
+    text = terminal.getvalue()
+    assert "epoch 2/8" in text
+    assert "loss_g=0.5, loss_d=1.5" in text

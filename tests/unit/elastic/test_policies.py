@@ -110,12 +110,12 @@ def test_an_event_knows_when_it_happened():
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 99)), min_size=1))
 def test_the_group_is_as_far_as_its_leader_with_the_samples_that_most_know_of(workers):
     progress = [
-        Progress(global_step=step, num_covered=covered, loss=float(rank))
+        Progress(global_step=step, num_covered=covered, latest={"loss": float(rank)})
         for rank, (step, covered) in enumerate(workers)
     ]
     group = furthest(progress)
     leader = choose_leader(progress)
-    assert (group.global_step, group.loss) == (max(s for s, _ in workers), float(leader))
+    assert (group.global_step, group.latest["loss"]) == (max(s for s, _ in workers), float(leader))
     known = [covered for _, covered in workers if covered is not None]
     assert group.num_covered == (max(known) if known else None)
 

@@ -1,0 +1,97 @@
+"""A line for each epoch that ``fit()`` finishes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.values import numbers_in
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
+
+__all__ = ["EpochLines", "in_notebook", "is_interactive", "means_in"]
+
+_MOST = 8
+"""Metrics in a line."""
+
+
+class EpochLines(Callback):
+    """Prints a line for each epoch of ``fit()``, when it is validated; ``fit()`` has one itself.
+
+    ::
+
+        epoch 2/8  train_loss 0.3123  val_loss 0.2911  val_accuracy 0.9115  3.1 s
+
+    The seconds are those of training and validation. It goes to standard error, in a notebook to
+    standard output. Other calls than ``fit()`` print nothing.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+        self._seconds = 0.0
+        self._waits = False
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """See whether a validation is to come first."""
+        self._waits = trainer.validation_due
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Print the line, unless the validation is to come."""
+        self._means, self._seconds = means_in(metrics), _seconds_of(trainer)
+        self._waits = trainer.validation_due
+        if not self._waits:
+            self._print_epoch(trainer)
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Print the line."""
+        if self._waits:
+            self._means |= means_in(metrics)
+            self._seconds += _seconds_of(trainer)
+            self._print_epoch(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Say why training has ended early."""
+        if trainer.stop_reason is not None:
+            self._print(f"stopped after epoch {trainer.epoch}: {trainer.stop_reason}")
+
+    def _print_epoch(self, trainer: Trainer) -> None:
+        if trainer.num_epochs is not None:
+            shown = [f"{name} {value:.4g}" for name, value in [*self._means.items()][:_MOST]]
+            where = label_of(trainer, trainer.epoch)
+            self._print("  ".join([where, *shown, f"{self._seconds:.1f} s"]))
+        self._means, self._seconds, self._waits = {}, 0.0, False
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+
+
+def means_in(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers in the result of a call that say how well it goes."""
+    counts = ("epoch", NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
+    return {
+        name: value
+        for name, value in numbers_in(metrics).items()
+        if name not in counts and not name.startswith(("last_", "profile/"))
+    }
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def is_interactive() -> bool:
+    """Whether what is written to standard error can be redrawn in place."""
+    return sys.stderr.isatty() or in_notebook()
+
+
+def _seconds_of(trainer: Trainer) -> float:
+    return 0.0 if trainer.last_call is None else trainer.last_call.seconds
+
+
+def label_of(trainer: Trainer, epoch: int | str) -> str:
+    """Return "epoch 2/8", or "epoch 2" where steps or a time end the `fit`."""
+    has_end = trainer.num_epochs is not None and trainer.num_epochs < sys.maxsize
+    return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
