@@ -9,7 +9,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 
-__all__ = ["EpochLines", "in_notebook", "is_interactive", "means_in"]
+__all__ = ["EpochLines", "in_notebook", "is_interactive", "label_of", "means_in"]
 
 _MOST = 8
 """Metrics in a line."""
