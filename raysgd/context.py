@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["PausedError", "Progress", "Runner", "WorkerContext"]
+__all__ = ["OutOfMemoryError", "PausedError", "Progress", "Runner", "WorkerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,8 @@ class Progress:
     """Mean seconds of a step in the segment under way; 0 where that is unknown."""
     snapshot: int | None = None
     """Committed steps of the newest snapshot that this worker holds for the driver."""
+    split: int = 1
+    """In how many parts batches are trained, since they did not fit into memory."""
     latest: Mapping[str, float] = field(default_factory=dict)
     """Newest values of the first few metrics, as last read; empty before the first batch."""
     blocked_on_driver: bool = False
@@ -79,6 +81,18 @@ class Progress:
 
 class PausedError(Exception):
     """Raised by a runner's method that has stopped at the step at which it was asked to."""
+
+
+class OutOfMemoryError(Exception):
+    """Raised by a runner's method that ran out of memory in a step, which it has taken back.
+
+    Its cause is the error. The method may be called again with `split`, in how many parts to train
+    each batch.
+    """
+
+    def __init__(self, split: int) -> None:
+        super().__init__()
+        self.split = split
 
 
 class Runner(Protocol):

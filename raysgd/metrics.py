@@ -296,6 +296,22 @@ class AverageMeterCollection:
         self._meters: dict[str, AverageMeter] = {}
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._others: dict[str, Any] = {}
+        self._held: list[tuple[Mapping[str, Any], float, bool]] = []
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches, also of those that are held."""
+        return self.batch_count + sum(is_batch for *_, is_batch in self._held)
+
+    def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
+        """Keep what `update` takes until `settle`; it is as if it had not been, if that is not."""
+        self._held.append((metrics, n, is_batch))
+
+    def settle(self) -> None:
+        """Add what is held."""
+        held, self._held = self._held, []
+        for each in held:
+            self.update(*each)
 
     @property
     def n(self) -> float:

@@ -22,6 +22,7 @@ _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
 _EVENT_COLORS = {
     "lost": "#d33f49",
     "hung": "#d33f49",
+    "split": "#b04a8f",
     "user_error": "#8f3fd3",
     "resumed": "#e0a339",
     "grown": "#2e9e6b",
@@ -257,10 +258,12 @@ def _epoch_table(log: RunLog) -> str:
         if not name.startswith("last_") and name not in ("epoch", "profile")
     ]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    is_split = any(call.get("split", 1) != 1 for call in log.calls)
     rows = "".join(
         f'<tr><td class="text">{html.escape(call["kind"])}</td><td>{call["epoch"]}</td>'
         f"<td>{call['global_step']}</td><td>{call['num_workers']}</td>"
         f"<td>{call['seconds']:.2f}</td>"
+        + (f"<td>{_cell(call.get('split', 1))}</td>" if is_split else "")
         + "".join(f"<td>{_cell(call['metrics'].get(name))}</td>" for name in names)
         + "</tr>"
         for call in log.calls
@@ -268,7 +271,8 @@ def _epoch_table(log: RunLog) -> str:
     return _section(
         "Calls",
         '<table id="calls"><thead><tr><th class="text">call</th><th>epoch</th><th>step</th>'
-        f"<th>workers</th><th>seconds</th>{head}</tr></thead><tbody>{rows}</tbody></table>",
+        f"<th>workers</th><th>seconds</th>{'<th>parts</th>' * is_split}{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table>",
     )
 
 

@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 
-BREAKS = ("lost", "hung", "user_error")
+BREAKS = ("lost", "hung", "split", "user_error")
 """Kinds of events after which training stands still."""
 _MENDS = ("resumed", "grown", "restarted")
 _RUN = ("kind", "time")

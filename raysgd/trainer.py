@@ -855,6 +855,11 @@ class OperatorTrainer:
         return self._controller.progress.global_step
 
     @property
+    def split(self) -> int:
+        """In how many parts each batch is trained, since memory ran out; 1: as it is."""
+        return self._controller.progress.split
+
+    @property
     def events(self) -> list[Event]:
         """What happened to the group of workers: start, losses, resizes, errors; oldest first."""
         return list(self._controller.events)

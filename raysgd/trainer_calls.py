@@ -159,7 +159,9 @@ class Calls:
             num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
-        merged = self._merged("train", results, call.num_losses + num_lost_paused > 0)
+        # what was measured may be lost in these
+        num_breaks = call.num_losses + num_lost_paused + call.num_splits
+        merged = self._merged("train", results, num_breaks > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
     def _next_pause(self, global_step: int) -> int | None:

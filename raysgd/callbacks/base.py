@@ -55,6 +55,10 @@ class Trainer(Protocol):
         """Training steps that are done."""
 
     @property
+    def split(self) -> int:
+        """In how many parts batches are trained, since they did not fit into memory."""
+
+    @property
     def events(self) -> list[Event]:
         """What happened to the group of workers."""
 

@@ -56,7 +56,7 @@ class LoggerCallback(Callback):
 
 def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
     """Return what files tell of a call beside its metrics."""
-    return {
+    record = {
         "kind": call.kind,
         "time": call.time,
         "seconds": call.seconds,
@@ -64,6 +64,7 @@ def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "num_workers": trainer.num_workers,
     }
+    return record if trainer.split == 1 else {**record, "split": trainer.split}
 
 
 def measured(trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> dict[str, float | int]:

@@ -38,6 +38,8 @@ class Call:
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Called with every worker's progress while it runs."""
 
+    num_splits: int = 0
+    """How often workers ran out of memory in it, so that it was made again with smaller batches."""
     num_losses: int = 0
     """How often workers were lost in it."""
     causes: list[str] = field(default_factory=list)

@@ -269,6 +269,7 @@ class Controller:
         with self._calling(call):
             call.start_part()
             reached = self.progress  # what all turn out to have taken with them is done again
+            split = 0
             if len(self.members) < min_workers:
                 self._scale_up.try_again()  # once a call: there their number has an end
             while True:
@@ -277,12 +278,15 @@ class Controller:
                     call.begin(self.members, furthest([self.progress, reached]))
                 members = list(self.members if call.rank is None else [self.members[call.rank]])
                 self._seen_step = self.progress.global_step
-                attempt = self._attempt(call, members)
+                attempt = self._attempt(call, members, split)
                 if attempt.outcomes:
                     self.progress = furthest([o.progress for o in attempt.outcomes.values()])
                     self._seen_step = self.progress.global_step
+                split = self._new_split(call, attempt)
                 if attempt.lost:
                     self._handle_losses(attempt.lost)
+                elif split:
+                    continue
                 elif attempt.failed and (
                     attempt.first_error or not (attempt.interrupted_by_us and call.may_repeat)
                 ):
@@ -309,9 +313,30 @@ class Controller:
             if isinstance(self.state, Running):  # Ctrl-C, just as the attempt had ended
                 self._become(Broken())
 
-    def _attempt(self, call: Call, members: Sequence[Member]) -> Attempt:
+    def _new_split(self, call: Call, attempt: Attempt) -> int:
+        """Return in how many parts to train batches when a call is made again; 0: as they are.
+
+        Memory has run out then, and no other error was the first.
+        """
+        if attempt.first_error is None or not attempt.first_error[1].split:
+            return 0
+        member, outcome = attempt.first_error
+        call.num_splits += 1
+        said = repr(outcome.value())
+        self._record("split", [member], cause=said, factor=outcome.split)
+        logger.warning(
+            "Worker %d ran out of memory after step %d. All workers take the step back, and from "
+            "now on train each batch as %d parts that make one update: %s",
+            self._ranks[member],
+            self.progress.global_step,
+            outcome.split,
+            without_secrets(said),
+        )
+        return outcome.split
+
+    def _attempt(self, call: Call, members: Sequence[Member], split: int = 0) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
-        packed: Any = call.arguments
+        packed: Any = call.arguments | ({"split": split} if split else {})
         if not self._group.options.inline:
             packed = self._group.shared(sendable(f"the arguments of {call.method}", packed))
         futures: dict[Member, Future[Outcome]] = {}
@@ -827,6 +852,7 @@ class Controller:
         cause: str = "",
         seconds: float = 0.0,
         num_batches: int = 0,
+        factor: int = 1,
         step: int | None = None,
     ) -> None:
         event = Event(
@@ -838,6 +864,7 @@ class Controller:
             cause=without_secrets(cause),  # which goes into files, and to servers
             seconds=seconds,
             num_batches=num_batches,
+            factor=factor,
             num_workers=self._num_left() if kind == "lost" else len(self.members),
         )
         self.events.append(event)

@@ -23,7 +23,7 @@ from raysgd.cluster.pulses import MARGIN_S, DriverWatch, Terms
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
-from raysgd.context import PausedError, Progress, Runner, WorkerContext
+from raysgd.context import OutOfMemoryError, PausedError, Progress, Runner, WorkerContext
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.imports import frozen_imports
@@ -53,6 +53,9 @@ class Outcome:
     traceback: str = ""
     note: str = ""
     """What shall stand below the exception: where in the user's code it was raised."""
+    split: int = 0
+    """In how many parts to train each batch where the call is made again, since it ran out of
+    memory; 0: that would not help."""
 
     def value(self, own: bool = True) -> Any:
         """Return the value or the exception; for `own` see `Packed.value`."""
@@ -292,6 +295,10 @@ class Worker:
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
+        split = 0
+        if isinstance(error, OutOfMemoryError):
+            assert error.__cause__ is not None
+            split, error = error.split, error.__cause__
         text = "".join(traceback.format_exception(error))
         raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
@@ -305,8 +312,10 @@ class Worker:
         elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
             kind = "communication"
         progress = self._safe_progress()
+        if split and kind == "user":
+            error = _bare(error)  # what its frames hold would not be free when the call is repeated
         if not self._remote:
-            return Outcome(kind, error, progress)
+            return Outcome(kind, error, progress, split=split)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
         # an error that only followed from another is told of and never caught by its type: as
         # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
@@ -315,7 +324,8 @@ class Worker:
             return Outcome(kind, pack(_as_text(bare)), progress, where)
         # the last line that is seen, and often the only one that is read
         note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
-        return Outcome(kind, _packed_error(bare), progress, where, note if raised_in else "")
+        note = note if raised_in else ""
+        return Outcome(kind, _packed_error(bare), progress, where, note, split)
 
     def _safe_progress(self) -> Progress:
         """Return the progress, also where a half-built runner has none."""

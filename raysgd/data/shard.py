@@ -10,8 +10,8 @@ losing or repeating a sample, and in the same steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 __all__ = ["Place", "Shard", "even_part", "places_of"]
 
@@ -140,12 +140,40 @@ class Place:
     """Whether batches of the group come in parts."""
     is_large: bool = False
     """Whether it is a whole batch of more samples than are to be trained on at once."""
-    size: int | None = None
-    """Samples of it that count: none of those that are given a second time; None: unknown."""
+    size: float | None = None
+    """Samples of it that count: none of those that are given a second time; None: unknown. Where
+    the samples of a batch that is split are unknown, it counts as one."""
     total: int = 0
-    """The same of all that this worker has in the group."""
+    """The same of all that this worker has in the group; 0: unknown, or none."""
     share: float = 1.0
     """What the mean over these counts for in the mean over the workers."""
+    weight: float = 1.0
+    """What a part counts for in its batch; 0 for samples of it that are given a second time."""
+
+    def parts(self, number: int, rows: int, planned: int) -> Sequence[Place]:
+        """Return the places of the parts into which a batch is split, `number` of them.
+
+        Args:
+            number: of parts.
+            rows: the first dimension of the batch, which its parts share.
+            planned: the most parts of any batch of the group.
+        """
+        sizes = [high - low for low, high in (even_part(rows, number, i) for i in range(number))]
+        weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
+        whole = 1.0 if self.size is None else self.size
+        return [
+            replace(
+                self,
+                position=self.position + index,
+                planned=self.planned * planned,
+                is_last=self.is_last and index == number - 1,
+                ends_step=self.ends_step and index == number - 1,
+                is_part=True,
+                size=whole * weight,
+                weight=self.weight * weight,
+            )
+            for index, weight in enumerate(weights)
+        ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -164,15 +192,19 @@ def places_of(
         at_once: the most samples of a worker that are trained on at once.
         in_parts: whether larger batches come in parts, equally many on all workers.
     """
-    counts: list[tuple[int, int, bool]] = []
+    counts: list[tuple[int, int, bool, float]] = []
     numbers = [_num_parts(size, world_size, at_once) for size in sizes]
+    is_part = in_parts and max(numbers) > 1
     for step, (size, number) in enumerate(zip(sizes, numbers, strict=True)):
         first, stop = even_part(size, world_size, rank)
-        own = stop - first if rank < size else 0
-        spans = [even_part(stop - first, number, i) for i in range(number)] if in_parts else []
-        parts = [high - low if i < own else 0 for i, (low, high) in enumerate(spans)] or [own]
-        counts += [(count, step, i == len(parts) - 1) for i, count in enumerate(parts)]
-    total = sum(count for count, _, _ in counts)
+        rows, number = stop - first, number if in_parts else 1
+        for i in range(number):
+            low, high = even_part(rows, number, i)
+            count = high - low if i < rows else 0
+            own = count if rank < size else 0
+            weight = count / rows if own or not is_part else 0.0
+            counts.append((own, step, i == number - 1, weight))
+    total = sum(count for count, *_ in counts)
     return tuple(
         Place(
             position=position,
@@ -180,13 +212,14 @@ def places_of(
             is_last=position == len(counts) - 1,
             step=step,
             ends_step=ends_step,
-            is_part=in_parts and max(numbers) > 1,
+            is_part=is_part,
             is_large=not in_parts and numbers[step] > 1,
             size=count,
             total=total,
             share=total * world_size / sum(sizes),
+            weight=weight,
         )
-        for position, (count, step, ends_step) in enumerate(counts)
+        for position, (count, step, ends_step, weight) in enumerate(counts)
     )
 
 

@@ -13,6 +13,7 @@ EventKind = Literal[
     "started",
     "lost",
     "hung",
+    "split",
     "resumed",
     "grown",
     "restarted",
@@ -28,7 +29,8 @@ class Event:
 
     kind: EventKind
     """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
-    and is killed. ``resumed``: a new generation of the same or fewer workers, after a loss, an
+    and is killed. ``split``: a worker ran out of memory in a step, which is done again with batches
+    in more parts. ``resumed``: a new generation of the same or fewer workers, after a loss, an
     error or an interruption. ``grown``: a new generation with replacement workers. ``restarted``:
     workers anew, from the snapshot. ``newcomer_failed``: a worker died or raised before it joined,
     at a start as well. ``waiting``: too few workers, and no room for more. ``user_error``: user
@@ -46,6 +48,8 @@ class Event:
     num_batches: int = 0
     """For ``lost``: batches of the call under way whose metrics died with the worker. The steps
     are not lost, and ``num_samples`` is exact; means are over the batches that are left."""
+    factor: int = 1
+    """For ``split``: in how many parts each batch is trained from then on."""
     num_workers: int = 0
     """Workers there are after it."""
     seconds: float = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from raysgd.context import PausedError
+from raysgd.context import OutOfMemoryError, PausedError
 from raysgd.data import Dataset
 from raysgd.data.source import ShardedSource, Source
 from raysgd.loop.operator_base import checked_result
@@ -156,6 +156,7 @@ class Loop:
         start_step: int = 0,
         limit: float | None = None,
         repeats: bool = False,
+        split: int | None = None,
     ) -> Mapping[str, Any]:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
@@ -167,6 +168,8 @@ class Loop:
         registration.check_averaged()
         if self._call != call:
             self._begin(call)
+        if split is not None:
+            registration.raise_split(split)
         self._profile(profile)
         self._until_epoch = until_epoch
         source, changed = registration.training_source(dataset)
@@ -218,8 +221,11 @@ class Loop:
                 registration.meters = None  # what it measured will be measured again
             self._settle_failure(segment, source)
             return
-        except BaseException:
+        except BaseException as error:
+            batch, in_step = segment.batch, segment.in_step
             self._settle_failure(segment, source)
+            if in_step and (split := registration.split_after(error, batch)):
+                raise OutOfMemoryError(split) from error
             raise
         if left:
             self._settle_rest(source, left)

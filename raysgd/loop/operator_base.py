@@ -139,12 +139,17 @@ class OperatorBase:
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
-        """Add what ``train_batch`` returned for a batch, or for a part of one."""
+        """Add what ``train_batch`` returned for a batch, or a part of one, once its update is made.
+
+        Until then it may be taken back, and trained again.
+        """
         place = self._registration.place
-        metrics, num_samples = checked_metrics(self.train_batch, returned)
-        if place.is_part and place.size == 0:  # its samples were in the part before as well
-            metrics, num_samples = {}, 0
-        meters.update(metrics, num_samples, is_batch=place.ends_step)
+        metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
+        if not place.weight:  # its samples were in the part before as well
+            metrics, weight = {}, 0
+        meters.hold(metrics, weight, place.ends_step)
+        if place.is_last:
+            meters.settle()
 
     def _check_single(self) -> None:
         """Refuse to train one of several models or optimizers and leave out the others."""
@@ -177,9 +182,11 @@ class OperatorBase:
         )
 
 
-def checked_metrics(method: Callable[..., Any], metrics: Any) -> tuple[Mapping[str, Any], float]:
-    """Return what a batch returned, and its weight."""
-    return metrics, checked_result(method, metrics).get(NUM_SAMPLES, 1)
+def checked_metrics(
+    method: Callable[..., Any], metrics: Any, weight: float = 1
+) -> tuple[Mapping[str, Any], float]:
+    """Return what a batch returned, and its weight, which is `weight` unless it says another."""
+    return metrics, checked_result(method, metrics).get(NUM_SAMPLES, weight)
 
 
 def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:

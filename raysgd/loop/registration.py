@@ -16,6 +16,7 @@ from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.parts import Parts
+from raysgd.loop.split import Split
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 from raysgd.timers import TimerCollection
@@ -87,6 +88,8 @@ class Registration(ABC):
         """Whether the loop takes large batches in parts."""
         self.parts = Parts()
         """Whether it may."""
+        self.split = Split()
+        """In how many parts each batch is trained, since memory ran out."""
         self._said: set[str] = set()
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
@@ -264,6 +267,8 @@ class Registration(ABC):
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         if own := {name: seed for name, seed in seeds.items() if seed is not None}:
             position["loader_seeds"] = own
+        if split := self.split.state():
+            position["split"] = split
         if self._trains_on != "train":
             # the offset is one in the data set that was given with the newest call
             position["trains_on"] = self._trains_on
@@ -274,6 +279,7 @@ class Registration(ABC):
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
         self._trains_on = position.get("trains_on", "train")
+        self.split = Split(**position.get("split", {}))
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
@@ -332,6 +338,19 @@ class Registration(ABC):
                 self.settings.options.num_workers,
                 self.parts.why_not or "only the default train_epoch takes it in parts",
             )
+
+    # ---- memory
+
+    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+        """Return the parts in which to train a batch, with their places: the batch, as a rule."""
+        return [(batch, place)]
+
+    def split_after(self, error: BaseException, batch: Any) -> int:
+        """Return in how many parts to train batches after an error in a step; 0: it is an error."""
+        return 0
+
+    def raise_split(self, factor: int) -> None:  # noqa: B027
+        """Train batches in more parts. Every rank must do so at the same step."""
 
     def say(self, key: str, message: str, *values: Any) -> None:
         """Log something, once, on one worker."""

@@ -194,6 +194,7 @@ class OperatorRunner(ABC):
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
+            split=registration.split.factor,
             latest=latest,
         )
 
@@ -231,6 +232,7 @@ class OperatorRunner(ABC):
         start_step: int = 0,
         limit: float | None = None,
         repeats: bool = False,
+        split: int | None = None,
     ) -> Mapping[str, Any] | None:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
@@ -245,6 +247,7 @@ class OperatorRunner(ABC):
             start_step: steps that were done before the call; some may have to be done again.
             limit: so many steps, or such a share of them, make an epoch; None: all.
             repeats: whether each epoch has the batches of the first.
+            split: in how many parts to train each batch at the least, since memory has run out.
 
         Returns:
             The metrics; None if it stopped at the step `callback_pause` before it was there. The
@@ -254,7 +257,16 @@ class OperatorRunner(ABC):
         self.signal.callback_pause = callback_pause
         try:
             return loop.train(
-                call, until_epoch, until_step, info, profile, dataset, start_step, limit, repeats
+                call,
+                until_epoch,
+                until_step,
+                info,
+                profile,
+                dataset,
+                start_step,
+                limit,
+                repeats,
+                split,
             )
         except PausedError:
             if callback_pause is None or self._registration.global_step < callback_pause:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ class Segment:
     write themselves are counted like the default one. With gradient accumulation batches come
     in groups, the update follows the last one of a group, and they are committed together. Where
     workers are missing, so that a worker's batch is larger, the default loop takes it in parts that
-    make one update as well.
+    make one update as well; and so it does where batches are split since memory ran out.
 
     Args:
         registration: where the steps are counted.
@@ -60,6 +61,10 @@ class Segment:
         self._started = time.perf_counter()
         self._signal = signal
         self._in_flight: list[Any] = []
+        # of the batch under way, where it is split
+        self._parts: deque[tuple[Any, Place]] = deque()
+        self.batch: Any = None
+        """The batch under way, all parts of it."""
         self._places: Sequence[Place] | None = None
         self._place = Place()
         registration.in_parts = False
@@ -90,6 +95,11 @@ class Segment:
     def num_finished(self) -> int:
         """Batches that are finished, also those whose update is still to come."""
         return self.num_batches + (self._place.step if self._in_flight else 0)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is under way, and has not come to its end by what the loader raised."""
+        return bool(self._in_flight) and not self.loader_failed
 
     @property
     def num_taken(self) -> int | None:
@@ -126,6 +136,8 @@ class Segment:
         if self._in_flight and self._place.is_last:
             self._commit()
         self._signal.raise_stop()
+        if self._parts:
+            return self._next_part()
         if not self._in_flight and self._is_at_end():
             self._ended = True
             raise StopIteration
@@ -138,7 +150,14 @@ class Segment:
         # what is shared out is read again by its offset
         self._in_flight.append(None if self._source.sharded else batch)
         self._begin_batch()
-        return batch
+        self.batch = batch
+        self._parts.extend(self._registration.split_batch(batch, self._place))
+        return self._next_part()
+
+    def _next_part(self) -> Any:
+        part, self._place = self._parts.popleft()
+        self._registration.begin_batch(self._place)
+        return part
 
     def _is_at_end(self) -> bool:
         if self._exhausted or self.num_batches == self.total_batches:
@@ -174,9 +193,14 @@ class Segment:
         """Give up the group in flight; return its batches, and one that was taken ahead."""
         lost = self._in_flight + ([] if self._ahead is _NOTHING else [self._ahead])
         self._in_flight, self._ahead = [], _NOTHING
+        self._forget_batch()
         self._registration.roll_back()
         self._registration.place = Place()
         return lost
+
+    def _forget_batch(self) -> None:
+        self._parts.clear()
+        self.batch = None
 
     def _begin_batch(self) -> None:
         registration, position = self._registration, len(self._in_flight) - 1
@@ -194,7 +218,6 @@ class Segment:
                 self._ahead = self._take()
                 is_last = self._ahead is _NOTHING
             self._place = Place(position, self._planned, is_last, step=position)
-        registration.begin_batch(self._place)
 
     def _take(self) -> Any:
         """Return the next batch, or nothing where this rank or another has none left."""
@@ -224,6 +247,7 @@ class Segment:
         self._registration.commit(num_steps)
         self._registration.place = Place()
         self._in_flight = []
+        self._forget_batch()
         self.num_batches += num_steps
         if self._on_commit is not None:
             self._note_offset()

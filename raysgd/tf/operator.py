@@ -81,7 +81,7 @@ class TrainingOperator(OperatorBase):
         meters = self._registration.new_meters()
         with self.timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
-                batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
+                batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
                 self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return meters.summary()
 

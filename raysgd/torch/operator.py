@@ -37,6 +37,7 @@ from raysgd.torch.batches import (
 )
 from raysgd.torch.checks import needs_metric
 from raysgd.torch.ddp import plain
+from raysgd.torch.memory import free_memory
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
 
@@ -117,7 +118,7 @@ class TrainingOperator(OperatorBase):
         per_batch = self.scheduler_step_freq == "batch"
         with timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
-                batch_info = self._batch_info(info, meters.batch_count, epoch_idx)
+                batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
                 try:
                     self._measure(meters, self.train_batch(batch, batch_info))
                 except BaseException as error:
@@ -177,20 +178,40 @@ class TrainingOperator(OperatorBase):
         The numbers of batches may differ between workers: nothing here may communicate.
         """
         self.train_mode(False)
+        self._registration.validation_split = 1
         meters = self._registration.new_meters()
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                try:
-                    metrics = self.validate_batch(batch, batch_info)
-                except Exception as error:
-                    self._note_batch(error, "validate_batch", batch)
-                    raise
-                meters.update(*checked_metrics(self.validate_batch, metrics))
+                for measured in self._evaluated(batch, batch_info):
+                    meters.update(*measured)
         result = meters.summary()
         if self._no_accuracy:
             result["no_val_accuracy"], self._no_accuracy = self._no_accuracy, None
         return result
+
+    def _evaluated(
+        self, batch: Any, batch_info: dict[str, Any]
+    ) -> list[tuple[Mapping[str, Any], float, bool]]:
+        """Evaluate a batch, in parts where memory asks for it; return what meters take of each."""
+        registration = self._registration
+        while True:
+            parts = registration.validation_parts(batch)
+            try:
+                return [
+                    (
+                        *checked_metrics(
+                            self.validate_batch, self.validate_batch(part, batch_info), weight
+                        ),
+                        index == len(parts),
+                    )
+                    for index, (part, weight) in enumerate(parts, start=1)
+                ]
+            except Exception as error:
+                if not registration.splits_validation_after(error, batch):
+                    self._note_batch(error, "validate_batch", batch)
+                    raise
+            free_memory()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, of a kind that `train_batch` takes.

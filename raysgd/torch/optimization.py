@@ -19,7 +19,7 @@ from raysgd.data.shard import Place
 from raysgd.loop.parts import Parts
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
-from raysgd.torch.undo import UndoLog
+from raysgd.torch.undo import UndoLog, UpdateWatch
 
 __all__ = ["Group", "Optimization", "check_count"]
 
@@ -104,9 +104,10 @@ class Group:
         # what is given to a worker for a second time counts for nothing
         self._this = size = 0.0 if place.size == 0 else given
         if self._held == 0:
-            self._taken_as = (
-                place.planned * size if not place.size else size * place.total / place.size
-            )
+            if place.size and place.total:
+                self._taken_as = size * place.total / place.size
+            else:
+                self._taken_as = place.planned * size
         correction = 1.0
         total = self._held + size
         if self.is_last and total != self._taken_as:
@@ -169,12 +170,18 @@ class Optimization:
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._seen: dict[int, list[tuple[int, int]]] = {}
         self._undo_log = UndoLog()
+        self.watches_updates = False
+        """Whether to find out if an update that failed has changed anything."""
+        self._update: UpdateWatch | None = None
+        self.is_half_made = False
+        """Whether an update failed half-way, and cannot be taken back."""
         self._in_batch = False
         self._in_group = False
         self._in_helper = False
         self._has_stepped = False
         self._used = False
         self._scheduled = False
+        self._checks_steps = False
         self.exchanges: dict[int, HorovodExchange] = {}
         """Of Horovod, by the ids of the optimizers; without it there are none."""
 
@@ -207,21 +214,29 @@ class Optimization:
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._on_step)
-            if (
-                accumulation_steps > 1
-                or max_grad_norm is not None
-                or self.precision.scales
-                or may_come_in_parts
-            ):
-                optimizer.register_step_pre_hook(self._check_step)
             if len(optimizers) > 1:
                 optimizer.register_step_pre_hook(self._remember)
+        if (
+            accumulation_steps > 1
+            or max_grad_norm is not None
+            or self.precision.scales
+            or may_come_in_parts
+        ):
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        if not self._checks_steps:
+            self._checks_steps = True
+            for optimizer in self._optimizers:
+                optimizer.register_step_pre_hook(self._check_step)
 
     # ---- batches
 
     def begin_batch(self, models: list[torch.nn.Module], place: Place) -> None:
         """Begin a batch of a group, or a part of one."""
-        self._in_batch, self._has_stepped = True, False
+        if place.is_part:
+            self._check_steps()
+        self._in_batch, self._has_stepped, self.is_half_made = True, False, False
         if place.position == 0:
             self._stepped.clear()  # of steps that user code made outside of any batch
         elif place.is_part and not self._used:
@@ -281,6 +296,9 @@ class Optimization:
 
     def roll_back(self) -> None:
         """Take back what a group that was given up has left behind."""
+        update, self._update = self._update, None
+        if update is not None and not self._undo_log.holds(update.optimizer):
+            self.is_half_made = not update.take_back()
         self._undo_log.roll_back()
         self.precision.abandon()
         for exchange in self.exchanges.values():
@@ -354,7 +372,10 @@ class Optimization:
                 self.precision.unscale(optimizer)
                 parameters = self.precision.parameters(optimizer)
                 torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            if self.watches_updates:
+                self._update = UpdateWatch(optimizer)
             self.precision.step(optimizer)
+            self._update = None
         finally:
             self._in_helper = False
         self._on_step(optimizer)  # also where an overflow made the precision skip it

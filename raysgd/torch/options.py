@@ -24,9 +24,10 @@ class TorchOptions(Options):
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
     monitor: str | None = None
+    split_on_oom: bool = True
 
     trainer = "TorchTrainer"
-    flags = ("wrap_ddp", *Options.flags)
+    flags = ("wrap_ddp", "split_on_oom", *Options.flags)
     precisions = PRECISIONS
 
     def __post_init__(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.context import WorkerContext
@@ -31,6 +34,7 @@ from raysgd.torch.checks import (
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
+from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_memory
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
@@ -41,6 +45,12 @@ from raysgd.trees import loading
 __all__ = ["OperatorSettings", "TorchRegistration"]
 
 logger = logging.getLogger(__name__)
+
+_NOT_SPLIT = "The step is not done again with each batch in parts: {}."
+_HALF_MADE = (
+    "memory ran out in the midst of the update, which cannot be taken back, and no worker has made "
+    "it. Load a checkpoint to go on from"
+)
 
 
 @dataclass
@@ -73,6 +83,9 @@ class TorchRegistration(Registration):
         self._schedule_states: list[Any] = []
         self.averages: Averages | None = None
         """Averages of the models, where a callback has asked for them."""
+        self.validation_split = 1
+        """In how many parts batches are evaluated, since memory ran out in this validation."""
+        self._half_made: tuple[int, BaseException] | None = None
         self.optimization = Optimization(
             create_precision(
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
@@ -121,6 +134,7 @@ class TorchRegistration(Registration):
         self.optimization.register(
             self.optimizers, accumulation_steps, max_grad_norm, may_come_in_parts
         )
+        self.optimization.watches_updates = self.settings.options.split_on_oom
         self.accumulation_steps = accumulation_steps
         self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
@@ -337,6 +351,7 @@ class TorchRegistration(Registration):
         self.optimization.check_complete()
         self.optimization.commit()
         self.global_step += num_batches
+        self.split = self.split.eased(self.global_step, self.epoch)
         self._buffers.remember_step()
         if self.averages is not None:
             self.averages.note_update()
@@ -393,6 +408,103 @@ class TorchRegistration(Registration):
     def validating(self) -> Iterator[None]:
         with ddp.no_forward_sync(self.models), self.with_averages():
             yield
+
+    # ---- memory
+
+    @functools.cached_property
+    def _batch_norms(self) -> set[type[torch.nn.Module]]:
+        modules = (module for model in self.models for module in model.modules())
+        return {type(module) for module in modules if isinstance(module, _BatchNorm)}
+
+    @property
+    def _smallest_part(self) -> int:
+        """Samples that a part of a batch has at the least: batch normalization fails on one."""
+        return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self._batch_norms) else 2
+
+    def _num_parts(self, rows: int) -> int:
+        """Return in how many parts to train a batch; a forward pass may communicate.
+
+        So they are equally many on all workers, but where batch normalization forbids that.
+        """
+        factor, smallest = self.split.factor, self._smallest_part
+        return factor if smallest == 1 else max(1, min(factor, rows // smallest))
+
+    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+        if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
+            return super().split_batch(batch, place)
+        try:
+            rows = num_rows(batch)
+        except TypeError:  # it is of another kind than the one that memory ran out with
+            return super().split_batch(batch, place)
+        if (number := self._num_parts(rows)) == 1:
+            return super().split_batch(batch, place)
+        places = place.parts(number, rows, self.split.factor)
+        return list(zip(batch_parts(batch, number), places, strict=True))
+
+    def split_after(self, error: BaseException, batch: Any) -> int:
+        options, factor = self.settings.options, self.split.factor
+        if not options.split_on_oom or not ran_out_of_memory(error):
+            return 0
+        why_not = self.parts.why_not or self._why_not_split(batch, factor, self._smallest_part)
+        if not self.in_parts:
+            why_not = why_not or "train_epoch is not the default one"
+        if self.optimization.is_half_made and not self.context.distributed:
+            why_not = _HALF_MADE
+        if why_not:
+            error.add_note(_NOT_SPLIT.format(why_not))
+            return 0
+        if self.optimization.is_half_made:  # another worker may have made it
+            self._half_made = self.global_step, error
+        return 2 * factor
+
+    def _why_not_split(self, batch: Any, factor: int, smallest: int) -> str:
+        """Say why a batch cannot be split into more parts; nothing if it can."""
+        try:
+            rows = num_rows(batch)
+        except TypeError as error:
+            return f"the batch cannot be split, since {error}"
+        if rows // smallest <= factor:
+            return f"the batch of {rows} samples is in {min(factor, rows)} parts already"
+        return ""
+
+    def raise_split(self, factor: int) -> None:
+        half_made, self._half_made = self._half_made, None
+        if half_made is not None and half_made[0] == self.global_step:
+            half_made[1].add_note(_NOT_SPLIT.format(_HALF_MADE))
+            raise half_made[1]
+        self.split = self.split.raised(factor, self.global_step)
+        free_memory()
+        if self._batch_norms:
+            self.say(
+                "batch norm",
+                "Batch normalization sees the parts of a batch, and not all of it, so that the "
+                "result is another than with more memory.",
+            )
+
+    def validation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
+        """Return the parts in which to evaluate a batch, and what each counts for."""
+        if self.validation_split == 1:
+            return [(batch, 1.0)]
+        parts = batch_parts(batch, min(self.validation_split, num_rows(batch)))
+        rows = [num_rows(part) for part in parts]
+        return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]
+
+    def splits_validation_after(self, error: BaseException, batch: Any) -> bool:
+        """Whether a batch is evaluated again, in more parts, after an error."""
+        if not self.settings.options.split_on_oom or not ran_out_of_memory(error):
+            return False
+        if why_not := self._why_not_split(batch, self.validation_split, smallest=1):
+            error.add_note(f"The batch is not evaluated in parts: {why_not}.")
+            return False
+        self.validation_split *= 2
+        logger.warning(
+            "Worker %d ran out of memory in a validation, which goes on with each batch in %d "
+            "parts: %r",
+            self.context.world_rank,
+            self.validation_split,
+            error,
+        )
+        return True
 
     # ---- generations
 

@@ -77,6 +77,8 @@ class TorchTrainer(OperatorTrainer):
         scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
         monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or each
             epoch if it is one of training; with ``scheduler_step_freq="epoch"``.
+        split_on_oom: whether a step that runs out of memory is done again with each batch in parts
+            that make one update, on all workers. False: the error is raised.
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
             started nor imported, and torch keeps the threads that this process gave it.
         elastic: what to do about workers that are lost or come back; the defaults need none.
@@ -115,6 +117,7 @@ class TorchTrainer(OperatorTrainer):
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         monitor: str | None = None,
+        split_on_oom: bool = True,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
         callbacks: Iterable[Callback] = (),
@@ -141,6 +144,7 @@ class TorchTrainer(OperatorTrainer):
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
             monitor=monitor,
+            split_on_oom=split_on_oom,
             use_local=use_local,
             elastic=elastic,
         )

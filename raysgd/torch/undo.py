@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from raysgd.trees import map_leaves
 
-__all__ = ["BufferLog", "UndoLog"]
+__all__ = ["BufferLog", "UndoLog", "UpdateWatch"]
 
 _NUM_COMPARED = 2
 """After how many steps each buffer is compared with what is remembered of it."""
@@ -36,6 +36,10 @@ class UndoLog:
             image.take()
             self._pending.append(image)
 
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether what `optimizer` does can be undone."""
+        return any(image.is_of(optimizer) for image in self._pending)
+
     def roll_back(self) -> None:
         """Undo all that was done to what is remembered, and forget it."""
         while self._pending:  # the last first: optimizers may share a parameter
@@ -59,6 +63,9 @@ class _BeforeImage:
         self._groups: list[dict[str, Any]] = []
         self._tensors: dict[Any, list[torch.Tensor]] = {}
         self._copies: dict[Any, list[torch.Tensor]] = {}
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._optimizer is optimizer
 
     @torch.no_grad()
     def take(self) -> None:
@@ -95,6 +102,30 @@ class _BeforeImage:
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             group.update(before)
+
+
+class UpdateWatch:
+    """Knows whether an update that failed has changed anything, by torch's counts of changes.
+
+    To copy what an optimizer changes, for the case that memory runs out in it, would take the
+    memory. What it makes at its first step, which is when it most likely runs out, is taken back.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._state = {key: dict(held) for key, held in optimizer.state.items()}
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        for held in self._state.values():
+            tensors += [value for value in held.values() if isinstance(value, torch.Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    def take_back(self) -> bool:
+        """Take back what the update has made; returns whether that is all that it has done."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            return False
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+        return True
 
 
 class BufferLog:

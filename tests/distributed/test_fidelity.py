@@ -1,13 +1,15 @@
-"""Real workers are lost and replaced, and what is learnt is what one plain process learns."""
+"""Real workers are lost and replaced, or run out of memory: what is learnt is the same."""
 
 import time
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import ElasticConfig, TorchTrainer
+from raysgd.loop.split import Split
 from raysgd.testing import chaos
-from raysgd.testing.chaos import Chaos, Fault
 from raysgd.utils import BATCH_SIZE
 from tests.fidelity import Exact, flat, plain_run
 
@@ -15,10 +17,41 @@ CONFIG = {"num_samples": 203, "num_epochs": 3, "shuffle": True, BATCH_SIZE: 14}
 """Neither the samples nor a step divide by any number of workers."""
 
 
+class Fault:
+    """Where in a step this worker runs out of memory next."""
+
+    where = None
+
+    @classmethod
+    def happen(cls, where):
+        if cls.where == where:
+            cls.where = None
+            raise MemoryError(where)
+
+
+def exchange(state, bucket):
+    Fault.happen("exchange")
+    return allreduce_hook(state, bucket)
+
+
 class Waiting(Exact):
-    """So slow in a smaller group that replacement workers arrive long before the end."""
+    """So slow in a smaller group that replacement workers arrive long before the end.
+
+    It runs out of memory where its `faults` say so, by rank and step.
+    """
+
+    def setup(self, config):
+        super().setup(config)
+        self.faults = dict(config.get("faults", {}))
+        self.unwrapped(self.model).own.register_hook(lambda _: Fault.happen("backward"))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(None, exchange)
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: Fault.happen("update"))
 
     def train_batch(self, batch, batch_info):
+        Fault.where = self.faults.pop((self.world_rank, batch_info["global_step"]), Fault.where)
+        Fault.happen("forward")
         if self.world_size < self.config.get("until_size", 0):
             time.sleep(0.2)
         return super().train_batch(batch, batch_info)
@@ -29,6 +62,22 @@ def train_on(trainer):
     while trainer.global_step < 45:
         trainer.train()
         react(trainer)
+
+
+def run_out(trainer, where, rank):
+    """Train a step in which a worker runs out of memory."""
+    step, num_events = trainer.global_step, len(trainer.events)
+
+    def plan(operator):
+        operator._registration.split = Split()
+        operator.faults = {(rank, step): where}
+
+    trainer.apply_all_operators(plan)
+    trainer.train(num_steps=1)
+    happened = [event for event in trainer.events[num_events:] if event.kind == "split"]
+    assert [(event.ranks, event.factor) for event in happened] == [((rank,), 2)]
+    learnt = trainer.apply_all_operators(lambda operator: flat(operator.model))
+    assert all(torch.equal(each, learnt[0]) for each in learnt)
 
 
 def react(trainer):
@@ -72,17 +121,19 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
     saved = tmp_path / "state.pt"
     with TorchTrainer(
         training_operator_cls=Waiting,
-        config={**CONFIG, "until_size": 4},
+        # in the step in which another is killed, and while a replacement is on its way
+        config={**CONFIG, "until_size": 4, "faults": {(0, 3): "forward", (1, 6): "backward"}},
         num_workers=4,
         scheduler_step_freq="batch",
         elastic=ElasticConfig(resize_cooldown_s=0.0),
     ) as trainer:
         assert trainer.config[BATCH_SIZE] == 14
-        faults = [Fault(rank=1, step=3), Fault(rank=0, step=21)]
-        with Chaos(trainer, faults) as injected:
-            trainer.train()
+        faults = [chaos.Fault(rank=1, step=3), chaos.Fault(rank=0, step=21)]
+        with chaos.Chaos(trainer, faults) as injected:
+            assert trainer.train()["num_samples"] == 203
             react(trainer)
-            trainer.train(num_steps=4)
+            for rank, where in ((0, "forward"), (1, "backward"), (1, "exchange"), (0, "update")):
+                run_out(trainer, where, rank)
             trainer.save(saved)
             train_on(trainer)
         assert not injected.pending

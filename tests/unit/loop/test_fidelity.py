@@ -15,7 +15,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from raysgd import ElasticConfig
-from raysgd.context import WorkerContext
+from raysgd.context import OutOfMemoryError, WorkerContext
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
@@ -32,23 +32,29 @@ class Mortal(Exact):
     """Dies at a step when it is told to: before its update, after it, or between its parts.
 
     It may have something to tell the others after its update, which they wait for.
+    Or it runs out of memory.
     """
 
     death = step = None
     part = 0
+    error = DiedError
 
     def train_batch(self, batch, batch_info):
         step = batch_info["global_step"]
         self.part = self.part + 1 if step == self.step else 0
         self.step = step
         if self.death == (step, "before") or (self.death == (step, "between") and self.part):
-            raise DiedError
+            self.end()
         result = super().train_batch(batch, batch_info)
         if self.death == (step, "after") and self._registration.place.is_last:
-            raise DiedError
+            self.end()
         if self.config.get("tells", False):
             gather(self, None)
         return result
+
+    def end(self):
+        self.death = None
+        raise self.error
 
 
 def gather(operator, value):
@@ -123,10 +129,10 @@ class Worker:
         self.runner.rejoin(context, leader)
         self.is_new = False
 
-    def train(self, until_step):
+    def train(self, until_step, split):
         try:
-            self.runner.train(call=0, until_step=until_step)
-        except (DiedError, threading.BrokenBarrierError) as error:
+            self.runner.train(call=0, until_step=until_step, split=split)
+        except (DiedError, MemoryError, OutOfMemoryError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
         return None
@@ -153,8 +159,8 @@ class Workers:
         meeting = Meeting(size)
         self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader))
 
-    def train(self, until_step):
-        ends = self.each(lambda rank, member: member.train(until_step))
+    def train(self, until_step, split=None):
+        ends = self.each(lambda rank, member: member.train(until_step, split))
         left = [
             member
             for member, end in zip(self.members, ends, strict=True)
@@ -163,7 +169,8 @@ class Workers:
         if len(left) < len(self.members) or any(ends):
             self.members = left
             self.enter()
-            self.train(until_step)
+            splits = [end.split for end in ends if isinstance(end, OutOfMemoryError)]
+            self.train(until_step, max(splits, default=None))
 
     def grow(self, size):
         self.members += [Worker(*self.arguments, **self.options) for _ in range(size)]
@@ -206,7 +213,7 @@ happenings = st.lists(
     st.one_of(
         st.tuples(st.just("train"), st.integers(1, 9)),
         st.tuples(
-            st.just("lose"),
+            st.sampled_from(["lose", "run out"]),
             st.integers(0, 4),
             st.integers(0, 4),
             st.sampled_from(["before", "between", "after"]),
@@ -238,6 +245,10 @@ YES, NO = (True, True), (False, True)
 @example(4, 1, 5, False, 61, 1, False, NO, [("train", 1), ("join", 2), ("lose", 1, 2, "after")])
 @example(3, 3, 7, True, 53, 2, False, YES, [("lose", 0, 1, "between"), ("lose", 1, 3, "before")])
 @example(4, 3, 1, False, 22, 1, False, NO, [("lose", 0, 1, "after"), ("lose", 1, 2, "between")])
+@example(
+    3, 3, 5, True, 53, 2, False, YES, [("run out", 1, 1, "after"), ("run out", 0, 2, "between")]
+)
+@example(4, 3, 4, False, 50, 1, False, NO, [("run out", 1, 1, "before"), ("lose", 0, 2, "after")])
 def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
     full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
@@ -266,9 +277,12 @@ def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
         event(what)
         if what == "train":
             workers.train(goal(workers.step + details[0]))
-        elif what == "lose" and len(workers) > 1 and workers.step < num_steps:
+        elif what in ("lose", "run out") and workers.step < num_steps:
             rank, later, when = details
+            if what == "lose" and len(workers) == 1:
+                continue
             dying = workers.members[rank % len(workers)]
+            dying.operator.error = DiedError if what == "lose" else MemoryError
             dying.operator.death = (workers.step + later, when)
             workers.train(goal(workers.step + later + 1))
             dying.operator.death = None

@@ -1,0 +1,89 @@
+"""When memory runs out: which errors say so, what is freed, and batches in parts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysgd.data.shard import even_part
+
+__all__ = ["batch_parts", "free_memory", "num_rows", "ran_out_of_memory"]
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: "
+"""Of it torch has no error class."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left, of a GPU or of this process."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def free_memory() -> None:
+    """Free what a failed step has left: frames refer to each other, and torch keeps GPU memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def num_rows(batch: Any) -> int:
+    """Return the first dimension that all tensors of a batch have.
+
+    Raises:
+        TypeError: if there is none, so that it cannot be split; it says why.
+    """
+    sizes: set[int] = set()
+
+    def measure(tensor: Any) -> Any:
+        if not tensor.shape:
+            raise TypeError("it holds a tensor without dimensions")
+        if getattr(tensor, "layout", torch.strided) is not torch.strided:
+            raise TypeError("it holds a sparse tensor")
+        sizes.add(len(tensor))
+        return tensor
+
+    _mapped(batch, measure)
+    if len(sizes) != 1:
+        shown = " and ".join(map(str, sorted(sizes))) or "none"
+        raise TypeError(f"its tensors do not share a first dimension ({shown})")
+    return sizes.pop()
+
+
+def batch_parts(batch: Any, number: int) -> list[Any]:
+    """Return a batch as `number` parts; where it has fewer samples, some of them twice."""
+    rows = num_rows(batch)
+
+    def part(index: int) -> Any:
+        start, stop = even_part(rows, number, index)
+        return _mapped(batch, lambda tensor: tensor[start:stop])
+
+    return [part(index) for index in range(number)]
+
+
+def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a batch with a function applied to its tensors, whatever they are in."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return function(batch)
+    if batch is None:
+        return None
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(item, function) for item in batch))
+    if type(batch) in (tuple, list):
+        return type(batch)(_mapped(item, function) for item in batch)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        for key, item in batch.items():
+            made[key] = _mapped(item, function)
+        return made
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        held = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        mapped = {name: _mapped(item, function) for name, item in held.items()}
+        return dataclasses.replace(batch, **mapped)
+    raise TypeError(f"it holds a {type(batch).__name__}, which is no tensor")

@@ -1,0 +1,399 @@
+"""A step that runs out of memory is done again with each batch in parts, which learn the same."""
+
+import json
+import logging
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.errors import CheckpointError
+from raysgd.loop.split import Split
+from raysgd.report import make_report
+from raysgd.torch.memory import batch_parts, num_rows, ran_out_of_memory
+from tests.fidelity import Exact, flat, make_data
+from tests.operators import Classifier
+
+CONFIG = {"num_samples": 61, "num_epochs": 2, "batch_size": 8}
+MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+class Failing(torch.nn.Module):
+    """Fails in its forward pass, or in its backward pass, when it is told to."""
+
+    where = None
+
+    def forward(self, tensor):
+        self.fail("forward")
+        if self.where == "backward" and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.fail("backward"))
+        return tensor
+
+    def fail(self, where):
+        if self.where == where:
+            self.where = None
+            raise RuntimeError(MESSAGE)
+
+
+class Scarce(Exact):
+    """Runs out of memory in the steps of `faults`, each time once; or with too large a batch."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.failing, self.faults = Failing(), dict(config.get("faults", {}))
+        self.sizes = []
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
+
+    def train_batch(self, batch, batch_info):
+        features, ids, target = batch
+        self.sizes.append(len(ids))
+        self.failing.where = self.faults.pop(batch_info["global_step"], self.failing.where)
+        if len(ids) > self.config.get("room", 100):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = (self.failing(self.model(features, ids)) - target).square().mean()
+        self.backward(loss)
+        for optimizer in self.optimizers:
+            self.optimizer_step(optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(ids)}
+
+    def validate_batch(self, batch, batch_info):
+        if len(batch[1]) > self.config.get("room_to_validate", 100):
+            raise MemoryError
+        return super().validate_batch(batch, batch_info)
+
+
+def local(operator_cls=Scarce, config=None, **arguments):
+    return TorchTrainer(
+        training_operator_cls=operator_cls,
+        config={**CONFIG, **(config or {})},
+        use_local=True,
+        scheduler_step_freq="batch",
+        **arguments,
+    )
+
+
+def splits(trainer):
+    return [event.factor for event in trainer.events if event.kind == "split"]
+
+
+def sizes(trainer):
+    return trainer.get_local_operator().sizes
+
+
+# ---- the result is that of more memory
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.float16}])
+def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumulated, arguments):
+    class Clipped(Scarce):
+        def register(self, **given):
+            return super().register(max_grad_norm=0.05, **given)
+
+        def autocast(self):  # it trains in float64, with a scaled loss
+            return torch.autocast("cpu", enabled=False)
+
+    results = []
+    for faults in ({}, {1: "forward", 3: "backward", 6: "update"}):
+        config = {"accumulated": accumulated, "faults": faults, "shuffle": True}
+        with local(Clipped, config, **arguments) as trainer:
+            measured = [trainer.train(), trainer.train()]
+            results.append((measured, flat(trainer.get_model()), trainer.global_step))
+            assert splits(trainer) == ([2, 4, 8] if faults else [])
+            assert trainer.split == (8 if faults else 1)
+    (expected, weights, num_steps), (measured, own_weights, own_steps) = results
+    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
+    assert own_steps == num_steps == 16
+    for before, after in zip(expected, measured, strict=True):
+        for each in (before, after):
+            del each["last_train_loss"]
+        assert after == pytest.approx(before, rel=1e-12)
+
+
+def test_a_split_goes_on_until_the_batch_fits_and_holds(caplog):
+    with local(config={"room": 2}) as trainer:
+        trainer.train(num_steps=2)
+        assert splits(trainer) == [2, 4]
+        assert sizes(trainer) == [8, 4, *[2] * 8]
+        kinds = [event.kind for event in trainer.events]
+        assert kinds == ["started", "split", "resumed", "split", "resumed"]
+    (said,) = [r.getMessage() for r in caplog.records if "as 4 parts" in r.getMessage()]
+    assert said.startswith("Worker 0 ran out of memory after step 0.")
+    assert "CUDA out of memory." in said
+
+
+def test_a_step_whose_update_is_made_stays_done():
+    class Late(Scarce):
+        def train_batch(self, batch, batch_info):
+            result = super().train_batch(batch, batch_info)
+            if self.config["fails"] and batch_info["global_step"] == 2:
+                self._config["fails"] = False
+                raise MemoryError
+            return result
+
+    results = []
+    for fails in (False, True):
+        with local(Late, {"fails": fails}) as trainer:
+            measured = trainer.train()
+            assert measured["num_samples"] == 61
+            assert splits(trainer) == [2] * fails
+            results.append(flat(trainer.get_model()))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
+
+
+class Streamed(Scarce):
+    """Its loader is left as it is, and it does not say how many samples a batch has."""
+
+    def register_data(self, train_loader=None, validation_loader=None):
+        data = make_data(61)
+        batches = [data[start : start + 8] for start in range(0, 61, 8)]
+        super().register_data(train_loader=batches, validation_loader=validation_loader)
+
+    def train_batch(self, batch, batch_info):
+        return {"train_loss": super().train_batch(batch, batch_info)["train_loss"]}
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
+    results = []
+    for faults in ({}, {1: "forward", 4: "backward"}):
+        with local(Streamed, {"faults": faults, "accumulated": accumulated}) as trainer:
+            measured = trainer.train()
+            results.append((flat(trainer.get_model()), measured["train_loss"], measured))
+            assert trainer.split == (4 if faults else 1)
+    (weights, loss, before), (own_weights, own_loss, after) = results
+    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
+    assert own_loss == pytest.approx(loss, rel=1e-12)
+    assert before["batch_count"] == after["batch_count"] == 8
+    assert after["num_samples"] == pytest.approx(before["num_samples"])
+
+
+def test_a_validation_is_in_parts_where_it_has_to_be(caplog):
+    with local() as trainer:
+        expected = trainer.validate()
+    with local(config={"room_to_validate": 1}) as trainer:
+        measured = trainer.validate()
+        assert trainer.validate()["batch_count"] == expected["batch_count"]
+    del expected["last_val_loss"], measured["last_val_loss"]
+    assert measured == pytest.approx(expected, rel=1e-12)
+    assert "goes on with each batch in 4 parts: MemoryError()" in caplog.text
+
+
+# ---- what is done about it later
+
+
+def test_fewer_parts_are_tried_every_200_steps_and_once_an_epoch_where_that_fails():
+    split = Split().raised(2, step=3).raised(8, step=3)
+    assert split.eased(202, epoch=0).factor == 8
+    tried = split.eased(203, epoch=0)
+    assert tried.factor == 4
+    assert tried.eased(403, epoch=0).factor == 2
+    again = tried.raised(8, step=210)
+    assert again.eased(409, epoch=0).factor == again.eased(500, epoch=0).factor == 8
+    assert again.eased(409, epoch=1).factor == 8
+    later = again.eased(410, epoch=1)
+    assert later.factor == 4
+    assert later.raised(8, step=411).eased(900, epoch=1).factor == 8
+    assert later.raised(8, step=411).eased(900, epoch=2).factor == 4
+    whole = Split().raised(2, step=0).eased(200, epoch=0)
+    assert whole.factor == 1
+    for each in (Split(), tried, again, whole):  # what who joins is told
+        assert Split(**each.state()) == each
+
+
+def test_fewer_parts_are_tried_while_an_epoch_is_under_way(monkeypatch):
+    monkeypatch.setattr("raysgd.loop.split._TRIED_EVERY", 3)
+    with local(config={"faults": {1: "forward"}}) as trainer:
+        trainer.train()
+        assert trainer.split == 1
+        assert sizes(trainer) == [8, 8, *[4] * 6, 8, 8, 8, 5]
+
+
+def test_a_split_is_saved(tmp_path):
+    with local(config={"faults": {1: "forward"}}) as trainer:
+        trainer.train(num_steps=3)
+        trainer.save(tmp_path / "state.pt")
+    with local() as trainer:
+        trainer.load(tmp_path / "state.pt")
+        trainer.train(num_steps=1)
+        assert sizes(trainer) == [4, 4]
+        assert trainer.split == 2
+        state = trainer.state_dict()
+        for wrong in ([2], {"factor": 0}, {"factor": "x"}, {"parts": 2}):
+            with pytest.raises(CheckpointError, match="data\\['split'\\]"):
+                trainer.load_state_dict({**state, "data": {**state["data"], "split": wrong}})
+    with local(split_on_oom=False) as trainer:
+        trainer.load(tmp_path / "state.pt")
+        trainer.train(num_steps=1)
+        assert sizes(trainer) == [8]
+
+
+def test_the_files_of_a_run_and_its_report_tell_of_it(tmp_path):
+    with local(config={"faults": {9: "forward"}}, logdir=tmp_path) as trainer:
+        trainer.fit(2, validate_every=None)
+    first, second = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]
+    ]
+    assert "split" not in first
+    assert second["split"] == 2
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["kind"] == "split"]
+    assert (event["ranks"], event["factor"], event["step"]) == ([0], 2, 9)
+    assert MESSAGE in event["cause"]
+    report = make_report(tmp_path).read_text()
+    assert "<th>parts</th>" in report
+    assert '<td class="text">split</td>' in report
+
+
+# ---- where the error is raised
+
+
+def test_a_batch_of_one_sample_raises_the_error():
+    with local(config={"room": 0}) as trainer:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.train()
+        assert splits(trainer) == [2, 4, 8]
+    assert "the batch of 8 samples is in 8 parts already" in caught.value.__notes__[0]
+
+
+def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
+    class Normalized(Classifier):
+        def train_batch(self, batch, batch_info):
+            result = super().train_batch(batch, batch_info)
+            if len(batch[0]) > self.config["room"]:
+                raise MemoryError
+            return result
+
+    config = {"batch_norm": True, "batch_size": 9, "num_samples": 29, "room": 3}
+    trainer = TorchTrainer(training_operator_cls=Normalized, config=config, use_local=True)
+    with trainer, caplog.at_level(logging.WARNING):
+        trainer.train()
+        trainer.get_local_operator()._config["room"] = 1
+        with pytest.raises(MemoryError) as caught:
+            trainer.train()
+    assert caplog.text.count("Batch normalization sees the parts of a batch") == 1
+    assert "in 4 parts already" in caught.value.__notes__[0]
+
+
+def test_an_own_loop_raises_the_error_as_one_does_that_steps_by_itself():
+    class Loop(Scarce):
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            for batch in iterator:
+                self.train_batch(batch, {"global_step": 0})
+            return {}
+
+    class Steps(Classifier):
+        def train_batch(self, batch, batch_info):
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            if len(batch[0]) > 4:
+                raise MemoryError
+            self.backward(loss)
+            self.optimizer.step()
+            return {}
+
+    for operator_cls, reason in (
+        (Loop, "train_epoch is not the default one"),
+        (Steps, "train_batch steps an optimizer itself"),
+    ):
+        with local(operator_cls, {"room": 2}) as trainer:
+            with pytest.raises((MemoryError, torch.OutOfMemoryError)) as caught:
+                trainer.train()
+            assert reason in caught.value.__notes__[0]
+
+
+def test_the_switch_and_other_errors():
+    with local(config={"room": 4}, split_on_oom=False) as trainer:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.train()
+        assert not hasattr(caught.value, "__notes__")
+    assert not ran_out_of_memory(RuntimeError("a mistake"))
+    with pytest.raises(TypeError, match="split_on_oom"):
+        local(split_on_oom="yes")
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_an_update_that_fails_is_taken_back_or_the_error_raised(is_changed):
+    class Adam(torch.optim.Adam):
+        is_failing = True
+
+        def step(self, closure=None):
+            (group,) = self.param_groups
+            if self.is_failing:
+                self.is_failing = False
+                self.state[group["params"][0]]["step"] = torch.tensor(0.0)
+                if is_changed:
+                    group["params"][1].data.numpy()  # which changes nothing
+                    with torch.no_grad():
+                        group["params"][1].add_(1.0)
+                raise MemoryError
+            return super().step(closure)
+
+    class Updated(Classifier):
+        def register(self, **given):
+            optimizer = Adam(given["models"].parameters())
+            return super().register(**{**given, "optimizers": optimizer})
+
+    with local(Updated) as trainer:
+        if is_changed:
+            with pytest.raises(MemoryError) as caught:
+                trainer.train()
+            assert "in the midst of the update" in caught.value.__notes__[0]
+        else:
+            trainer.train()
+            assert splits(trainer) == [2]
+
+
+# ---- batches
+
+Pair = namedtuple("Pair", "features target")
+
+
+@dataclass
+class Record:
+    features: torch.Tensor
+    weights: Any = None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: a,
+        lambda a, b: (a, b),
+        lambda a, b: [a, (b,), None],
+        lambda a, b: {"a": a, "b": [b]},
+        lambda a, b: UserDict(a=a, b=b),
+        lambda a, b: Pair(a, {"b": b}),
+        lambda a, b: Record(a, Pair(b, None)),
+        lambda a, b: (a, b.numpy()),
+    ],
+)
+def test_batches_of_tensors_are_split(make):
+    a, b = torch.arange(10).reshape(5, 2), torch.arange(5)
+    batch = make(a, b)
+    assert num_rows(batch) == 5
+    parts = batch_parts(batch, 2)
+    assert [num_rows(part) for part in parts] == [3, 2]
+    assert repr(parts) == repr([make(a[:3], b[:3]), make(a[3:], b[3:])])
+    assert [type(part) for part in parts] == [type(batch)] * 2
+    assert [num_rows(part) for part in batch_parts(batch, 8)] == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ((torch.ones(3), torch.ones(4)), r"do not share a first dimension \(3 and 4\)"),
+        ((torch.ones(3), torch.tensor(1.0)), "without dimensions"),
+        ((torch.ones(3), "text"), "a str, which is no tensor"),
+        ([None], r"\(none\)"),
+        (torch.eye(2).to_sparse(), "a sparse tensor"),
+        (np.float64(2.0), "a float64, which is no tensor"),
+    ],
+)
+def test_why_a_batch_cannot_be_split_is_said(batch, why):
+    with pytest.raises(TypeError, match=why):
+        num_rows(batch)
