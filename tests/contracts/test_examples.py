@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,7 +38,9 @@ NO_RAY = (
 """Examples whose only worker is then in this process."""
 IN_SOAK_ALONE = ("functions_horovod", "functions_tensorflow", "tune_asha")
 """Examples that do what tests of functions and of Tune do, and take as long."""
-ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY})
+IN_A_PROCESS = ("out_of_memory",)
+"""Examples that limit the memory of the process that they are in."""
+ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY, *IN_A_PROCESS})
 
 
 @pytest.fixture
@@ -74,6 +77,20 @@ def test_an_example_runs_on_workers(name, run_example, ray_cluster):
     printed = run_example(name)
     for expected in SAYS.get(name, []):
         assert re.search(expected, printed), printed
+
+
+@pytest.mark.slow("a process of its own imports torch")
+@pytest.mark.parametrize("name", IN_A_PROCESS)
+def test_an_example_runs_in_a_process_of_its_own(name):
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), "--smoke-test"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done in" in done.stdout
 
 
 def test_the_list_of_what_they_say_is_of_examples_that_are_there():

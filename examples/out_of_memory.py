@@ -1,0 +1,84 @@
+"""Train with batches that do not fit into memory: the step that fails is done again in parts.
+
+    python examples/out_of_memory.py
+    python examples/out_of_memory.py --num-workers 1 --smoke-test
+
+A limit of address space, which Linux knows, stands for memory that others have used up.
+"""
+
+import argparse
+import functools
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+
+ROOM = 100 * 2**20
+"""Bytes that a worker may take for a step; the activations of a whole batch are twice as many."""
+
+
+class Wide(TrainingOperator):
+    """A net whose activations take most of the memory."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 2**15),
+            torch.nn.Tanh(),
+            torch.nn.Tanh(),
+            torch.nn.Linear(2**15, 1),
+        ).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-4),
+            criterion=torch.nn.MSELoss(),
+        )
+        features = torch.randn(2048, 4, dtype=torch.float64)
+        data = TensorDataset(features, features.sum(dim=1, keepdim=True))
+        self.register_data(train_loader=DataLoader(data, batch_size=256))
+
+
+def limit(room):
+    """Let this process take no more memory than it has, and `room` bytes."""
+    status = Path("/proc/self/status").read_text()
+    held = int(status.partition("VmSize:")[2].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
+
+
+def train(args, room=None):
+    """Train, after the first step with no more memory than that; return what was learnt."""
+    with TorchTrainer(
+        training_operator_cls=Wide,
+        num_workers=args.num_workers,
+        use_local=args.num_workers == 1,
+    ) as trainer:
+        trainer.train(num_steps=1)
+        if room is not None:
+            trainer.apply_all_workers(functools.partial(limit, room))
+        trainer.train(num_steps=1 if args.smoke_test else None)
+        splits = [event for event in trainer.events if event.kind == "split"]
+        for event in splits:
+            print(f"worker {event.ranks[0]} had no memory left at step {event.step}: {event.cause}")
+        print(f"{trainer.global_step} steps, at last with each batch in {trainer.split} parts")
+        assert bool(splits) == (room is not None)
+        return torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--smoke-test", action="store_true", help="two steps")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    difference = (train(args) - train(args, ROOM)).abs().max().item()
+    print(f"largest difference to a run with more memory: {difference:.1e}")
+    assert difference < 1e-12
+    print(f"done in {time.perf_counter() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
