@@ -120,7 +120,18 @@ SURFACE = {
     "raysgd.tf": ["TFTrainer", "TrainingOperator"],
     "raysgd.timers": ["TimerCollection", "TimerStat"],
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
+    "raysgd.torch.constants": [
+        "NUM_STEPS",
+        "SCHEDULER_STEP",
+        "SCHEDULER_STEP_BATCH",
+        "SCHEDULER_STEP_EPOCH",
+        "SCHEDULER_STEP_MANUAL",
+        "USE_FP16",
+        "VALID_SCHEDULER_STEP",
+    ],
     "raysgd.torch.trainer": ["TorchTrainer"],
+    "raysgd.torch.torch_trainer": ["TorchTrainer"],
+    "raysgd.torch.training_operator": ["CreatorOperator", "TrainingOperator"],
     "raysgd.torch.operator": ["TrainingOperator"],
     "raysgd.train": [
         "BackendConfig",
@@ -178,6 +189,15 @@ SURFACE = {
         "TBXLoggerCallback",
     ],
     "raysgd.train.callbacks.preprocessors": [
+        "AverageResultsPreprocessor",
+        "ExcludedKeysResultsPreprocessor",
+        "IndexedResultsPreprocessor",
+        "MaxResultsPreprocessor",
+        "ResultsPreprocessor",
+        "SequentialResultsPreprocessor",
+        "WeightedAverageResultsPreprocessor",
+    ],
+    "raysgd.train.callbacks.results_preprocessors": [
         "AverageResultsPreprocessor",
         "ExcludedKeysResultsPreprocessor",
         "IndexedResultsPreprocessor",
@@ -316,6 +336,7 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
     for home, name in (
         ("raysgd.torch.operator", "CreatorOperator"),
         ("raysgd.torch.trainer", "BaseTorchTrainable"),
+        ("raysgd.torch.torch_trainer", "BaseTorchTrainable"),
     ):
         older = importlib.import_module(home)
         assert getattr(older, name) is getattr(importlib.import_module("raysgd.torch"), name)

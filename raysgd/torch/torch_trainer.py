@@ -1,0 +1,14 @@
+"""Where older scripts import the trainer from, and its Trainable."""
+
+import importlib
+from typing import Any
+
+from raysgd.torch.trainer import TorchTrainer
+
+__all__ = ["TorchTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BaseTorchTrainable":  # not in __all__, since it needs Ray Tune
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("raysgd.tune").BaseTorchTrainable
