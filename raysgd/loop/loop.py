@@ -207,7 +207,10 @@ class Loop:
         self._uncounted_from = registration.offset
         self.snapshots.maybe_take(self.state_with_call)
         by_position, by_name = _arguments_of(
-            operator.train_epoch, info, num_steps=limit, epoch_idx=registration.epoch
+            operator.train_epoch,
+            operator._info_of_epoch(info or {}, limit),
+            num_steps=limit,
+            epoch_idx=registration.epoch,
         )
         segment = registration.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:

@@ -113,6 +113,10 @@ class OperatorBase:
 
     # ---- helpers
 
+    def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
+        """Return the ``info`` that `train_epoch` gets."""
+        return info
+
     def _count_steps(self) -> int:
         source: Source = self._registration.source("train")
         steps = source.steps_left(0)

@@ -36,6 +36,7 @@ from raysgd.torch.batches import (
     shapes_of,
 )
 from raysgd.torch.checks import needs_metric
+from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.memory import free_memory
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
 
 __all__ = ["TrainingOperator"]
+
+_INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
 
 class _NotGiven:
@@ -103,7 +106,9 @@ class TrainingOperator(OperatorBase):
 
         Args:
             iterator: this worker's batches. It ends after `num_steps` batches.
-            info: what the caller of ``trainer.train(info=...)`` gave; an empty dict without.
+            info: what the caller of ``trainer.train(info=...)`` gave, and what older loops look up
+                in it: ``num_steps``, ``use_fp16`` and ``scheduler_step_freq``, by the names of
+                ``raysgd.torch.constants``.
             num_steps: number of batches that were asked for; None for a whole epoch.
             epoch_idx: epochs that were completed before this one.
 
@@ -113,12 +118,14 @@ class TrainingOperator(OperatorBase):
         self.train_mode(True)
         # an override that calls this may not know it
         epoch_idx = epoch_idx or self._registration.epoch
+        given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         registration, meters = self._registration, self._registration.new_meters()
         timers = self.timers
         per_batch = self.scheduler_step_freq == "batch"
         with timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
                 batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+                batch_info["info"] = given
                 try:
                     self._measure(meters, self.train_batch(batch, batch_info))
                 except BaseException as error:
@@ -326,12 +333,13 @@ class TrainingOperator(OperatorBase):
         Args:
             models: a module, or a list or tuple of modules.
             optimizers: an optimizer, or a list or tuple of optimizers.
-            criterion: the loss, called with (output, target). One with parameters that an optimizer
-                trains is a model as well: its gradients are averaged, and its state is the last of
-                the models'.
+            criterion: the loss, called with (output, target), or a list or tuple of such. One with
+                parameters that an optimizer trains is a model as well: its gradients are averaged,
+                and its state is the last of the models'.
             schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
             ddp_args: further arguments of DistributedDataParallel.
-            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``; otherwise
+                nothing, with a warning.
             gradient_accumulation_steps: batches of this worker that make one update together, as
                 one batch of so many times the size would. Workers exchange gradients once for it.
             max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
@@ -347,8 +355,7 @@ class TrainingOperator(OperatorBase):
             TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
                 name says, ddp_args or apex_args not a dict, or a number not a number.
             ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
-                apex_args but no Apex, fewer than 1 accumulation step, or a norm that is not
-                above 0 and finite.
+                fewer than 1 accumulation step, or a norm that is not above 0 and finite.
         """
         returned = self._registration.register(
             models,
@@ -576,6 +583,10 @@ class TrainingOperator(OperatorBase):
                 "and self.optimizer_step(optimizer) for the step and the scale's update."
             )
         return super().__getattr__(name)
+
+    def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
+        given = (num_steps, self.use_fp16, self.scheduler_step_freq)
+        return {**info, **dict(zip(_INFO_KEYS, given, strict=True))}
 
     def _seed_worker(self) -> None:
         """Called after `setup`; the ready-made operators seed this worker in it."""

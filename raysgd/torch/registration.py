@@ -18,7 +18,7 @@ from raysgd.context import WorkerContext
 from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import Registration, Settings, check_parts, shaped_like
+from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
 from raysgd.torch import collectives, ddp
 from raysgd.torch.averages import Averages, averages_problem
 from raysgd.torch.checks import (
@@ -71,7 +71,7 @@ class TorchRegistration(Registration):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
-        self._trains_criterion = False
+        self._num_criteria = 0
         self._required: dict[int, dict[str, bool]] = {}
         self._averaged: list[dict[str, bool] | None] = []
         self._comm_hooks: list[list[tuple[Any, Any]]] = []
@@ -109,23 +109,34 @@ class TorchRegistration(Registration):
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
-        if isinstance(criterion, type):
-            raise TypeError(
-                f"register(criterion=...) must be an object, not a class: {criterion.__name__}()."
-            )
-        if criterion is not None and not callable(criterion):
-            raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+        criteria = [] if criterion is None else listed(criterion)
+        for each in criteria:
+            if isinstance(each, type):
+                raise TypeError(
+                    f"register(criterion=...) must be an object, not a class: {each.__name__}()."
+                )
+            if not callable(each):
+                raise TypeError(
+                    "register(criterion=...) must be callable, or a list of what is, but got "
+                    f"{each!r}."
+                )
         own_arguments = {"ddp_args": ddp_args, "apex_args": apex_args, "horovod_args": horovod_args}
         for name, given in own_arguments.items():
             if given is not None and not isinstance(given, dict):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
         modules = checked("models", models, torch.nn.Module)
         self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-        warn_of_strangers(self.optimizers, [*modules, criterion])
-        self._trains_criterion = is_trained(criterion, self.optimizers, modules)
-        if self._trains_criterion:
-            modules.append(criterion)
-        self.models = [model.to(self.settings.device) for model in modules]
+        warn_of_strangers(self.optimizers, [*modules, *criteria])
+        trained = [each for each in criteria if is_trained(each, self.optimizers, modules)]
+        self._num_criteria = len(trained)
+        self.models = [model.to(self.settings.device) for model in [*modules, *trained]]
+        if apex_args and self.settings.options.use_fp16 != "apex" and self.context.world_rank == 0:
+            logger.warning(
+                "register(apex_args=%r) does nothing: the trainer uses %s. Apex, which takes them, "
+                'is used with use_fp16="apex".',
+                apex_args,
+                self.optimization.precision.name,
+            )
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
             options = self.settings.options
@@ -145,10 +156,11 @@ class TorchRegistration(Registration):
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
         }
-        if self._trains_criterion:
-            criterion = self.models[-1]
-        elif isinstance(criterion, torch.nn.Module):
-            criterion = criterion.to(self.settings.device)
+        wrapped = dict(zip(map(id, trained), self.models[len(modules) :], strict=True))
+        criteria = [
+            wrapped.get(id(c), c.to(self.settings.device) if isinstance(c, torch.nn.Module) else c)
+            for c in criteria
+        ]
         self._buffers = BufferLog(self.models)
         for model in self._replicated_models:
             model.ask_before_broadcast(self._buffers)
@@ -156,14 +168,14 @@ class TorchRegistration(Registration):
         given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
             given
-            + ([criterion] if criterion is not None else [])
+            + ([shaped_like(criterion, criteria)] if criterion is not None else [])
             + ([schedulers] if schedulers is not None else [])
         )
 
     @property
     def given_models(self) -> list[torch.nn.Module]:
-        """The models that were registered as such; a criterion that is trained is one besides."""
-        return self.models[: len(self.models) - self._trains_criterion]
+        """The models that were registered as such; criteria that are trained are some besides."""
+        return self.models[: len(self.models) - self._num_criteria]
 
     def _average(self, ddp_args: dict[str, Any], horovod_args: dict[str, Any]) -> None:
         """Let the workers average the gradients of what is registered."""
@@ -629,8 +641,9 @@ class TorchRegistration(Registration):
 
     def _stateful(self, state: dict[str, Any]) -> list[tuple[str, list[Any]]]:
         models, saved = self.models, state.get("models")
-        if self._trains_criterion and isinstance(saved, list | tuple):
-            models = models[: max(len(saved), len(models) - 1)]  # older files lack the criterion
+        if self._num_criteria and isinstance(saved, list | tuple):
+            # older files lack the criterion
+            models = models[: max(len(saved), len(models) - self._num_criteria)]
         found: list[tuple[str, list[Any]]] = [
             ("models", [ddp.unwrap(model) for model in models]),
             ("optimizers", self.optimizers),

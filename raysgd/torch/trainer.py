@@ -167,6 +167,12 @@ class TorchTrainer(OperatorTrainer):
         Raises:
             TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
         """
+        if self._options.use_local and self.global_step == 0:
+            logger.warning(
+                "get_model() returns a copy of the model, as it is now. With use_local=True RaySGD "
+                "v1 gave the model itself, which training went on to change: call get_model() "
+                "again after train()."
+            )
         call = Call(method="models", rank=0, max_losses=3, any_size=True)
         models: list[torch.nn.Module] = self._call(call)[0]
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():

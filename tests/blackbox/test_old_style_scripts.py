@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.data import Dataset as ItemDataset
-from raysgd.torch import CreatorOperator
+from raysgd.torch import CreatorOperator, constants
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES, AverageMeterCollection, override
 from tests.operators import replica_hash
 
@@ -1026,7 +1026,11 @@ def test_own_loop_may_step_its_scheduler_itself():
         ("raysgd.data", "Dataset"),
         ("raysgd.data.dataset", "Dataset"),
         ("raysgd.tf.tf_trainer", "TFTrainer TFTrainable"),
-        ("raysgd.torch.constants", "SCHEDULER_STEP_EPOCH SCHEDULER_STEP_BATCH"),
+        ("raysgd.torch.constants", "SCHEDULER_STEP_EPOCH SCHEDULER_STEP_BATCH SCHEDULER_STEP"),
+        ("raysgd.torch.constants", "NUM_STEPS USE_FP16 VALID_SCHEDULER_STEP"),
+        ("raysgd.torch.torch_trainer", "TorchTrainer BaseTorchTrainable"),
+        ("raysgd.torch.training_operator", "TrainingOperator CreatorOperator"),
+        ("raysgd.train.callbacks.results_preprocessors", "AverageResultsPreprocessor"),
     ],
 )
 def test_names_are_found_where_scripts_import_them_from(module, names):
@@ -1034,7 +1038,116 @@ def test_names_are_found_where_scripts_import_them_from(module, names):
     assert all(hasattr(home, name) for name in names.split())
 
 
+def test_the_import_of_a_model_that_is_not_here_says_where_one_is():
+    with pytest.raises(ImportError, match=r"torchvision\.models\.resnet18\(num_classes=10\)"):
+        exec("from raysgd.torch.resnet import ResNet18")
+
+
 # ---- what scripts of RaySGD v1 do besides: each ends as it did there, or by a message with the way
+
+
+@pytest.mark.parametrize(("frequency", "rate"), [("batch", 0.5**2), ("epoch", 0.5), ("manual", 1)])
+def test_a_loop_finds_in_info_what_it_steps_its_scheduler_by(frequency, rate):
+    class Operator(TrainingOperator):
+        def setup(self, config):
+            model = make_line_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
+            )
+            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
+
+        def train_epoch(self, iterator, info):
+            meters = AverageMeterCollection()
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+                batch_info.update(info)
+                metrics = self.train_batch(batch, batch_info=batch_info)
+                if info.get("scheduler_step") == "batch":
+                    self.scheduler.step()
+                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+            if info.get("scheduler_step") == "epoch":
+                self.scheduler.step()
+            return {**meters.summary(), "info": info}
+
+    trainer = TorchTrainer(
+        training_operator_cls=Operator, use_local=True, scheduler_step_freq=frequency
+    )
+    given = trainer.train(info={"lesson": 3}, num_steps=2)["info"]
+    assert learning_rates(trainer.get_local_operator()) == [rate]
+    keys = ("lesson", constants.NUM_STEPS, constants.USE_FP16, constants.SCHEDULER_STEP)
+    assert [given[key] for key in keys] == [3, 2, False, frequency]
+
+
+def test_a_batch_is_told_of_the_precision_and_what_the_caller_gave_stays_apart():
+    class Operator(HabitOperator):
+        def train_batch(self, batch, batch_info):
+            return {"half": float(batch_info[constants.USE_FP16]), "note": str(batch_info["info"])}
+
+    trainer = TorchTrainer(training_operator_cls=Operator, use_local=True, use_fp16=True)
+    stats = trainer.train(info={"lesson": 3})
+    assert (stats["half"], stats["note"]) == (1, "{'lesson': 3}")
+
+
+def test_arguments_for_apex_are_left_out_without_it(caplog):
+    class Operator(HabitOperator):
+        def register(self, **arguments):
+            return super().register(apex_args={"opt_level": "O1"}, **arguments)
+
+    train_alone(Operator)
+    assert "register(apex_args={'opt_level': 'O1'}) does nothing" in caplog.text
+
+
+def test_losses_may_be_registered_in_a_list():
+    class Operator(HabitOperator):
+        def setup(self, config):
+            model = make_line_model()
+            self.given = [nn.MSELoss(), Centers(), lambda output, target: output.mean()]
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model,
+                optimizers=torch.optim.SGD(
+                    [*model.parameters(), *self.given[1].parameters()], lr=0.1
+                ),
+                criterion=self.given,
+            )
+            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
+
+        def train_batch(self, batch, batch_info):
+            features, target = batch
+            output = self.model(features)
+            loss = sum(criterion(output, target) for criterion in self.criterion)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            return {"train_loss": loss.item(), NUM_SAMPLES: len(target)}
+
+    _, trainer = train_alone(Operator)
+    operator = trainer.get_local_operator()
+    assert operator.criterion == operator.given
+    # the one that is trained is saved
+    assert [list(state) for state in trainer.state_dict()["models"]] == [
+        ["weight", "bias"],
+        ["center"],
+    ]
+    assert type(trainer.get_model()) is nn.Linear
+
+
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(1))
+
+    def forward(self, output, target):
+        return ((output - self.center) ** 2).mean()
+
+
+def test_who_takes_the_model_of_this_process_before_training_is_told_that_it_is_a_copy(caplog):
+    _, trainer = train_alone(HabitOperator)
+    trainer.get_model()
+    assert "get_model() returns a copy" not in caplog.text
+    TorchTrainer(training_operator_cls=HabitOperator, use_local=True).get_model()
+    assert "get_model() returns a copy of the model, as it is now" in caplog.text
 
 
 def test_a_loop_with_batches_of_its_own_needs_no_loader_and_its_metrics_and_steps_count():

@@ -51,16 +51,8 @@ class Precision:
         Args:
             models: the registered models, on `device`.
             optimizers: the registered optimizers; they stay the same objects.
-            arguments: ``apex_args`` of ``register``.
-
-        Raises:
-            ValueError: if there are arguments that this precision does not take.
+            arguments: ``apex_args`` of ``register``, for Apex alone.
         """
-        if arguments:
-            raise ValueError(
-                f"register(apex_args={dict(arguments)!r}): these are for Apex, and the trainer "
-                f'uses {self.name}. Pass use_fp16="apex" to the trainer, or leave them out.'
-            )
         return models
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -145,12 +145,6 @@ def test_apex_args_must_be_a_dict(apex_args):
         run_operator(registering(apex_args=apex_args))
 
 
-@pytest.mark.parametrize("use_fp16", [False, True])
-def test_apex_args_without_apex_are_refused(use_fp16):
-    with pytest.raises(ValueError, match=r"apex_args.*use_fp16=\"apex\""):
-        run_operator(registering(apex_args={"opt_level": "O1"}), use_fp16=use_fp16)
-
-
 def registering(**arguments):
     class Registering(TrainingOperator):
         def setup(self, config):
