@@ -64,6 +64,12 @@ class TensorflowBackend(Backend):
                 "all interfaces, by which whoever reaches it can read and write files as the "
                 "worker: keep strangers away by a firewall."
             )
+            if self._environment.get("TF_USE_LEGACY_KERAS", "0").lower() not in ("1", "true"):
+                logger.warning(
+                    "fit() of Keras 3 fails under such a strategy, by a ValueError that names "
+                    "PerReplica. Set TF_USE_LEGACY_KERAS=1 in the environment of the driver, for "
+                    "fit() of tf_keras, or take your own steps by strategy.run()."
+                )
         self.close()
         self._server = StoreServer(driver_address(addresses))
         return TensorflowRendezvous(self._server.address, is_single_node(addresses))

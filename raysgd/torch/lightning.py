@@ -278,8 +278,12 @@ class LightningOperator(TrainingOperator):
         with self.timers.record("eval_fwd"), self.autocast():
             output = self._step(module.validation_step, batch, index)
         module.on_validation_batch_end(output, batch, index)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        metrics = {"val_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
+        returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = returned.pop("loss", None)
+        # modules of older Lightnings return what those of today log
+        metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
+        if isinstance(loss, torch.Tensor):
+            metrics["val_loss"] = loss.detach()
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -451,6 +455,10 @@ def _overrides(module: Any, name: str) -> bool:
     own = getattr(type(module), name, None)
     is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
     return is_other or name in vars(module)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 def _check_hooks(module: Any) -> None:

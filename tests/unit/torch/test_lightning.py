@@ -96,6 +96,24 @@ def trained_by_hand(num_epochs):
     return model
 
 
+def test_numbers_that_validation_step_returns_are_metrics():
+    class Returning(Line):
+        def validation_step(self, batch, batch_idx):
+            loss = super().validation_step(batch, batch_idx)
+            return {"loss": loss, "val_root": loss.sqrt(), "val_two": 2, "outputs": batch[0]}
+
+    trainer = TorchTrainer(
+        training_operator_cls=TrainingOperator.from_ptl(Returning, val_dataloader=loader(40)),
+        config={"lr": 0.1},
+        use_local=True,
+        scheduler_step_freq="epoch",
+    )
+    stats = trainer.validate()
+    assert stats["val_root"] == pytest.approx(stats["val_loss"] ** 0.5)
+    assert stats["val_two"] == 2
+    assert "outputs" not in stats
+
+
 def test_a_module_trains_as_a_plain_loop_would(tmp_path):
     trainer = start()
     stats = [trainer.train() for _ in range(2)]
