@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.callbacks.tensorboard import write_scalars
+from raysgd.callbacks.tensorboard import import_writer, write_scalars
 from raysgd.callbacks.values import numbers_in
-from raysgd.imports import import_extra
 from raysgd.train.callbacks.callback import FileCallback
 from raysgd.train.constants import PID, TIME_TOTAL_S, TIMESTAMP, TRAINING_ITERATION
 
@@ -38,9 +37,7 @@ class TBXLoggerCallback(FileCallback):
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0
     ) -> None:
         super().__init__(logdir, worker_to_log)
-        self._tensorboard = import_extra(
-            "TBXLoggerCallback", "torch.utils.tensorboard", "callbacks"
-        )
+        self._tensorboard = import_writer("TBXLoggerCallback")
         self._writer: Any = None
 
     def _begin(self, config: dict[str, Any]) -> None:

@@ -105,20 +105,26 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     assert scalar(read, "train/num_samples") == [(5, 40), (10, 40)]
     assert all(speed > 0 for _, speed in scalar(read, "speed/train_samples_per_s"))
     assert set(scalar(read, "workers/num_workers")) == {(0, 1), (5, 1), (10, 1), (12, 1)}
-    events = texts(read, "events")
-    assert [step for step, _ in events] == [0, 12]
-    assert "started" in events[0][1]
-    assert "bad batch" in events[1][1]
+    (began, started), (failed, error) = (
+        texts(read, f"events/{kind}")[0] for kind in ("started", "user_error")
+    )
+    assert (began, failed) == (0, 12)
+    assert "started" in started
+    assert "bad batch" in error
     assert '"lr": 0.5' in texts(read, "config")[0][1]
     metadata = read.SummaryMetadata("_hparams_/session_start_info")
     assert metadata.plugin_data.plugin_name == "hparams"
 
 
-def test_hyper_parameters_are_those_that_have_a_plain_value(make_trainer, tmp_path, board):
+def test_hyper_parameters_are_plain_values_and_have_the_metrics_that_share_charts(
+    make_trainer, tmp_path, board
+):
+    from tensorboard.plugins.custom_scalar import layout_pb2
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
-    content = board(tmp_path).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    read = board(tmp_path)
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     given = HParamsPluginData.FromString(content).session_start_info.hparams
     assert {name: value.WhichOneof("kind") for name, value in given.items()} == {
         "lr": "number_value",
@@ -126,6 +132,24 @@ def test_hyper_parameters_are_those_that_have_a_plain_value(make_trainer, tmp_pa
         "num_samples": "number_value",
         "batch_size": "number_value",
     }
+    content = read.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    metrics = HParamsPluginData.FromString(content).experiment.metric_infos
+    tags = {metric.name.tag for metric in metrics}
+    assert {"train/train_loss", "validate/val_loss"} <= tags <= set(read.Tags()["scalars"])
+    (event,) = read.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    (chart,) = layout.category[0].chart
+    assert [*chart.multiline.tag] == ["train/train_loss", "validate/val_loss"]
+
+
+def test_tensorflow_is_not_imported_for_tensorboard(tmp_path):
+    code = (
+        "import sys\nfrom raysgd.callbacks.tensorboard import import_writer\n"
+        f"import_writer('test').SummaryWriter({str(tmp_path)!r}).close()\n"
+        "print('tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_what_was_trained_in_vain_is_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
