@@ -1,4 +1,4 @@
-"""One self-contained page about a run, made from the logs in its folder."""
+"""A page about a run, made from the logs in its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.files import replacing
 from raysgd.imports import import_extra
-from raysgd.run_log import BREAKS, Record, RunLog, goodput
+from raysgd.run_log import BREAKS, Record, RunLog, goodput, time_spent
 
 __all__ = ["make_report"]
 
@@ -31,6 +31,10 @@ _EVENT_COLORS = {
     "newcomer_failed": "#d37f3f",
     "started": "#3366cc",
 }
+_GOOD = 0.95
+"""Goodput that needs no explanation."""
+_LEAST_S = 0.05
+_LARGE, _HUGE = 1e4, 1e15
 _STYLE = """
 :root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
 body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 72rem; background: #f6f7f9; }
@@ -51,6 +55,8 @@ p { margin: .5rem 0 0; color: #5b6472; font-size: .86rem; }
 def make_report(folder: str | Path) -> Path:
     """Write ``report.html`` into the folder of a run, and return its path.
 
+    What draws its charts, ``plotly.min.js``, is beside it: give both away.
+
     Raises:
         FileNotFoundError: if the folder has no ``metrics.jsonl``.
         ValueError: if a record in its logs cannot be one of a run.
@@ -60,10 +66,14 @@ def make_report(folder: str | Path) -> Path:
     log = RunLog.read(folder)
     path = folder / "report.html"
     plotly = import_extra("report.html", "plotly.offline", "callbacks")
-    text = _page(folder.resolve().name, log, f"<script>{plotly.get_plotlyjs()}</script>")
+    library, script = folder / "plotly.min.js", plotly.get_plotlyjs().encode()
+    text = _page(folder.resolve().name, log, f'<script src="{library.name}"></script>')
     with replacing(path) as file:
         # of half a character, which JSON can name, there is no other half to be found
         file.write(text.encode(errors="replace"))
+    if not library.exists() or library.stat().st_size != len(script):
+        with replacing(library) as file:
+            file.write(script)
     return path
 
 
@@ -72,17 +82,59 @@ def make_report(folder: str | Path) -> Path:
 
 def _page(name: str, log: RunLog, script: str) -> str:
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
+    run: Record = log.runs[-1] if log.runs else {}
+    operator = run.get("operator")
+    title = html.escape(f"{operator}: {name}" if isinstance(operator, str) else name)
     charts = f"{_metric_charts(log)}{_speed_chart(log)}{_worker_chart(log)}"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{html.escape(name)}</title>'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
         # the browser would ask a server for one otherwise
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>{script}</head><body>'
-        f"<h1>{html.escape(name)}</h1>"
-        f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · raysgd '
-        f"{html.escape(str(log.runs[-1].get('version', '?') if log.runs else '?'))}</p>"
+        f"<h1>{title}</h1>"
+        f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · {html.escape(_made_with(run))}</p>'
         f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(log))}</div>'
-        f"{charts}{_epoch_table(log)}{_event_table(log)}</body></html>"
+        f"{_time_table(log)}{charts}{_epoch_table(log)}{_event_table(log)}{_config_table(run)}"
+        "</body></html>"
+    )
+
+
+def _made_with(run: Record) -> str:
+    versions = run.get("versions")
+    named = versions.items() if isinstance(versions, dict) else ()
+    parts = [f"raysgd {run.get('version', '?')}", *(f"{name} {value}" for name, value in named)]
+    if isinstance(device := run.get("device"), str):
+        parts.insert(0, f"{run.get('num_workers', '?')} workers, {device}")
+    return " · ".join(parts)
+
+
+def _config_table(run: Record) -> str:
+    config = run.get("config")
+    if not isinstance(config, dict) or not config:
+        return ""
+    rows = "".join(
+        f'<tr><td class="text">{html.escape(str(name))}</td>'
+        f'<td class="text">{html.escape(f"{value!r:.200}")}</td></tr>'
+        for name, value in config.items()
+    )
+    return _section("Config", f'<table id="config"><tbody>{rows}</tbody></table>')
+
+
+def _time_table(log: RunLog) -> str:
+    """Say where the time went that was not spent on training."""
+    if not log.of("train") or log.ended <= log.began or goodput(log) > _GOOD:
+        return ""
+    rows = "".join(
+        f'<tr><td class="text">{html.escape(name)}</td><td>{seconds:.1f} s</td>'
+        f"<td>{100 * seconds / (log.ended - log.began):.1f} %</td></tr>"
+        for name, seconds in time_spent(log).items()
+        if seconds >= _LEAST_S
+    )
+    return _section(
+        "Where the time went",
+        f'<table id="time"><tbody>{rows}</tbody></table>',
+        "<p>Goodput is the share of training: steps that count, from the first record of the run "
+        "to the last.</p>",
     )
 
 
@@ -95,14 +147,21 @@ def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
     if trains:
         yield "epoch", str(trains[-1]["epoch"]), "epochs"
         yield "global-step", str(trains[-1]["global_step"]), "steps"
-    for call, key, label in (
-        (trains, "train_loss", "training loss, last"),
-        (validations, "val_loss", "validation loss, last"),
-        (validations, "val_accuracy", "validation accuracy, last"),
+    for kind, key, label, best_of in (
+        ("train", "train_loss", "training loss", min),
+        ("validate", "val_loss", "validation loss", min),
+        ("validate", "val_accuracy", "validation accuracy", max),
     ):
-        values = [value for c in call if (value := _number(c["metrics"].get(key))) is not None]
-        if values:
-            yield key, _shown(values[-1]), label
+        calls = trains if kind == "train" else validations
+        values = [value for c in calls if (value := _number(c["metrics"].get(key))) is not None]
+        kept = [
+            (value, call["epoch"])
+            for call in log.kept(kind)
+            if (value := _number(call["metrics"].get(key))) is not None
+        ]
+        if values and kept:
+            best, epoch = best_of(kept, key=lambda pair: pair[0])
+            yield key, _shown(values[-1]), f"{label}, last; best {_shown(best)}, epoch {epoch}"
 
 
 def _tile(key: str, value: str, label: str) -> str:
@@ -166,9 +225,10 @@ def _worker_chart(log: RunLog) -> str:
     xs = [event["time"] - log.began for event in log.events]
     ys = [event.get("num_workers", len(event["ranks"])) for event in log.events]
     figure = go.Figure()
+    line_xs, line_ys = _worker_line(log, xs, ys)
     figure.add_scatter(
-        x=[*xs, log.ended - log.began],
-        y=[*ys, ys[-1]],
+        x=line_xs,
+        y=line_ys,
         mode="lines",
         line={"shape": "hv", "color": _COLORS[0], "width": 2},
         fill="tozeroy",
@@ -196,6 +256,23 @@ def _worker_chart(log: RunLog) -> str:
         )
     figure.update_yaxes(rangemode="tozero", dtick=1 if max(ys) <= 12 else None)
     return _section("Workers", _drawn(figure, "seconds since the start"))
+
+
+def _worker_line(
+    log: RunLog, xs: Sequence[float], ys: Sequence[int]
+) -> tuple[list[float], list[int | None]]:
+    """Return the line of workers over time, with a gap where no run was under way."""
+    line: list[tuple[float, int | None]] = []
+    for x, y, event in zip(xs, ys, log.events, strict=True):
+        if event["kind"] == "started" and line:
+            last = max(
+                (e["time"] for e in (*log.calls, *log.events) if e["time"] < event["time"]),
+                default=event["time"],
+            )
+            line += [(last - log.began, line[-1][1]), (last - log.began, None)]
+        line.append((x, y))
+    line.append((log.ended - log.began, line[-1][1]))
+    return [x for x, _ in line], [y for _, y in line]
 
 
 def _described(event: Record) -> str:
@@ -311,7 +388,10 @@ def _cell(value: Any) -> str:
 
 
 def _shown(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
+    """Return a number as all of the page are shown: with four digits that count."""
+    if isinstance(value, int) or not _LARGE <= abs(value) < _HUGE:
+        return str(value) if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:

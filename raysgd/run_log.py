@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BREAKS", "Record", "RunLog", "goodput"]
+__all__ = ["BREAKS", "Record", "RunLog", "goodput", "time_spent"]
 
 Record = Mapping[str, Any]
 
@@ -115,6 +115,27 @@ def goodput(log: RunLog) -> float:
     if done > 0:
         useful *= 1 - redone / done
     return max(0.0, min(1.0, useful / wall))
+
+
+def time_spent(log: RunLog) -> dict[str, float]:
+    """Return into what the run's wall time went, in seconds: training first, what it lost then.
+
+    ``training`` is what `goodput` counts. Where times overlap, the first counts.
+    """
+    wall, trains = log.ended - log.began, log.of("train")
+    spent = {"training": goodput(log) * wall}
+    spent["standing still"] = sum(_overlap(call, list(_standstills(log.events))) for call in trains)
+    in_calls = sum(call["seconds"] for call in trains)
+    spent["steps done again"] = max(0.0, in_calls - sum(spent.values()))
+    spent["validation"] = sum(call["seconds"] for call in log.of("validate"))
+    starts = [call["time"] - call["seconds"] for call in log.calls]
+    times = [
+        (run["time"], min((s for s in starts if s >= run["time"]), default=log.ended))
+        for run in log.runs
+    ]
+    spent["starting"] = sum(until - since for since, until in times)
+    spent["other: saving, callbacks, pauses between calls and runs"] = wall - sum(spent.values())
+    return {name: max(0.0, seconds) for name, seconds in spent.items()}
 
 
 def _redone_by_runs(log: RunLog) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import json
 import os
+import platform
+import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ class JsonlLogger(LoggerCallback):
     A line is written and flushed as it comes, and no file is held open in between. The first line
     of ``metrics.jsonl``, and one more for each time that the run is resumed, tells of the run::
 
-        {"kind": "run", "time": ..., "version": ..., "config": {...}, "epoch": 0, "global_step": 0,
+        {"kind": "run", "time": ..., "version": ..., "operator": "Classifier", "device": "CPU",
+         "versions": {"python": ..., ...}, "config": {...}, "epoch": 0, "global_step": 0,
          "num_workers": 2, "min_workers": 1}
         {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
@@ -61,6 +64,9 @@ class JsonlLogger(LoggerCallback):
                 "kind": "run",
                 "time": time.time(),
                 "version": importlib.import_module("raysgd").__version__,
+                "operator": trainer.operator_name,
+                "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
+                "versions": _versions(),
                 "config": json_dict(shown_config(trainer.config)),
                 "epoch": trainer.epoch,
                 "global_step": trainer.global_step,
@@ -88,3 +94,10 @@ class JsonlLogger(LoggerCallback):
         path = folder_for(trainer, self.folder) / name
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python, and of what is imported of Ray and the frameworks."""
+    names = ("ray", "torch", "tensorflow", "keras")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from raysgd.cli import app
-from raysgd.report import make_report
-from raysgd.run_log import RunLog, goodput
+from raysgd.report import _worker_line, make_report
+from raysgd.run_log import RunLog, goodput, time_spent
 from tests.unit.test_run_log import call, event, run, write
 
 CHROMIUM = shutil.which("chromium")
@@ -84,12 +84,67 @@ def check_numbers(text, folder):
     assert tile(text, "lost-workers") == "1"
     assert tile(text, "duration") == "1 min 2 s"
     assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
-    assert tile(text, "train_loss") == "0.333333"
+    assert tile(text, "train_loss") == "0.3333"
     assert tile(text, "val_accuracy") == "0.9"
 
 
 def test_the_numbers_are_those_of_the_logs(folder):
     check_numbers(make_report(folder).read_text(), folder)
+
+
+def test_it_says_what_was_trained_with_what_and_how_well_at_best(tmp_path):
+    told = {
+        "operator": "Digits",
+        "device": "CPU",
+        "versions": {"torch": "2.9"},
+        "config": {"lr": 0.125},
+    }
+    losses = (0.5, 0.1234567, 0.25)
+    validations = [
+        call(110 + n, 1, 10 * n, kind="validate", epoch=n + 1, val_loss=loss)
+        for n, loss in enumerate(losses)
+    ]
+    write(tmp_path, [{**run(), **told}, call(109, 5, 10, train_loss=12345.678), *validations])
+    text = make_report(tmp_path).read_text()
+    assert f"<title>Digits: {tmp_path.name}</title>" in text
+    assert "2 workers, CPU · raysgd 1 · torch 2.9" in text
+    assert '<td class="text">lr</td><td class="text">0.125</td>' in text
+    assert "validation loss, last; best 0.1235, epoch 2" in text
+    assert tile(text, "train_loss") == "12346"
+    assert len(text) < 1e6
+    assert (tmp_path / "plotly.min.js").stat().st_size > 1e6
+
+
+def test_where_goodput_is_low_it_says_what_the_time_went_to(folder):
+    spent = time_spent(RunLog.read(folder))
+    log = RunLog.read(folder)
+    assert sum(spent.values()) == pytest.approx(log.ended - log.began)
+    assert spent["training"] == pytest.approx(goodput(log) * (log.ended - log.began))
+    assert spent["validation"] == 6
+    assert spent["starting"] == 5
+    assert spent["standing still"] == pytest.approx(0.6)
+    rows = re.findall(r"<td class=\"text\">validation</td><td>(.*?)</td>", page_of(folder))
+    assert rows == ["6.0 s"]
+
+
+def page_of(folder):
+    return make_report(folder).read_text()
+
+
+def test_workers_are_not_drawn_where_no_run_was_under_way(tmp_path):
+    events = [event("started", 100), event("lost", 110, num_workers=0), event("started", 900)]
+    write(tmp_path, [run(), call(109, 5, 5), run(900.0), call(910, 5, 9)], events)
+    log = RunLog.read(tmp_path)
+    xs = [e["time"] - log.began for e in log.events]
+    line = _worker_line(log, xs, [e["num_workers"] for e in log.events])
+    assert list(zip(*line, strict=True)) == [
+        (0, 2),
+        (10, 0),
+        (10, 0),
+        (10, None),
+        (800, 2),
+        (810, 2),
+    ]
 
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
@@ -103,7 +158,7 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     write(tmp_path, [run(), call(120, 10, 5, **values)])
     text = make_report(tmp_path).read_text()
     titles = re.findall(r"<section><h2>(.*?)</h2>", text)
-    assert titles == ["f1", "profile", "lr", "Calls"]
+    assert titles == ["Where the time went", "f1", "profile", "lr", "Calls"]
 
 
 SCRIPT = "</script><img src=x onerror=alert(1)>"

@@ -50,9 +50,12 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
     trainer.validate()
     run, *rest = lines(folder / "metrics.jsonl")
     assert run.pop("time") >= began
+    assert run.pop("versions").keys() >= {"python", "torch"}
     assert run == {
         "kind": "run",
         "version": raysgd.__version__,
+        "operator": "Recorder",
+        "device": "CPU",
         "config": {
             "num_samples": 40,
             "batch_size": 8,

@@ -18,7 +18,7 @@ def train(logdir):
 def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
     metrics = train(tmp_path)
     text = (tmp_path / "report.html").read_text()
-    assert f'<b id="val_loss">{metrics["val_loss"]:.6g}</b>' in text
+    assert f'<b id="val_loss">{metrics["val_loss"]:.4g}</b>' in text
     assert f'<b id="goodput">{100 * goodput(RunLog.read(tmp_path)):.1f} %</b>' in text
 
 
