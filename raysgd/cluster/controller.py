@@ -54,6 +54,8 @@ __all__ = ["Controller"]
 logger = logging.getLogger(__name__)
 
 _SHUT_DOWN = "The workers are shut down."
+_TOLD = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_failed")
+"""Events that have a line of their own in the log."""
 _ANSWER_S = 0.7
 """How long a worker may take to answer a control call."""
 _SILENCE_S = 10.0
@@ -539,7 +541,7 @@ class Controller:
             joining = [r.member for r in joined if r.member is not None]
             self._record("grown", joining, seconds=seconds)
             who = f"Worker{'s' * (len(joining) > 1)} {self._listed(joining)}"
-            logger.warning(
+            logger.info(
                 "%s joined: going on with %d of %d.", who, len(self.members), self.max_workers
             )
         else:
@@ -818,7 +820,7 @@ class Controller:
         joining = self.members[num_before:] if grown else self.members
         seconds = self._clock.monotonic() - started
         self._record("grown" if grown else "restarted", joining, seconds=seconds)
-        logger.warning(
+        logger.info(
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
         )
 
@@ -868,15 +870,17 @@ class Controller:
             num_workers=self._num_left() if kind == "lost" else len(self.members),
         )
         self.events.append(event)
-        logger.info(
-            "%s: workers %s, generation %d, step %d, %.2f s. %s",
-            kind.capitalize(),
-            self._listed(members) or "none",
-            event.generation,
-            event.step,
-            seconds,
-            event.cause,
-        )
+        if kind not in _TOLD:
+            took = f", {seconds:.2f} s" if seconds else ""
+            logger.info(
+                "%s: workers %s, generation %d, step %d%s. %s",
+                kind.capitalize(),
+                self._listed(members) or "none",
+                event.generation,
+                event.step,
+                took,
+                event.cause,
+            )
         if self.on_event is not None:
             self.on_event()
 
