@@ -320,8 +320,8 @@ def wrap_loader(
         isinstance(each, DataLoader) for each in members
     ):
         raise TypeError(
-            f"register_data takes one loader to train on and one to validate on, but got a "
-            f"{type(loader).__name__} of {len(loader)}. Join the data sets, by "
+            "register_data takes one loader to train on, and one, or a dict by name, to validate "
+            f"on. It got a {type(loader).__name__} of {len(loader)}. Join the data sets, by "
             "torch.utils.data.ConcatDataset, or write a class whose __iter__ yields the batches of "
             "all of them."
         )
