@@ -363,9 +363,12 @@ class OperatorTrainer:
         if fast_dev_run:
             limits = Limits(limit_train_batches=1, limit_val_batches=1)
             with self._on_trial(), self._calls.limited(limits):
-                metrics = self.train(max_retries=max_retries, info=info)
-                if validate_every and any(self._call(Call(method="can_validate"))):
-                    metrics = {**self._validate(info, from_start=True).merged, **metrics}
+                can_validate = validate_every and any(self._call(Call(method="can_validate")))
+                next_epoch = self._controller.progress.epoch + 1
+                with self._validations.of_fit(next_epoch, 1 if can_validate else None):
+                    metrics = self.train(max_retries=max_retries, info=info)
+                    if can_validate:
+                        metrics = {**self._validate(info, from_start=True).merged, **metrics}
                 return History([metrics])
         with self._callback_list.attached(self, own), self._calls.limited(limits):
             if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):

@@ -726,6 +726,7 @@ def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
     for num_epochs in (2, 4):
         saving = CheckpointCallback(tmp_path, monitor="val_loss")
         trainer = make_trainer(Recorder, {"scheduler": flat}, callbacks=[saving], **settings)
+        trainer.fit(fast_dev_run=True)
         trainer.fit(num_epochs)
         assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
 
