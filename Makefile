@@ -1,8 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# One more than there are cores: tests of workers wait a part of their time.
-PROCESSES ?= $(shell expr 1 + $$(getconf _NPROCESSORS_ONLN))
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -21,7 +19,7 @@ demo: $(VENV)/.demo-stamp ## Train a model on handwritten digits with two worker
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.test-stamp ## Run the tests on all cores; ARGS="-k name" selects some
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 8 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(ARGS)
 
 soak: $(VENV)/.test-stamp ## Look for rare failures; ARGS="--minutes 120" says for how long
 	$(BIN)/python -m tests.soak $(ARGS)
