@@ -9,10 +9,12 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 
-__all__ = ["EpochLines", "in_notebook", "is_interactive", "label_of", "means_in"]
+__all__ = ["EpochLines", "in_notebook", "is_interactive", "means_in", "place_of"]
 
 _MOST = 8
 """Metrics in a line."""
+_WITHOUT_END = sys.maxsize
+"""Epochs of a `fit` that only steps or a time end."""
 
 
 class EpochLines(Callback):
@@ -57,7 +59,7 @@ class EpochLines(Callback):
     def _print_epoch(self, trainer: Trainer) -> None:
         if trainer.num_epochs is not None:
             shown = [f"{name} {value:.4g}" for name, value in [*self._means.items()][:_MOST]]
-            where = label_of(trainer, trainer.epoch)
+            where = place_of(trainer, trainer.epoch)
             self._print("  ".join([where, *shown, f"{self._seconds:.1f} s"]))
         self._means, self._seconds, self._waits = {}, 0.0, False
 
@@ -91,7 +93,7 @@ def _seconds_of(trainer: Trainer) -> float:
     return 0.0 if trainer.last_call is None else trainer.last_call.seconds
 
 
-def label_of(trainer: Trainer, epoch: int | str) -> str:
+def place_of(trainer: Trainer, epoch: int | str) -> str:
     """Return "epoch 2/8", or "epoch 2" where steps or a time end the `fit`."""
-    has_end = trainer.num_epochs is not None and trainer.num_epochs < sys.maxsize
+    has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from raysgd.callbacks.base import Trainer
-from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, label_of, means_in
+from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, means_in, place_of
 from raysgd.context import Progress
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
@@ -66,7 +66,7 @@ class ProgressBar(EpochLines):
         shown = self._told(trainer, self._samples_before + num_samples, latest)
         assert self._display is not None
         if trainer.num_epochs is not None and kind == "train":
-            self._display.label = label_of(trainer, first.epoch + 1)
+            self._display.label = place_of(trainer, first.epoch + 1)
         self._display.show(done, total, shown)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class ProgressBar(EpochLines):
         if trainer.num_epochs is not None:
             # of training the workers say which epoch it is
             epoch = f"{trainer.epoch}" if kind == "validate" else "?"
-            label = label_of(trainer, epoch) + ", validation" * (kind == "validate")
+            label = place_of(trainer, epoch) + ", validation" * (kind == "validate")
         stays = trainer.num_epochs is None
         self._display = _Bar(label, stays) if is_interactive() else _Lines(label, self._every_s)
         self._started = time.perf_counter()

@@ -294,6 +294,8 @@ class TrainingOperator(OperatorBase):
         """
 
     def _note_batch(self, error: BaseException, method: str, batch: Any) -> None:
+        if not isinstance(error, Exception):
+            return  # it is no matter of the batch
         with contextlib.suppress(Exception):  # classes of the user's may refuse
             kind = type(self).__name__
             error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")

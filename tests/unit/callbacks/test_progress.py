@@ -276,7 +276,7 @@ def test_in_fit_a_bar_says_where_it_is_and_gives_way_to_the_line(make_trainer, t
     trainer.fit(2)
     text = terminal.getvalue()
     assert "epoch 2/2, validation" in text
-    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert [line.split("  ")[0] for line in lines if line] == ["epoch 1/2", "epoch 2/2"]
 
 

@@ -171,14 +171,15 @@ def test_a_loop_with_the_oldest_signature_works(start):
     assert (result["note"], result["epoch"]) == ("x", 2)
     assert operator.trained == EPOCH * 2
     assert trainer.global_step == 10
-    assert operator.infos[0]["info"] == {"a": 1}
+    assert operator.infos[0]["info"]["a"] == 1
     assert trainer.validate()["seen"] == 40
 
 
 def test_a_loop_is_given_all_that_its_signature_takes(start):
     class Taking(Recorder):
         def train_epoch(self, iterator, **given):
-            self.given = given
+            own = {name: value for name, value in given["info"].items() if name == "a"}
+            self.given = {**given, "info": own}
             return super().train_epoch(iterator, **given)
 
     trainer, operator = start(Taking)

@@ -280,8 +280,8 @@ def test_progress_tells_how_far_the_call_is():
     assert [p.global_step for p in seen] == [0, 1, 2, 3]
     assert [p.in_epoch for p in seen] == [False, True, True, True]
     assert {p.total_batches for p in seen} == {4}
-    assert seen[0].loss is None
-    assert isinstance(seen[-1].loss, float)
+    assert seen[0].latest == {}
+    assert isinstance(seen[-1].latest["train_loss"], float)
     done = runner.progress()
     assert (done.epoch, done.in_epoch, done.global_step, done.num_covered) == (0, True, 4, 32)
     runner.train(call=1, until_epoch=1)
@@ -294,19 +294,19 @@ class OnDevice:
     def __init__(self):
         self.done = threading.Event()
 
-    def last(self, name):
+    def latest(self):
         assert self.done.wait(20)
-        return 2.5
+        return {"train_loss": 2.5}
 
 
 def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
     """It may never be: where the GPU waits for a worker that is gone."""
     reader, meters = LossReader(), OnDevice()
-    assert [reader.read(meters) for _ in range(3)] == [None] * 3
+    assert [reader.read(meters) for _ in range(3)] == [{}] * 3
     meters.done.set()
-    wait_until(lambda: reader.read(meters) == 2.5)
+    wait_until(lambda: reader.read(meters) == {"train_loss": 2.5})
     meters.done.clear()
-    assert [reader.read(meters) for _ in range(3)] == [2.5] * 3
+    assert [reader.read(meters) for _ in range(3)] == [{"train_loss": 2.5}] * 3
     meters.done.set()
 
 
@@ -319,9 +319,9 @@ def test_progress_does_not_wait_for_the_sums_that_a_gpu_still_adds_up():
 
     meters, reader = AverageMeterCollection(), LossReader()
     meters.update({"train_loss": Sums(division, total=1.0, weight=1)})
-    assert [reader.read(meters) for _ in range(3)] == [None] * 3
+    assert [reader.read(meters) for _ in range(3)] == [{}] * 3
     computed.set()
-    wait_until(lambda: reader.read(meters) == 2.5)
+    wait_until(lambda: reader.read(meters) == {"train_loss": 2.5})
 
 
 def test_a_request_to_stop_ends_the_loop_at_the_next_step():
