@@ -53,12 +53,14 @@ class TensorflowBackend(Backend):
         self._timeout_s = timeout_s
         # on the driver: the choice of Keras that its script was started with holds on all workers
         self._environment = keras_environment()
+        self._has_warned = False
         self._server: StoreServer | None = None
         self._held: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         """Listen for the workers of a new generation."""
-        if self._server is None and len(addresses) > 1:
+        if not self._has_warned and len(addresses) > 1:
+            self._has_warned = True
             logger.warning(
                 "A MultiWorkerMirroredStrategy starts a server of TensorFlow's in each worker, on "
                 "all interfaces, by which whoever reaches it can read and write files as the "
