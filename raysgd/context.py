@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["OutOfMemoryError", "PausedError", "Progress", "Runner", "WorkerContext"]
+__all__ = ["OutOfMemoryError", "PausedError", "Preemption", "Progress", "Runner", "WorkerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,24 @@ class Progress:
     """Newest values of the first few metrics, as last read; empty before the first batch."""
     blocked_on_driver: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
+    terminated: bool = False
+    """Whether the worker's process was sent SIGTERM."""
     unreachable: tuple[int, ...] = ()
     """Ranks of other workers whose hosts have confirmed nothing of what was sent to them for longer
     than ``unreachable_s``."""
     collective: int | None = None
     """Number of the collective in which it waits for all the others; None where it is in none, or
     where the backend cannot tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """The announcement that workers of the group are going to be taken away."""
+
+    deadline: float | None
+    """When the first of them is, in seconds since the epoch; None where no time was named."""
+    ranks_by_node: Mapping[str, Sequence[int]]
+    """Which of them, by Ray's ids of their nodes."""
 
 
 class PausedError(Exception):
@@ -99,8 +111,9 @@ class Runner(Protocol):
     """What a worker hosts: an operator, a Keras operator or a training function.
 
     ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
-    at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at`` and
-    ``snapshot`` run beside them in a *control* thread, so they only read and set attributes.
+    at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at``,
+    ``announce`` and ``snapshot`` run beside them in a *control* thread, so they only read and set
+    attributes.
     """
 
     @property
@@ -127,6 +140,9 @@ class Runner(Protocol):
 
         None takes the request back. Returns how many are committed when the request is heard.
         """
+
+    def announce(self, preemption: Preemption | None) -> None:
+        """Take note of which workers are going to be taken away; None: of none any more."""
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart when all workers are lost."""

@@ -667,6 +667,40 @@ class OperatorTrainer:
         function = _callable("apply_all_operators", fn)
         return self._call(Call(method="apply_operator", arguments={"function": function}))
 
+    def drain(
+        self,
+        *,
+        node_id: str | None = None,
+        rank: int | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Announce that a node, or one worker, is going to be taken away; others take over before.
+
+        Returns at once, and can be called from any thread. As training is under way, or with the
+        next call, a worker starts elsewhere, gets the state and takes over at a step; where there
+        is no room, the group becomes smaller shortly before the time is over. No step is redone.
+        What Ray itself drains (``ray drain-node``, its autoscaler), and workers that are sent
+        SIGTERM, need no such call.
+
+        Args:
+            node_id: Ray's id of a node, as in the ``nodes`` of events.
+            rank: of one worker instead, as of now.
+            deadline_s: seconds from now after which it is gone; None where that is not known: then
+                the worker stays until another has taken over.
+
+        Raises:
+            ValueError: unless one of `node_id` and `rank` is given, and is there; or if
+                `deadline_s` is below 0.
+        """
+        self._controller.check_process()
+        if (node_id is None) == (rank is None):
+            raise ValueError(
+                f"drain(node_id={node_id!r}, rank={rank!r}): must be given one of the two."
+            )
+        if deadline_s is not None and not deadline_s >= 0:
+            raise ValueError(f"drain(deadline_s={deadline_s!r}): must be at least 0, or None.")
+        self._controller.drain(node_id, rank, deadline_s)
+
     def get_local_operator(self) -> Any:
         """Return the operator in this process.
 

@@ -43,15 +43,21 @@ class TrainCall(Call):
 
     Args:
         num_steps: steps to train; None: to the end of the epoch under way.
-        next_pause: returns the step at which to pause next, from how many are done.
+        next_pause: returns the step at which to pause next, from how many are done, and whether
+            that shall be at once.
         options: of `Call`.
     """
 
     def __init__(
-        self, num_steps: int | None, next_pause: Callable[[int], int | None], **options: Any
+        self, num_steps: int | None, next_pause: Callable[[int, bool], int | None], **options: Any
     ) -> None:
         super().__init__(
-            method="train", is_frequent=True, has_batches=True, can_pause=True, **options
+            method="train",
+            is_frequent=True,
+            has_batches=True,
+            can_pause=True,
+            farewell="measured",
+            **options,
         )
         self._num_steps = num_steps
         self._next_pause = next_pause
@@ -68,7 +74,8 @@ class TrainCall(Call):
                 self.arguments["until_epoch"] = progress.epoch + 1
             else:
                 self.arguments["until_step"] = progress.global_step + self._num_steps
-        self.arguments["callback_pause"] = self._next_pause(progress.global_step)
+        self.arguments["callback_pause"] = self._next_pause(progress.global_step, self.at_once)
+        self.at_once = False
 
     def end_at(self, global_step: int) -> None:
         """Let it have reached its goal at a step that is done."""
@@ -161,12 +168,16 @@ class Calls:
         completed = controller.progress.epoch > call.start.epoch
         # what was measured may be lost in these
         num_breaks = call.num_losses + num_lost_paused + call.num_splits
+        results += [outcome.value() for outcome in call.left]
         merged = self._merged("train", results, num_breaks > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, total_s))
 
-    def _next_pause(self, global_step: int) -> int | None:
+    def _next_pause(self, global_step: int, at_once: bool) -> int | None:
         """Return the next step at which somebody on the driver wants to look."""
-        steps = self._callback_list.next_pause(global_step), self._limits.next_look(global_step)
+        steps = (
+            self._callback_list.next_pause(global_step, at_once),
+            self._limits.next_look(global_step),
+        )
         return min((step for step in steps if step is not None), default=None)
 
     def validate(

@@ -129,6 +129,9 @@ class Callback:
     of one stage in the order in which they were given. What adds metrics has -1, what saves 1."""
     needs_logdir: bool = False
     """Whether it writes into the trainer's ``logdir``, so that a trainer without one refuses it."""
+    saves_state: bool = False
+    """Whether `on_pause` saves the state: it is called at once where workers are to be taken away
+    and none can take over."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Begin. ``fit()`` starts callbacks, else the first ``train()`` or ``validate()`` does."""

@@ -221,14 +221,19 @@ class CallbackList:
 
     # ---- pauses
 
-    def next_pause(self, global_step: int) -> int | None:
-        """Return the next step at which a callback wants training to pause."""
+    def next_pause(self, global_step: int, at_once: bool = False) -> int | None:
+        """Return the next step at which a callback wants training to pause.
+
+        With `at_once` those that save want the next one.
+        """
         for entry in self._entries:
             entry.pause = None
             if not entry.started:
                 continue
             try:
                 step = entry.callback.next_pause(global_step)
+                if at_once and entry.callback.saves_state:
+                    step = global_step + 1
                 if step is not None and step <= global_step:
                     raise ValueError(
                         f"It returned {step!r}, and must be above global_step={global_step}."

@@ -48,6 +48,7 @@ class CheckpointCallback(Callback):
     """
 
     stage: ClassVar[int] = 1  # saves what the others have noted, and restores it before they start
+    saves_state: bool = True
 
     def __init__(
         self,

@@ -38,6 +38,11 @@ class Call:
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Called with every worker's progress while it runs."""
 
+    farewell: str | None = None
+    """A method that a worker which leaves in it is asked by, for what it has measured."""
+    at_once: bool = False
+    """Whether callbacks that save are to do so as soon as can be, since workers are going."""
+
     num_splits: int = 0
     """How often workers ran out of memory in it, so that it was made again with smaller batches."""
     num_losses: int = 0
@@ -47,6 +52,8 @@ class Call:
     metrics_start_step: dict[Member, int] = field(default_factory=dict)
     """Committed steps when a worker began to measure: what it has measured of the call since then
     is in its process alone, and lost with it."""
+    left: list[Any] = field(default_factory=list)
+    """What workers that have left in it had measured."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

@@ -19,6 +19,10 @@ class Clock:
         """Return seconds that only grow."""
         return time.monotonic()
 
+    def time(self) -> float:
+        """Return seconds since the epoch."""
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
         time.sleep(seconds)

@@ -24,13 +24,13 @@ from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
 from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.pulses import HostLostError, Terms
 from raysgd.cluster.scaling import Replacement, ScaleUp
-from raysgd.cluster.serialization import sendable
+from raysgd.cluster.serialization import dumps, sendable
 from raysgd.cluster.snapshot import SnapshotKeeper
 from raysgd.cluster.states import Broken, Closed, Generation, New, Ready, Running, State
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.comm.backend import Backend
-from raysgd.context import Progress, Runner, WorkerContext
+from raysgd.context import Preemption, Progress, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event, EventKind
 from raysgd.elastic.policies import (
@@ -41,6 +41,7 @@ from raysgd.elastic.policies import (
     most_parted,
     pause_step,
     recovery,
+    who_leaves,
 )
 from raysgd.errors import (
     CollectiveError,
@@ -70,6 +71,8 @@ _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
 _MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to make a process group before that is an error."""
+_LEAVE_S = 3.0
+"""How long before their time workers leave that nobody succeeds, and the time of some steps."""
 _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
 _BUSY_TICK_S = 0.05
@@ -140,6 +143,14 @@ class Controller:
         self._entering: list[Member] = []
         self._call = Call(method="none")
         """The call under way."""
+        self._step_s = 0.0
+        """How long a step takes, as last seen."""
+        self._told: set[Member] = set()
+        """The members that are going, of which it was said."""
+        self._announced: tuple[int, Preemption] | None = None
+        """What members were told of that, and in which generation."""
+        self._must_save = False
+        """Whether to save as soon as can be: workers are going, and nobody can take over."""
         # pickled now: what cannot be sent is found before a worker starts
         self._created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
@@ -276,6 +287,8 @@ class Controller:
                 self._scale_up.try_again()  # once a call: there their number has an end
             while True:
                 self._ensure_ready(min_workers)
+                if self._must_save and call.can_pause:
+                    self._save(call)
                 if not call.has_begun:
                     call.begin(self.members, furthest([self.progress, reached]))
                 members = list(self.members if call.rank is None else [self.members[call.rank]])
@@ -284,6 +297,7 @@ class Controller:
                 if attempt.outcomes:
                     self.progress = furthest([o.progress for o in attempt.outcomes.values()])
                     self._seen_step = self.progress.global_step
+                    self._note_drains({m: o.progress for m, o in attempt.outcomes.items()})
                 split = self._new_split(call, attempt)
                 if attempt.lost:
                     self._handle_losses(attempt.lost)
@@ -385,6 +399,8 @@ class Controller:
             self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
             first = next(iter(progress))
             self.snapshots.follow(first, progress[first])
+            self._step_s = max(p.step_s for p in progress.values())
+        self._note_drains(progress)
         self._give_up_parted(attempt, progress)
         monitor.mention_uneven()
         stuck = monitor.stuck(progress)
@@ -395,8 +411,10 @@ class Controller:
             self._stop_attempt(attempt)
             raise CollectiveError(why)
         self._scale_up.tend(self._generation.number)
-        if call.can_pause and self._generation.pause is None and self._scale_up.ready():
-            self._pause(attempt, progress)
+        if call.can_pause and self._generation.pause is None:
+            joining, leaving = self._who_moves()
+            if joining or leaving or self._must_save:
+                self._pause(attempt, progress)
 
     def _give_up_parted(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
         """Give a worker up that others do not reach, though the driver does."""
@@ -490,14 +508,118 @@ class Controller:
     def grow(self) -> bool:
         """Restart with more workers, from what `snapshots` holds, if there is room for them now.
 
+        Or without those that are going to be taken away, if enough are left or have room.
+
         Returns:
             Whether it did.
         """
         with self._until_shut_down():
-            if not self._scale_up.has_room():
+            leaving = self._group.leaving()
+            if leaving:
+                num_staying = len(self.members) - len(leaving)
+                num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
+                if num_staying + num_vacant < self.min_workers:
+                    return False
+            elif not self._scale_up.has_room():
                 return False
-            self._restart(self.min_workers, len(self.members))
+            left = "; ".join(f"left {member.name}" for member in leaving)
+            self._restart(self.min_workers, len(self.members), left)
         return True
+
+    # ---- workers that are to go
+
+    def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
+        """Take note that a node, or a worker, is going to be taken away; in any thread.
+
+        Raises:
+            ValueError: if there is no such node or worker, or it is the driver's process.
+        """
+        self._check_open()
+        members = list(self.members)
+        if node_id is not None:
+            known = {member.node_id for member in members}
+            if node_id not in known and node_id not in (known := known | self._group.nodes()):
+                there = ", ".join(sorted(known)) or "none"
+                raise ValueError(f"drain(node_id={node_id!r}): there is no such node, but {there}.")
+            self._group.drains.drain_node(node_id, deadline_s)
+            return
+        if rank is None or not 0 <= rank < len(members):
+            raise ValueError(f"drain(rank={rank!r}): the ranks are 0 to {len(members) - 1}.")
+        if not members[rank].remote:
+            raise ValueError(
+                f"drain(rank={rank}): this worker is the driver's own process (use_local), which "
+                "nobody can replace."
+            )
+        self._group.drains.drain_member(members[rank], deadline_s)
+
+    def _note_drains(self, progress: Mapping[Member, Progress]) -> None:
+        """See which members are going, say so, and tell all of them."""
+        for member in [member for member, p in progress.items() if p.terminated]:
+            self._group.drains.terminate(member)
+        leaving = self._group.leaving()
+        news = [member for member in leaving if member not in self._told]
+        self._told = set(leaving)
+        now = self._clock.time()
+        for cause, deadline, _ in dict.fromkeys(leaving[member] for member in news):
+            concerned = [m for m in news if leaving[m][:2] == (cause, deadline)]
+            left_s = 0.0 if deadline is None else max(0.0, deadline - now)
+            self._record("draining", concerned, cause=cause, seconds=left_s)
+            logger.warning(
+                "Workers are going to be taken away%s (%s): %s.",
+                f" within {left_s:.0f} s" if deadline is not None else "",
+                cause,
+                ", ".join(f"worker {self._ranks[m]} on {m.name}" for m in concerned),
+            )
+        if news:
+            margin_s = _LEAVE_S + 4 * self._step_s
+            is_short = any(leaving[member].leave_by - now <= margin_s for member in news)
+            too_few = len(self.members) - len(leaving) < max(1, self.min_workers)
+            self._must_save = is_short or too_few
+        preemption, announced = None, None
+        if leaving:
+            ranks: dict[str, list[int]] = {}
+            for member in leaving:
+                ranks.setdefault(member.node_id, []).append(self._ranks[member])
+            deadlines = [n.deadline for n in leaving.values() if n.deadline is not None]
+            preemption = Preemption(deadline=min(deadlines, default=None), ranks_by_node=ranks)
+            announced = (self._generation.number, preemption)
+        if announced != self._announced:
+            self._announced = announced
+            for member in self.members:
+                member.control("announce", preemption)
+
+    def _who_moves(self) -> tuple[list[Replacement], list[Member]]:
+        """Return the replacement workers that join at the next step, and the members that leave."""
+        ready, leaving = self._scale_up.ready(), self._group.leaving()
+        gone: list[Member] = []
+        if leaving and self._recovery.replaces:
+            now = self._clock.time()
+            ranks = who_leaves(
+                {self._ranks[member]: n.leave_by - now for member, n in leaving.items()},
+                num_workers=len(self.members),
+                num_ready=len(ready),
+                min_workers=self.min_workers,
+                margin_s=_LEAVE_S + 4 * self._step_s,
+            )
+            gone = [member for member in leaving if self._ranks[member] in ranks]
+        return ready[: self.max_workers - len(self.members) + len(gone)], gone
+
+    def _save(self, call: Call) -> None:
+        """Take a snapshot, and let callbacks save at the next step."""
+        self._must_save = False
+        self._rescue_state()
+        call.at_once, call.has_begun = True, False
+
+    def _farewell(self, members: Sequence[Member]) -> None:
+        """Ask workers that are about to end for what they have measured in the call under way."""
+        call = self._call
+        if call.farewell is None or not members:
+            return
+        arguments = ("call", call.farewell, dumps({"call": call.arguments["call"]}))
+        asked = [member.work(*arguments) for member in members]
+        self._clock.wait(asked, _ANSWER_S)
+        given = [f.result() for f in asked if _error_of(f) is None]
+        call.left += [outcome for outcome in given if _value_of(outcome) is not None]
 
     # ---- generations
 
@@ -505,16 +627,18 @@ class Controller:
         """Mend a group that is broken, let replacement workers in, and wait for enough workers."""
         while True:
             self._check_open()
+            self._note_drains({})
             self._scale_up.tend(self._generation.number)
+            joining, leaving = self._who_moves()
             if not self.members:
                 self._restart(min_workers)
-            elif len(self.members) + len(self._scale_up.ready()) < min_workers:
+            elif len(self.members) + len(joining) < min_workers:
                 self._await_workers(min_workers)
-            elif isinstance(self.state, Broken) or self._scale_up.ready():
-                if self._recovery.rejoins:
+            elif isinstance(self.state, Broken) or joining or leaving:
+                if self._recovery.rejoins and len(leaving) < len(self.members):
                     self._make_generation()
                 else:
-                    self._replace_all(min_workers)
+                    self._replace_all(min_workers, leaving)
             else:
                 break
         if self._generation.pause is not None:  # nobody joined, so that nobody was told to go on
@@ -528,34 +652,48 @@ class Controller:
         if lost:
             self._handle_losses(lost)
             return
-        replacements = self._scale_up.ready()
-        lost = self._rejoin(replacements)
+        before = list(self.members)
+        replacements, leaving = self._who_moves()
+        lost = self._rejoin(replacements, leaving)
         if lost:
             self._handle_losses(lost)
         if not isinstance(self.state, Ready):
             return
         seconds = self._clock.monotonic() - started
+        left = self._let_go([member for member in before if member not in self.members])
         joined = [r for r in replacements if r.member in self.members]
         if joined:
             self._scale_up.joined(joined)
             joining = [r.member for r in joined if r.member is not None]
-            self._record("grown", joining, seconds=seconds)
+            self._record("moved" if left else "grown", joining, cause=left, seconds=seconds)
             who = f"Worker{'s' * (len(joining) > 1)} {self._listed(joining)}"
             logger.info(
                 "%s joined: going on with %d of %d.", who, len(self.members), self.max_workers
             )
         else:
-            self._record("resumed", self.members, seconds=seconds)
+            self._record("resumed", self.members, cause=left, seconds=seconds)
+            if left:
+                logger.warning("Going on with %d of %d.", len(self.members), self.max_workers)
+
+    def _let_go(self, members: Sequence[Member]) -> str:
+        """Let members end that have left the group, and say which these are."""
+        self._farewell(members)
+        for member in members:
+            self._group.discard(member)
+        return "; ".join(f"a worker has left {member.name}" for member in members)
 
     def _await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; those that still do not are lost."""
         patience_s = _STRAGGLER_S if self._recovery.replaces else _RESTART_STRAGGLER_S
         return await_stragglers(self._broken().busy, self._ranks, self._clock, patience_s)
 
-    def _rejoin(self, replacements: Sequence[Replacement]) -> dict[Member, BaseException]:
+    def _rejoin(
+        self, replacements: Sequence[Replacement], leaving: Sequence[Member]
+    ) -> dict[Member, BaseException]:
         """Let members and replacements enter a new generation; returns members that were lost.
 
-        The group is `Ready` and includes the replacement workers if all went well; else `Broken`.
+        The group is `Ready` and includes the replacement workers, and not the members that are
+        leaving, if all went well; else `Broken`.
         """
         joining = {r.member: r for r in replacements if r.member is not None}
         answers, lost = self._reached([*self.members, *joining])
@@ -563,11 +701,17 @@ class Controller:
             self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
             return lost
-        reached = [answers[member] for member in self.members]
-        leader = self.members[choose_leader(reached)]
-        self.progress = reached[choose_leader(reached)]
+        leader = self.members[choose_leader([answers[member] for member in self.members])]
+        staying = [member for member in self.members if member not in leaving]
+        if leader in leaving:
+            first = staying[choose_leader([answers[member] for member in staying])]
+            if answers[first].global_step < answers[leader].global_step:
+                staying, joining = self.members, {}  # only one that leaves has the newest step
+            else:
+                leader = first
+        self.progress = answers[leader]
         broken = self._broken()
-        entering = self._group.in_order([*self.members, *joining])
+        entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._contexts(entering), leader)
         if not attempt.failed:
             self._group.members[:] = entering
@@ -626,7 +770,8 @@ class Controller:
             self._scale_up.lost(self._group.slot_of(member))
             self._group.discard(member)
         if not self._recovery.survivors_stay:
-            self._rescue_state()
+            if self._recovery.rescues_state:
+                self._rescue_state()
             self._discard_members()
         self._scale_up.resized()
         self._scale_up.tend(self._generation.number)
@@ -772,16 +917,17 @@ class Controller:
 
     # ---- all start anew
 
-    def _replace_all(self, min_workers: int) -> None:
+    def _replace_all(self, min_workers: int, leaving: Sequence[Member]) -> None:
         """Start all workers anew with the state that they have."""
         num_before = len(self.members)
-        self._rescue_state()
-        self._restart(min_workers, num_before)
+        if leaving:
+            self._farewell(self.members)
+        if leaving or self._recovery.rescues_state:
+            self._rescue_state()
+        self._restart(min_workers, num_before, "; ".join(f"left {m.name}" for m in leaving))
 
     def _rescue_state(self) -> None:
-        """Take over the state of the workers that are left, if they cannot go on with it."""
-        if not self._recovery.rescues_state:
-            return
+        """Take over the state of the workers that are left."""
         reached = self.ask_progress()
         for member in sorted(reached, key=lambda m: -reached[m].global_step):
             if not member.remote:
@@ -789,16 +935,17 @@ class Controller:
             answer = member.work("call", "restart_state", {})
             self._clock.wait([answer], _SALVAGE_S)
             if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
-                self.snapshots.set(state)
-                self._broken().has_state = True
+                self.snapshots.set(state, reached[member].global_step)
+                if isinstance(self.state, Broken):
+                    self.state.has_state = True
                 self.progress = reached[member]
                 return
 
-    def _restart(self, min_workers: int, num_before: int | None = None) -> None:
+    def _restart(self, min_workers: int, num_before: int | None = None, left: str = "") -> None:
         """Let all members end, and workers that come up go on from the newest snapshot."""
         config = self._elastic
         started = self._clock.monotonic()
-        has_state = self._broken().has_state
+        has_state = self._broken().has_state or bool(left)
         if config.snapshot_every is None and self.progress.global_step > 0 and not has_state:
             raise self._failed("all workers are lost, and there is no snapshot_every to go back to")
         self._call.metrics_start_step = {}
@@ -819,7 +966,10 @@ class Controller:
         grown = num_before is not None and len(self.members) > num_before
         joining = self.members[num_before:] if grown else self.members
         seconds = self._clock.monotonic() - started
-        self._record("grown" if grown else "restarted", joining, seconds=seconds)
+        kind: EventKind = "grown" if grown else "restarted"
+        if left and len(self.members) >= (num_before or 0):
+            kind = "moved"
+        self._record(kind, joining, cause=left, seconds=seconds)
         logger.info(
             "Restarted %d workers from step %d.", len(self.members), self.progress.global_step
         )

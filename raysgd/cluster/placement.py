@@ -38,6 +38,7 @@ __all__ = [
     "connect",
     "demand",
     "gpus_in_cluster",
+    "nodes",
     "overview",
     "reserve",
 ]
@@ -119,6 +120,11 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
 def gpus_in_cluster() -> float:
     """Return how many GPUs the cluster has. Ray is asked: the driver may have none."""
     return float(ray.cluster_resources().get("GPU", 0))
+
+
+def nodes() -> set[str]:
+    """Return the ids of the nodes of the cluster."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class Slot:

@@ -137,9 +137,12 @@ class ScaleUp:
         if not starting and (not self._config.grow or not self._can_join or options.inline):
             return
         self._advance(self._replacements)
-        missing = options.num_workers - len(self._group.members) - len(self._replacements)
+        num_staying = len(self._group.members) - len(self._group.leaving())
+        missing = options.num_workers - num_staying - len(self._replacements)
+        for replacement in self._replacements[missing:] if missing < 0 else ():
+            self.drop(replacement)  # whoever was to leave stays after all
         if missing > 0 and self._failures < self._config.max_attempts:
-            self._advance(self._started(generation, starting))
+            self._advance(self._started(generation, starting, num_staying))
         elif missing <= 0 and not starting and self._may_have_spares():
             self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
 
@@ -158,12 +161,14 @@ class ScaleUp:
         settled = self._group.clock.monotonic() - self._resized_at >= _SETTLED_S
         return settled and self._config.warm_spares and not self._group.options.num_gpus
 
-    def _started(self, generation: int, starting: bool) -> list[Replacement]:
-        """Start those that are missing."""
+    def _started(self, generation: int, starting: bool, num_staying: int) -> list[Replacement]:
+        """Start those that are missing beside the members that stay."""
         taken = [replacement.slot for replacement in self._replacements]
         vacant = [s for s in self._group.vacant_slots(request=not starting) if s not in taken]
-        now, num_members = self._group.clock.monotonic(), len(self._group.members)
-        size = num_members + len(taken) + len(vacant)
+        now = self._group.clock.monotonic()
+        vacant = vacant[: self._group.options.num_workers - num_staying - len(taken)]
+        size = num_staying + len(taken) + len(vacant)
+        replaces = starting or num_staying < len(self._group.members)
         goal: Goal = "setup" if self._rejoins else "room"
         if starting and self.together:
             goal = "process"
@@ -175,12 +180,12 @@ class ScaleUp:
                 Replacement(
                     self._group,
                     slot,
-                    next(rank for rank in itertools.count(num_members) if rank not in ranks),
+                    next(rank for rank in itertools.count(num_staying) if rank not in ranks),
                     size,
                     generation,
                     self._created,
                     self._timeout_s,
-                    replaces_lost=starting or slot in self._lost_slots,
+                    replaces_lost=replaces or slot in self._lost_slots,
                     goal=goal,
                 )
             )
@@ -418,7 +423,7 @@ class Replacement:
             (alone,) = assign_contexts(
                 [self.member.info],
                 generation=self._generation,
-                distributed=True,
+                distributed=self._group.options.num_workers > 1,
                 num_cpus=self._group.options.num_cpus,
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self._size)

@@ -29,10 +29,13 @@ class SnapshotKeeper:
         self._step = -1
         self._coming: tuple[int, Future[bytes | None]] | None = None
 
-    def set(self, state: Mapping[str, Any]) -> None:
-        """Keep a state that the driver has anyway: one that was loaded."""
+    def set(self, state: Mapping[str, Any], step: int = -1) -> None:
+        """Keep a state that the driver has anyway: one that was loaded, or that of so many steps.
+
+        Snapshots of fewer steps are no newer ones.
+        """
         self._state, self._pickled, self._coming = state, None, None
-        self._step = -1
+        self._step = step
 
     def follow(self, member: Member, progress: Progress) -> None:
         """Fetch the snapshot that `member` holds, if it is a newer one.
@@ -42,7 +45,7 @@ class SnapshotKeeper:
         self._receive()
         if progress.snapshot is None:  # the one it had is out of date, at whatever step it was
             self._step = -1
-        newer = progress.snapshot is not None and progress.snapshot != self._step
+        newer = progress.snapshot is not None and progress.snapshot > self._step
         if self._coming is None and newer and (member.remote or self._of_driver):
             assert progress.snapshot is not None
             self._coming = (progress.snapshot, member.control("snapshot"))

@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -23,7 +24,14 @@ from raysgd.cluster.pulses import MARGIN_S, DriverWatch, Terms
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
-from raysgd.context import OutOfMemoryError, PausedError, Progress, Runner, WorkerContext
+from raysgd.context import (
+    OutOfMemoryError,
+    PausedError,
+    Preemption,
+    Progress,
+    Runner,
+    WorkerContext,
+)
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.imports import frozen_imports
@@ -85,9 +93,13 @@ class Worker:
 
     `call` and the other methods that work run one at a time; `interrupt`, `progress` and
     `stacks` run beside them.
+
+    Args:
+        catches_sigterm: whether the process is the worker's own, and SIGTERM shall not end it, but
+            be told to the driver.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, catches_sigterm: bool = False) -> None:
         self.runner: Runner | None = None
         """What this worker hosts."""
         self._backend: Backend | None = None
@@ -95,6 +107,9 @@ class Worker:
         self._remote = True
         self._interrupted = False
         self._cut_off = False
+        self._terminated = False
+        if catches_sigterm:
+            _catch_sigterm(self._note_sigterm)
         self._silence_s = math.inf
         """From when on the silence of another worker's host is worth a mention."""
         self._generation = 0
@@ -237,6 +252,8 @@ class Worker:
         if self.runner is None:
             return Progress()
         progress = self.runner.progress()
+        if self._terminated:
+            progress = replace(progress, terminated=True)
         if self._backend is None:
             return progress
         collective = self._backend.collective()
@@ -244,6 +261,13 @@ class Worker:
         if collective is None and not unreachable:
             return progress
         return replace(progress, collective=collective, unreachable=unreachable)
+
+    def announce(self, preemption: Preemption | None) -> None:
+        """Take note of which workers are going to be taken away."""
+        self._hosted.announce(preemption)
+
+    def _note_sigterm(self) -> None:
+        self._terminated = True
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the user; what it raises is Ray's to pass on."""
@@ -332,6 +356,29 @@ class Worker:
         with contextlib.suppress(Exception):
             return self.progress()
         return Progress()
+
+
+def _catch_sigterm(note: Callable[[], None]) -> None:
+    """Let SIGTERM have no effect but a call of `note`, in a thread of its own; in forks it ends.
+
+    Python would handle it in the main thread, and that of an actor waits in Ray's C++ for calls.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while os.read(told, 1) != bytes([signal.SIGTERM]):
+            pass
+        note()
+
+    def restore() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
+    threading.Thread(target=listen, name="raysgd-sigterm", daemon=True).start()
 
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:

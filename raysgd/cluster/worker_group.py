@@ -13,6 +13,7 @@ from typing import Any
 
 from raysgd.cluster.channels import Channels
 from raysgd.cluster.clock import Clock
+from raysgd.cluster.drains import Drains, Notice
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.cluster.pulses import Pulses, Terms
 from raysgd.cluster.spares import Spares
@@ -75,6 +76,7 @@ class WorkerGroup:
         self.clock = clock or Clock()
         self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
+        self.drains = Drains(self.clock)
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
@@ -139,6 +141,7 @@ class WorkerGroup:
         from raysgd.cluster import placement
 
         placement.connect()
+        self.drains.ask_ray()
         return placement.reserve(
             self.options.bundle,
             num_workers=num_workers,
@@ -227,22 +230,35 @@ class WorkerGroup:
             num_gpus=num_gpus,
             resources=resources or None,
         )
-        return ActorMember(actor_class.remote(), self._channels, self.pulses)
+        return ActorMember(actor_class.remote(catches_sigterm=True), self._channels, self.pulses)
+
+    def nodes(self) -> set[str]:
+        """Return Ray's ids of the nodes that are there."""
+        from raysgd.cluster import placement
+
+        return placement.nodes()
+
+    def leaving(self) -> dict[Member, Notice]:
+        """Return the members that are announced to go."""
+        notices = {member: self.drains.of(member) for member in self.members if member.remote}
+        return {member: notice for member, notice in notices.items() if notice is not None}
 
     def vacant_slots(self, request: bool = True) -> list[Any]:
-        """Return room that no worker is in or on its way to.
+        """Return room that no worker is in or on its way to, on nodes that are there to stay.
 
         Args:
             request: whether to request what is missing.
         """
         slots: list[Any] = [] if self._local is None else [self._local]
+        taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
-            wanted = self.options.num_workers - len(slots)
+            going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
+            going = [slot for slot in going if slot.node_id in (None, *nodes)]
+            wanted = self.options.num_workers - len(slots) + len(going) + len(self.leaving())
             while request and len(reservation.slots) < wanted:
                 if reservation.request_slot(self.options.bundle) is None:
                     break
-            slots += reservation.slots
-        taken = list(self._slots.values())
+            slots += [slot for slot in reservation.slots if slot not in going]
         return [slot for slot in slots if slot not in taken]
 
     def slot_of(self, member: Member) -> Any:
@@ -291,6 +307,7 @@ class WorkerGroup:
                 and then to end by themselves; they are killed then.
         """
         self._is_wanted = False
+        self.drains.stop()
         with self._ending:  # another thread may be at it
             self._shutdown(force, patience_s)
 

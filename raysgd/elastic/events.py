@@ -20,6 +20,8 @@ EventKind = Literal[
     "newcomer_failed",
     "waiting",
     "user_error",
+    "draining",
+    "moved",
 ]
 
 
@@ -31,10 +33,12 @@ class Event:
     """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
     and is killed. ``split``: a worker ran out of memory in a step, which is done again with batches
     in more parts. ``resumed``: a new generation of the same or fewer workers, after a loss, an
-    error or an interruption. ``grown``: a new generation with replacement workers. ``restarted``:
-    workers anew, from the snapshot. ``newcomer_failed``: a worker died or raised before it joined,
-    at a start as well. ``waiting``: too few workers, and no room for more. ``user_error``: user
-    code raised."""
+    error or an interruption, or as workers left that were to go. ``grown``: a new generation with
+    replacement workers. ``restarted``: workers anew, from the snapshot. ``newcomer_failed``: a
+    worker died or raised before it joined, at a start as well. ``waiting``: too few workers, and no
+    room for more. ``user_error``: user code raised. ``draining``: workers are announced to go, in
+    ``seconds`` where a time was named. ``moved``: replacement workers have taken over from workers
+    that were to go."""
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]

@@ -21,6 +21,7 @@ __all__ = [
     "pause_step",
     "recovery",
     "start_sizes",
+    "who_leaves",
     "workers_that_fit",
 ]
 
@@ -206,6 +207,42 @@ def most_parted(unreachable: Mapping[int, Collection[int]]) -> int | None:
     pairs = {frozenset((a, b)) for a, others in unreachable.items() for b in others}
     parted = [rank for pair in pairs for rank in pair]
     return max(parted, key=lambda rank: (parted.count(rank), rank), default=None)
+
+
+def who_leaves(
+    left_s: Mapping[int, float],
+    *,
+    num_workers: int,
+    num_ready: int,
+    min_workers: int,
+    margin_s: float,
+) -> list[int]:
+    """Return which of the workers that are announced to go leave at the next step.
+
+    Whoever has a successor leaves at once, and whoever has none when `margin_s` is left to it. One
+    stays in any case, since it has the state, unless a single worker has its successor; and
+    ``min_workers`` stay.
+
+    Args:
+        left_s: the seconds that each of them has left, by rank.
+        num_workers: how many workers there are now.
+        num_ready: how many replacement workers can join.
+        min_workers: the fewest workers to train with.
+        margin_s: how long leaving may take.
+
+    >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
+    [2]
+    >>> who_leaves({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
+    [0]
+    >>> who_leaves({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
+    [0]
+    """
+    in_order = sorted(left_s, key=lambda rank: (left_s[rank], rank))
+    due = [rank for rank in in_order[num_ready:] if left_s[rank] <= margin_s]
+    most = min(num_workers + num_ready - min_workers, num_workers - 1)
+    if num_workers == 1:
+        most = min(num_ready, 1)
+    return [*in_order[:num_ready], *due][: max(0, most)]
 
 
 def pause_step(progress: Sequence[Progress], notice_s: float = 0.1) -> int:

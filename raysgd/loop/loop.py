@@ -194,6 +194,10 @@ class Loop:
             result[NUM_SKIPPED_STEPS] = registration.num_skipped - self._skipped_before
         return result
 
+    def measured(self, call: int) -> Mapping[str, Any] | None:
+        """Return what was measured in a call so far; None where it has not come here."""
+        return self._result() if self._call == call and self._results else None
+
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
         registration = self._registration

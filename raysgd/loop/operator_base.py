@@ -63,6 +63,19 @@ class OperatorBase:
         return self._registration.context.world_size
 
     @property
+    def preemption(self) -> float | None:
+        """When workers of the group are going to be taken away, in seconds since the epoch.
+
+        None: none is, as far as was announced; ``math.inf``: no time was named. Training moves to
+        other nodes by itself, or goes on with fewer workers; look at it where you have something
+        of your own to save.
+        """
+        preemption = self._registration.preemption
+        if preemption is None:
+            return None
+        return math.inf if preemption.deadline is None else preemption.deadline
+
+    @property
     def use_fp16(self) -> bool:
         """Whether training runs in mixed precision."""
         return self._registration.settings.options.use_fp16 is not False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from raysgd.context import WorkerContext
+from raysgd.context import Preemption, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.shard import Place
 from raysgd.data.source import Source
@@ -94,6 +94,8 @@ class Registration(ABC):
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
         self.meters: AverageMeterCollection | None = None
+        self.preemption: Preemption | None = None
+        """Which workers of the group are going to be taken away."""
         self.segment: Segment | None = None
         """The segment of training under way."""
         self._sources: dict[str, Source] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.config import BATCH_SIZE, batch_share, worker_config
-from raysgd.context import PausedError, Progress, WorkerContext
+from raysgd.context import PausedError, Preemption, Progress, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
@@ -213,6 +213,11 @@ class OperatorRunner(ABC):
         self.signal.driver_pause = step
         return 0 if self._loop is None else self._registration.global_step
 
+    def announce(self, preemption: Preemption | None) -> None:
+        """Let the operator know that workers are going to be taken away."""
+        if self._loop is not None:
+            self._registration.preemption = preemption
+
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, on CPU."""
         return None if self._loop is None else self._loop.snapshots.get()
@@ -274,6 +279,10 @@ class OperatorRunner(ABC):
             return None
         finally:
             self.signal.callback_pause = None
+
+    def measured(self, call: int) -> Mapping[str, Any] | None:
+        """Return what was measured here in a call of `train` that goes on without this worker."""
+        return self._running.measured(call)
 
     def can_validate(self) -> bool:
         """Return whether there is a validation loader."""

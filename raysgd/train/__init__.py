@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         get_checkpoint,
         get_context,
         get_dataset_shard,
+        get_preemption_info,
         load_checkpoint,
         local_rank,
         report,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from raysgd.train.data_parallel_trainer import DataParallelTrainer
     from raysgd.train.iterator import TrainingIterator
+    from raysgd.train.preemption import PreemptionInfo
     from raysgd.train.result import Result
     from raysgd.train.trainer import Trainer
     from raysgd.train.uploads import CheckpointUploadMode
@@ -64,6 +66,7 @@ __all__ = [
     "CheckpointUploadMode",
     "DataParallelTrainer",
     "FailureConfig",
+    "PreemptionInfo",
     "ReportedCheckpoint",
     "ReportedCheckpointStatus",
     "Result",
@@ -79,6 +82,7 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "load_checkpoint",
     "local_rank",
     "report",
@@ -96,6 +100,7 @@ _HOMES = {
     "CheckpointUploadMode": "uploads",
     "DataParallelTrainer": "data_parallel_trainer",
     "FailureConfig": "configs",
+    "PreemptionInfo": "preemption",
     "ReportedCheckpoint": "validation",
     "ReportedCheckpointStatus": "validation",
     "Result": "result",

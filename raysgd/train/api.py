@@ -10,7 +10,8 @@ from typing import Any
 
 from raysgd.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current, worker_context
+from raysgd.train.preemption import PreemptionInfo, agreed
+from raysgd.train.session import Session, announced_preemption, current, worker_context
 from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
@@ -20,6 +21,7 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
+    "get_preemption_info",
     "load_checkpoint",
     "local_rank",
     "report",
@@ -221,6 +223,17 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     if dataset_name not in shards:
         raise KeyError(f"get_dataset_shard({dataset_name!r}): the trainer was given {names}.")
     return shards[dataset_name]
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """Return which workers are going to be taken away, as was announced; None where none is.
+
+    All workers must call it equally often, and get the same: what worker 0 knows, by torch's
+    processes. Without these each knows it within a second or two of the others. Save what you have
+    with `report` then: the function is restarted elsewhere from its newest checkpoint, which costs
+    nothing just after one. Outside of a run it warns once and returns None.
+    """
+    return None if _within_run("get_preemption_info") is None else agreed(announced_preemption())
 
 
 @dataclass(frozen=True)

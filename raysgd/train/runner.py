@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.context import Progress, WorkerContext
+from raysgd.context import Preemption, Progress, WorkerContext
 from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
@@ -87,6 +87,10 @@ class FunctionRunner:
     def pause_at(self, step: int | None) -> int:
         """Do nothing: a function cannot pause."""
         return 0
+
+    def announce(self, preemption: Preemption | None) -> None:
+        """Let the function know that workers are going to be taken away."""
+        session.note_preemption(preemption)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return none: the driver has the checkpoints."""

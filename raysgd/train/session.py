@@ -25,7 +25,7 @@ import cloudpickle
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import tasks
 from raysgd.cluster.serialization import Portable
-from raysgd.context import WorkerContext
+from raysgd.context import Preemption, WorkerContext
 from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import (
@@ -46,10 +46,12 @@ from raysgd.train.validation import Reported, ReportedCheckpoint
 __all__ = [
     "Plan",
     "Session",
+    "announced_preemption",
     "current",
     "enter",
     "held_shards",
     "leave",
+    "note_preemption",
     "receive_shards",
     "take_place",
     "worker_context",
@@ -336,6 +338,7 @@ def __getattr__(name: str) -> Any:
 
 _SESSION: Session | None = None
 _SHARDS: Any = None
+_PREEMPTION: Preemption | None = None
 _PLACE: WorkerContext | None = None
 """For what runs in a worker and is no run, such as the classes of `to_worker_group`."""
 
@@ -367,6 +370,17 @@ def take_place(context: WorkerContext | None) -> None:
 def worker_context() -> WorkerContext | None:
     """Return this worker's place, also between runs; None where the process is no worker."""
     return _PLACE if _SESSION is None else _SESSION.context
+
+
+def note_preemption(preemption: Preemption | None) -> None:
+    """Take note of which workers are going to be taken away."""
+    global _PREEMPTION
+    _PREEMPTION = preemption
+
+
+def announced_preemption() -> Preemption | None:
+    """Return what `note_preemption` was given."""
+    return _PREEMPTION
 
 
 def receive_shards(shards: Any) -> None:

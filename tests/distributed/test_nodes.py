@@ -108,7 +108,10 @@ for reports in trainer.run_iterator(
         cluster.remove_node(next(n for n in cluster.list_all_nodes() if n.node_id == node))
     elif len(lives) == 2 and now["step"] == lives[1]["step"] + 5:
         cluster.add_node(num_cpus=1)
-    elif len(lives) == 3:
+    elif len(lives) == 3 and now["step"] == lives[2]["step"] + 5:
+        node = trainer.events[-1].nodes[0]
+        ray._raylet.GcsClient(address=cluster.address).drain_node(node, 2, "tested", 0)
+    elif len(lives) == 4:
         break
 kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
 print(json.dumps({"lives": lives, "kinds": kinds}), flush=True)
@@ -162,11 +165,13 @@ def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
 
 def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
     _, (*_, found) = on_nodes
-    first, alone, again = found["lives"]
-    assert [life["size"] for life in found["lives"]] == [2, 1, 2]
+    first, alone, again, left = found["lives"]
+    assert [life["size"] for life in found["lives"]] == [2, 1, 2, 1]
     assert first["begun"] == 0
     # from the newest checkpoint; one may have been saved after the last report
     assert alone["saved"] <= alone["begun"] <= alone["saved"] + 1
     assert alone["begun"] >= 4
     assert again["begun"] == again["step"] - 1 == again["saved"] + 1
-    assert found["kinds"] == ["started", "lost", "restarted", "grown"]
+    assert found["kinds"] == ["started", "lost", "restarted", "grown", "draining", "restarted"]
+    # it leaves a node that is drained at its next checkpoint
+    assert left["begun"] == left["step"] - 1 == left["saved"] + 1

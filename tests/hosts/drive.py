@@ -62,6 +62,10 @@ class Driver:
         members = self.trainer._controller.members
         return {member.info.node_ip: member.info.pid for member in members}
 
+    def nodes(self):
+        """Ray's id of the node of each worker by the address of its host."""
+        return {member.info.node_ip: member.node_id for member in self.trainer._controller.members}
+
     def train(self):
         """Train epochs until there is a file ``enough``, with all workers, and check the ledger.
 

@@ -146,6 +146,14 @@ class Hosts:
             words = ("bridge_slave", "isolated", "on" if parted else "off")
             _ip("link", "set", self._plug(host), "type", *words, namespace=self._switch)
 
+    def drain(self, node_id, deadline_s):
+        """Let Ray drain a node, as it does for a spot notice."""
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "drain-node", f"--node-id={node_id}", "--reason-message=tested"]
+        command += ["--reason=DRAIN_NODE_REASON_PREEMPTION"]
+        command += [f"--deadline-remaining-seconds={deadline_s}"]
+        assert self.spawn(0, command).wait(60) == 0
+
     def power_off(self, host):
         self.cut(host)
         self._kill_all(host)

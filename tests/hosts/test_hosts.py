@@ -67,7 +67,7 @@ class Run:
     def train(self):
         """Train until `end`; return when that is well under way."""
         (self.folder / "enough").unlink(missing_ok=True)
-        self.workers = self.call("workers")
+        self.workers, self.nodes = self.call("workers"), self.call("nodes")
         began = time.time()
         print(json.dumps(["train", []]), file=self._process.stdin, flush=True)
         self._is_training = True
@@ -205,6 +205,21 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
         faults(run.hosts, draw)
         time.sleep(draw.random())
     run.end()
+
+
+def test_workers_that_are_to_go_hand_over_before_and_it_costs_nothing(run):
+    """One is sent SIGTERM, and a node is drained by Ray; each time there is room elsewhere."""
+    terminated, drained = run.hosts.address(1), run.hosts.address(2)
+    began = time.time()
+    os.kill(run.workers[terminated], signal.SIGTERM)
+    wait_until(lambda: not psutil.pid_exists(run.workers[terminated]), 30)
+    run.hosts.drain(run.nodes[drained], 30)
+    wait_until(lambda: not psutil.pid_exists(run.workers[drained]), 30)
+    events = run.end()
+    assert kinds(events) == ["draining", "moved"] * 2, events
+    assert [events[0][1], events[2][1]] == ["its process was sent SIGTERM", "Ray drains its node"]
+    assert run.pause(began) < 1.0
+    assert drained not in run.call("workers")
 
 
 def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):

@@ -49,6 +49,9 @@ class SimClock(Clock):
     def monotonic(self):
         return self._world.monotonic()
 
+    def time(self):
+        return self._world.now
+
     def sleep(self, seconds):
         self._world.sleep(seconds)
 
@@ -105,7 +108,7 @@ class Driver:
 
     def train_further(self, num_steps):
         """Train so many steps, in a call that makes its goal itself."""
-        outcomes = self.controller.run(TrainCall(num_steps, lambda step: None))
+        outcomes = self.controller.run(TrainCall(num_steps, lambda step, at_once: None))
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property
@@ -168,7 +171,7 @@ class Meeting:
 class Slot:
     """Room for one worker, which is there while the cluster has that much room."""
 
-    strategy = node_id = None
+    strategy = node_id = last_node_id = None
 
     def __init__(self, world, index):
         self.index = index
@@ -249,6 +252,8 @@ class SimMember(Member):
         """Its state is that of its setup, until it trains or loads another."""
         self.has_trained = False
         self.interruptions = 0
+        self.terminated = False
+        self.preemption = None
 
     # ---- what the driver calls
 
@@ -296,7 +301,11 @@ class SimMember(Member):
             num_batches=self.step,
             step_s=self._world.step_s,
             snapshot=self.snapshot_step,
+            terminated=self.terminated,
         )
+
+    def _announce(self, preemption):
+        self.preemption = preemption
 
     @property
     def _generation_number(self):
@@ -365,6 +374,8 @@ class SimMember(Member):
             elif task.method == "enter" and len(task.arguments) == 3:
                 self._world.meet(self)
                 return
+            elif self.is_at("measured"):
+                self.end("ok", f"of {self.home.pid}")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
                 self.end("ok", {"step": self.step})
@@ -450,6 +461,7 @@ class SimGroup(WorkerGroup):
         if (driver := self._world.driver) is not None:
             stays = driver.controller._recovery.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
+            is_fine = is_fine and self.drains.of(member) is None
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)
 

@@ -645,3 +645,13 @@ def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
     gc.collect()
     assert ref() is None
     assert isinstance(controller.state, Closed)
+
+
+def test_where_workers_are_to_go_and_nobody_takes_over_those_that_save_pause_at_once(make_trainer):
+    saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
+    saving.saves_state = True
+    trainer = make_trainer(callbacks=[saving, other])
+    trainer._controller._must_save = True
+    trainer.train()
+    assert next(detail for _, hook, detail in saving.calls if hook == "on_pause") == 1
+    assert 1 not in [detail for _, hook, detail in other.calls if hook == "on_pause"]

@@ -15,6 +15,9 @@ class ManualClock(Clock):
     def monotonic(self):
         return self.now
 
+    def time(self):
+        return self.now
+
     def sleep(self, seconds):
         self.now += seconds
 

@@ -167,7 +167,7 @@ class FakeMember(Member):
 
 class FakeSlot:
     is_ready = True
-    node_id = None
+    node_id = last_node_id = None
 
     def __init__(self, index):
         self.index = index

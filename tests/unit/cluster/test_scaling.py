@@ -41,6 +41,9 @@ class FakeGroup:
     def vacant_slots(self, request=True):
         return [slot for slot in self.slots if slot not in self.taken]
 
+    def leaving(self):
+        return {}
+
     def discard(self, member):
         self.discarded.append(member)
 

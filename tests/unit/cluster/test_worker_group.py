@@ -124,7 +124,7 @@ class Actors:
         self.strategies.append(scheduling_strategy)
         return self
 
-    def remote(self):
+    def remote(self, catches_sigterm):
         self.number += 1
         return self.number
 

@@ -1,0 +1,106 @@
+"""Workers and nodes that are announced to go: by Ray, by SIGTERM, by the user."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from typing import NamedTuple
+
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.members import Member
+
+__all__ = ["Drains", "Notice"]
+
+_LOOK_EVERY_S = 1.0
+"""How often to ask Ray."""
+_FORGET_S = 60.0
+"""How long after its time a node that is still there counts as one that is going."""
+_TERM_S = 10.0
+"""How long a process that was sent SIGTERM may live, most likely."""
+
+
+class Notice(NamedTuple):
+    """The announcement that a worker, or a node, is going to be taken away."""
+
+    cause: str
+    """Who says so."""
+    deadline: float | None
+    """When, in seconds since the epoch; None where no time was named."""
+    leave_by: float
+    """Until when to wait for a successor."""
+
+
+class Drains:
+    """Keeps what was announced, and asks Ray."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._of_ray: dict[str, Notice] = {}
+        self._of_nodes: dict[str, Notice] = {}
+        self._of_members: weakref.WeakKeyDictionary[Member, Notice]
+        self._of_members = weakref.WeakKeyDictionary()
+        self._is_over: threading.Event | None = None
+
+    # ---- what is announced
+
+    def drain_node(self, node_id: str, deadline_s: float | None) -> None:
+        """Take note that a node is going, as the user says."""
+        self._of_nodes[node_id] = self._by_user(deadline_s)
+
+    def drain_member(self, member: Member, deadline_s: float | None) -> None:
+        """Take note that a worker is going, as the user says."""
+        self._of_members[member] = self._by_user(deadline_s)
+
+    def _by_user(self, deadline_s: float | None) -> Notice:
+        deadline = None if deadline_s is None else self._clock.time() + deadline_s
+        return _notice("drain() was called", deadline)
+
+    def terminate(self, member: Member) -> None:
+        """Take note that a worker was sent SIGTERM."""
+        if member not in self._of_members:
+            leave_by = self._clock.time() + _TERM_S
+            self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
+
+    # ---- what Ray announces
+
+    def ask_ray(self) -> None:
+        """Ask Ray from now on until `stop`, in a thread, since it may take long to answer."""
+        if self._is_over is None:
+            self._is_over = over = threading.Event()
+            name = "raysgd-drains"
+            threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._is_over is not None:
+            self._is_over.set()
+            self._is_over = None
+
+    def _ask(self, is_over: threading.Event) -> None:
+        while not is_over.wait(_LOOK_EVERY_S):
+            with contextlib.suppress(Exception):  # Ray is shut down, or its head is away
+                from ray._private.state import state  # nothing public says it (Ray 2.60)
+
+                self._of_ray = {
+                    node: _notice("Ray drains its node", deadline_ms / 1000 or None)
+                    for node, deadline_ms in state.get_draining_nodes().items()
+                }
+
+    # ---- what there is
+
+    @property
+    def nodes(self) -> dict[str, Notice]:
+        """What is announced of nodes, by Ray's ids."""
+        now = self._clock.time()
+        own = {n: each for n, each in self._of_nodes.items() if now < each.leave_by + _FORGET_S}
+        return {**own, **self._of_ray}
+
+    def of(self, member: Member) -> Notice | None:
+        """Return what is announced of a worker."""
+        return self._of_members.get(member) or self.nodes.get(member.node_id)
+
+
+def _notice(cause: str, deadline: float | None) -> Notice:
+    return Notice(cause, deadline, math.inf if deadline is None else deadline)

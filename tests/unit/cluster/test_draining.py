@@ -1,0 +1,157 @@
+"""Workers that are announced to go, on a simulated cluster with a clock of its own."""
+
+import dataclasses
+import math
+
+import pytest
+
+from raysgd.cluster.call import Call
+from raysgd.cluster.drains import Drains
+from tests.blackbox.simulation.world import TICK_S, World
+from tests.unit.cluster.clock import ManualClock
+
+
+def train(controller, step):
+    """Train up to a step, as the trainer does; return the call."""
+    call = Call(
+        method="train",
+        arguments={"until_step": step, "call": 0},
+        has_batches=True,
+        can_pause=True,
+        is_frequent=True,
+        farewell="measured",
+    )
+    outcomes = controller.run(call)
+    assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
+    return call
+
+
+def kinds(controller):
+    return [event.kind for event in controller.events[1:]]
+
+
+@pytest.fixture
+def start():
+    def start(room, num_workers=3, **options):
+        world = World(room)
+        return world, world.drive(num_workers, **options).controller
+
+    return start
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers):
+    world, controller = start(room=6, num_workers=num_workers)
+    before = controller.members[0]
+    world.at_step(20, lambda: controller.drain(None, 0, 60.0))
+    call = train(controller, 200)
+    assert kinds(controller) == ["draining", "moved"]
+    draining, moved = controller.events[1:]
+    assert (draining.ranks, round(draining.seconds)) == ((0,), 60)
+    assert before.name in moved.cause
+    assert before.dead
+    assert before not in controller.members
+    assert len(controller.members) == num_workers
+    assert world.trained == list(range(1, 201))
+    assert [outcome.value() for outcome in call.left] == ["of 0"]
+    assert call.num_losses == 0
+
+
+def test_without_room_workers_leave_before_their_time_and_not_much_earlier(start):
+    world, controller = start(room=3)
+    world.at_step(20, lambda: controller.drain(None, 2, 20.0))
+    train(controller, 600)
+    assert kinds(controller)[:2] == ["draining", "resumed"]
+    left = controller.events[2]
+    assert "a worker has left" in left.cause
+    assert left.num_workers == 2
+    assert 20.0 - 5.0 < (left.step - 20) * TICK_S < 20.0
+    assert world.trained == list(range(1, 601))
+
+
+def test_a_node_that_is_going_gets_no_worker(start):
+    world, controller = start(room=6)
+    node = controller.members[0].node_id
+    world.at_step(20, lambda: controller.drain(node, None, 60.0))
+    train(controller, 300)
+    assert kinds(controller) == ["draining", "moved"]  # both workers of it at once
+    assert node not in {member.node_id for member in controller.members}
+    assert len(controller.members) == 3
+
+
+def test_a_worker_that_was_sent_sigterm_moves(start):
+    world, controller = start(room=4)
+    world.at_step(20, lambda: setattr(controller.members[1], "terminated", True))
+    train(controller, 200)
+    assert kinds(controller) == ["draining", "moved"]
+    assert controller.events[1].cause == "its process was sent SIGTERM"
+
+
+def test_all_are_told_and_told_again_when_it_is_over(start):
+    world, controller = start(room=4)
+    survivor, told = controller.members[0], []
+    world.at_step(20, lambda: controller.drain(None, 2, None))
+    world.at_step(22, lambda: told.append(survivor.preemption))
+
+    def look():
+        told.append(survivor.preemption)
+        world.plan(0.5, look)
+
+    look()
+    train(controller, 200)
+    seen = [each for each in told if each is not None]
+    assert dataclasses.asdict(seen[0]) == {"deadline": None, "ranks_by_node": {"node1": [2]}}
+    assert survivor.preemption is None
+
+
+def test_where_nobody_can_take_over_the_driver_saves_at_once(start):
+    world, controller = start(room=2, num_workers=2, min_workers=2)
+    begun = []
+
+    class Saved(Call):
+        def begin(self, members, progress):
+            super().begin(members, progress)
+            begun.append((progress.global_step, self.at_once, controller.snapshots.state()))
+
+    world.at_step(20, lambda: controller.drain("node0", None, 60.0))
+    call = Saved(method="train", arguments={"until_step": 100}, has_batches=True, can_pause=True)
+    controller.run(call)
+    assert kinds(controller) == ["draining"]
+    ((_, _, _), (step, at_once, state), *_) = begun
+    assert at_once
+    assert step < 50
+    assert state == {"step": step}
+
+
+def test_one_that_dies_before_its_successor_is_there_is_a_loss(start):
+    world, controller = start(room=4)
+    world.at_step(20, lambda: controller.drain(None, 1, 60.0))
+    world.at_step(21, lambda: world.lose(1))
+    call = train_with_losses(controller, 200)
+    assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
+    assert call.num_losses == 1
+    assert len(controller.members) == 3
+
+
+def train_with_losses(controller, step):
+    call = Call(
+        method="train",
+        arguments={"until_step": step, "call": 0},
+        has_batches=True,
+        can_pause=True,
+        max_losses=3,
+        farewell="measured",
+    )
+    controller.run(call)
+    return call
+
+
+def test_a_node_counts_as_going_for_a_while_after_its_time():
+    clock = ManualClock()
+    drains = Drains(clock)
+    drains.drain_node("a", 5.0)
+    drains.drain_node("b", None)
+    assert drains.nodes["a"].deadline == clock.time() + 5.0
+    assert drains.nodes["b"].leave_by == math.inf
+    clock.now += 100.0
+    assert list(drains.nodes) == ["b"]
