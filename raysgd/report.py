@@ -26,6 +26,8 @@ _EVENT_COLORS = {
     "user_error": "#8f3fd3",
     "resumed": "#e0a339",
     "grown": "#2e9e6b",
+    "moved": "#2e9e6b",
+    "draining": "#8a8f98",
     "restarted": "#e07b39",
     "waiting": "#8a8f98",
     "newcomer_failed": "#d37f3f",

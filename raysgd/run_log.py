@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 BREAKS = ("lost", "hung", "split", "user_error")
 """Kinds of events after which training stands still."""
-_MENDS = ("resumed", "grown", "restarted")
+_MENDS = ("resumed", "grown", "moved", "restarted")
 _RUN = ("kind", "time")
 _CALL = ("kind", "time", "seconds", "epoch", "global_step", "num_workers", "metrics")
 _EVENT = ("kind", "time", "seconds", "step", "ranks", "cause")

@@ -20,9 +20,10 @@ from typing import Any
 
 from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.call import Call
+from raysgd.cluster.drains import Notice
 from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
 from raysgd.cluster.members import Member, cause_of, is_loss
-from raysgd.cluster.pulses import HostLostError, Terms
+from raysgd.cluster.pulses import HostLostError, PartedError, Terms
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import dumps, sendable
 from raysgd.cluster.snapshot import SnapshotKeeper
@@ -71,8 +72,10 @@ _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
 _MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to make a process group before that is an error."""
+_ELSEWHERE_S = 5.0
+"""How long to look elsewhere for room before a host is used again that does not reach others."""
 _LEAVE_S = 3.0
-"""How long before their time workers leave that nobody succeeds, and the time of some steps."""
+"""How long leaving takes at most, beside some steps."""
 _TICK_S = 1.0
 """How often to look at a call when there is nothing to look for but its end."""
 _BUSY_TICK_S = 0.05
@@ -428,7 +431,7 @@ class Controller:
             return  # it is no matter of two workers; the pulse of one will tell
         where = "; ".join(f"worker {r} on {members[r].name}" for r in sorted(others))
         attempt.give_up(
-            members[rank], HostLostError(f"it and these do not reach each other: {where}")
+            members[rank], PartedError(f"it and these do not reach each other: {where}")
         )
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
@@ -557,36 +560,46 @@ class Controller:
         for member in [member for member, p in progress.items() if p.terminated]:
             self._group.drains.terminate(member)
         leaving = self._group.leaving()
-        news = [member for member in leaving if member not in self._told]
+        news = {member: leaving[member] for member in leaving if member not in self._told}
         self._told = set(leaving)
-        now = self._clock.time()
-        for cause, deadline, _ in dict.fromkeys(leaving[member] for member in news):
-            concerned = [m for m in news if leaving[m][:2] == (cause, deadline)]
-            left_s = 0.0 if deadline is None else max(0.0, deadline - now)
-            self._record("draining", concerned, cause=cause, seconds=left_s)
-            logger.warning(
-                "Workers are going to be taken away%s (%s): %s.",
-                f" within {left_s:.0f} s" if deadline is not None else "",
-                cause,
-                ", ".join(f"worker {self._ranks[m]} on {m.name}" for m in concerned),
-            )
         if news:
-            margin_s = _LEAVE_S + 4 * self._step_s
-            is_short = any(leaving[member].leave_by - now <= margin_s for member in news)
+            self._say_who_goes(news)
+            soon = self._clock.time() + self._leave_s
+            is_short = any(notice.leave_by <= soon for notice in news.values())
             too_few = len(self.members) - len(leaving) < max(1, self.min_workers)
             self._must_save = is_short or too_few
         preemption, announced = None, None
         if leaving:
-            ranks: dict[str, list[int]] = {}
-            for member in leaving:
-                ranks.setdefault(member.node_id, []).append(self._ranks[member])
-            deadlines = [n.deadline for n in leaving.values() if n.deadline is not None]
-            preemption = Preemption(deadline=min(deadlines, default=None), ranks_by_node=ranks)
+            preemption = self._preemption(leaving)
             announced = (self._generation.number, preemption)
         if announced != self._announced:
             self._announced = announced
             for member in self.members:
                 member.control("announce", preemption)
+
+    def _say_who_goes(self, news: Mapping[Member, Notice]) -> None:
+        for cause, deadline in dict.fromkeys(notice[:2] for notice in news.values()):
+            concerned = [m for m, notice in news.items() if notice[:2] == (cause, deadline)]
+            left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
+            self._record("draining", concerned, cause=cause, seconds=left_s)
+            logger.warning(
+                "Workers are going to be taken away%s (%s): %s.",
+                "" if deadline is None else f" within {left_s:.0f} s",
+                cause,
+                ", ".join(f"worker {self._ranks[m]} on {m.name}" for m in concerned),
+            )
+
+    def _preemption(self, leaving: Mapping[Member, Notice]) -> Preemption:
+        ranks: dict[str, list[int]] = {}
+        for member in leaving:
+            ranks.setdefault(member.node_id, []).append(self._ranks[member])
+        deadlines = [each.deadline for each in leaving.values() if each.deadline is not None]
+        return Preemption(deadline=min(deadlines, default=None), ranks_by_node=ranks)
+
+    @property
+    def _leave_s(self) -> float:
+        """How long before its time a worker leaves that nobody succeeds."""
+        return _LEAVE_S + 4 * self._step_s
 
     def _who_moves(self) -> tuple[list[Replacement], list[Member]]:
         """Return the replacement workers that join at the next step, and the members that leave."""
@@ -599,7 +612,7 @@ class Controller:
                 num_workers=len(self.members),
                 num_ready=len(ready),
                 min_workers=self.min_workers,
-                margin_s=_LEAVE_S + 4 * self._step_s,
+                margin_s=self._leave_s,
             )
             gone = [member for member in leaving if self._ranks[member] in ranks]
         return ready[: self.max_workers - len(self.members) + len(gone)], gone
@@ -767,7 +780,11 @@ class Controller:
             self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
             call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
-            self._scale_up.lost(self._group.slot_of(member))
+            self._scale_up.lost(
+                self._group.slot_of(member),
+                is_doubted=isinstance(error, HostLostError),
+                wait_s=_ELSEWHERE_S if isinstance(error, PartedError) else 0.0,
+            )
             self._group.discard(member)
         if not self._recovery.survivors_stay:
             if self._recovery.rescues_state:

@@ -93,9 +93,12 @@ class Drains:
     @property
     def nodes(self) -> dict[str, Notice]:
         """What is announced of nodes, by Ray's ids."""
-        now = self._clock.time()
-        own = {n: each for n, each in self._of_nodes.items() if now < each.leave_by + _FORGET_S}
+        now, own = self._clock.time(), dict(self._of_nodes)  # which another thread may change
+        own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
         return {**own, **self._of_ray}
+
+    def __bool__(self) -> bool:
+        return bool(self._of_ray or self._of_nodes or self._of_members)
 
     def of(self, member: Member) -> Notice | None:
         """Return what is announced of a worker."""

@@ -29,7 +29,15 @@ from raysgd.comm.connection import Address, Listener, connect
 from raysgd.comm.pulse import BEAT_S, Pulse, answers
 from raysgd.elastic.policies import WorkerInfo
 
-__all__ = ["MARGIN_S", "DriverWatch", "HostLostError", "HostPulse", "Pulses", "Terms"]
+__all__ = [
+    "MARGIN_S",
+    "DriverWatch",
+    "HostLostError",
+    "HostPulse",
+    "PartedError",
+    "Pulses",
+    "Terms",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +58,10 @@ _NUM_ASKED = 2
 
 class HostLostError(Exception):
     """The host of a worker has confirmed nothing for ``unreachable_s``."""
+
+
+class PartedError(HostLostError):
+    """The host of a worker does not reach that of another, though the driver reaches both."""
 
 
 class Terms(NamedTuple):

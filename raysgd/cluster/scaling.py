@@ -5,7 +5,6 @@ A start is a scale-up from none. So one that is lost meanwhile is replaced alone
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -100,11 +99,22 @@ class ScaleUp:
         """Whether there are replacement workers."""
         return bool(self._replacements)
 
-    def lost(self, slot: Any) -> None:
-        """Note that a worker was lost in `slot`: its successor need not wait to join."""
+    def lost(self, slot: Any, is_doubted: bool = False, wait_s: float = 0.0) -> None:
+        """Note that a worker was lost in `slot`: its successor need not wait to join.
+
+        Args:
+            slot: its place.
+            is_doubted: whether another worker there may never come up, so that one is started
+                elsewhere as well, if there is room.
+            wait_s: how long to look elsewhere only.
+        """
         self._lost_slots.append(slot)
         self._losses.append((slot, None))
         self.try_again()
+        if is_doubted and slot not in self._group.doubted:
+            self._group.doubted.append(slot)
+        if wait_s:
+            self._retry_at[slot] = self._group.clock.monotonic() + wait_s
 
     def try_again(self) -> None:
         """Forget the replacement workers that failed: the reason may be another one, or mended."""
@@ -138,17 +148,35 @@ class ScaleUp:
             return
         self._advance(self._replacements)
         num_staying = len(self._group.members) - len(self._group.leaving())
-        missing = options.num_workers - num_staying - len(self._replacements)
-        for replacement in self._replacements[missing:] if missing < 0 else ():
-            self.drop(replacement)  # whoever was to leave stays after all
+        missing = self._num_missing()
+        if missing <= 0:
+            in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
+            for replacement in in_order[options.num_workers - num_staying :]:
+                self.drop(replacement)  # others were the first to have room, or all stay after all
+            if not self._replacements:
+                self._group.give_back()
         if missing > 0 and self._failures < self._config.max_attempts:
             self._advance(self._started(generation, starting, num_staying))
         elif missing <= 0 and not starting and self._may_have_spares():
             self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
 
+    def _is_sure(self, replacement: Replacement) -> bool:
+        """Whether it has room, on a host that is there."""
+        return replacement.member is not None and replacement.slot not in self._group.doubted
+
+    def _num_missing(self) -> int:
+        """Return how many places nobody stays in, or is sure to come to."""
+        num_staying = len(self._group.members) - len(self._group.leaving())
+        num_sure = sum(map(self._is_sure, self._replacements))
+        return self._group.options.num_workers - num_staying - num_sure
+
     def _advance(self, replacements: Sequence[Replacement]) -> None:
+        missing = self._num_missing()
         for replacement in list(replacements):
+            if (waits := replacement.member is None) and missing <= 0:
+                continue  # another was the first to have room
             replacement.advance()
+            missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
             elif replacement.is_ready:
@@ -165,10 +193,9 @@ class ScaleUp:
         """Start those that are missing beside the members that stay."""
         taken = [replacement.slot for replacement in self._replacements]
         vacant = [s for s in self._group.vacant_slots(request=not starting) if s not in taken]
-        now = self._group.clock.monotonic()
-        vacant = vacant[: self._group.options.num_workers - num_staying - len(taken)]
-        size = num_staying + len(taken) + len(vacant)
-        replaces = starting or num_staying < len(self._group.members)
+        now, num_workers = self._group.clock.monotonic(), self._group.options.num_workers
+        size = min(num_staying + len(taken) + len(vacant), num_workers)
+        replaces = starting or num_staying < len(self._group.members) or bool(self._group.doubted)
         goal: Goal = "setup" if self._rejoins else "room"
         if starting and self.together:
             goal = "process"
@@ -180,7 +207,7 @@ class ScaleUp:
                 Replacement(
                     self._group,
                     slot,
-                    next(rank for rank in itertools.count(num_staying) if rank not in ranks),
+                    next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
                     generation,
                     self._created,
@@ -256,7 +283,7 @@ class ScaleUp:
 
     def coming(self) -> int:
         """Return how many replacement workers have room, and come up or are ready."""
-        return sum(replacement.member is not None for replacement in self._replacements)
+        return sum(map(self._is_sure, self._replacements))
 
     def begin(self) -> None:
         """Note that a group is to begin, of those that come up."""
@@ -409,6 +436,8 @@ class Replacement:
             limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
+            if self.slot in self._group.doubted:
+                self._group.doubted.remove(self.slot)
         asked: list[tuple[Step, Future[Outcome]]]
         asked = [("start", member.work("create", *self._created))]
         if self._goal == "process":

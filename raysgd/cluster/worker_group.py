@@ -77,6 +77,11 @@ class WorkerGroup:
         self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self.drains = Drains(self.clock)
+        self.doubted: list[Any] = []
+        """Room on hosts that were silent, until a worker has come up there: so much more is
+        requested."""
+        self._extra: list[Any] = []
+        """Room that was requested beside that of lost or leaving workers."""
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
@@ -240,6 +245,8 @@ class WorkerGroup:
 
     def leaving(self) -> dict[Member, Notice]:
         """Return the members that are announced to go."""
+        if not self.drains:
+            return {}
         notices = {member: self.drains.of(member) for member in self.members if member.remote}
         return {member: notice for member, notice in notices.items() if notice is not None}
 
@@ -254,12 +261,28 @@ class WorkerGroup:
         if (reservation := self._reservation) is not None:
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
-            wanted = self.options.num_workers - len(slots) + len(going) + len(self.leaving())
+            usual = self.options.num_workers - len(slots)
+            wanted = usual + len(going) + len(self.leaving())
+            if self.doubted and request and len(reservation.slots) < wanted + len(self.doubted):
+                # until then, or until Ray has found another place for it
+                nowhere = [s for s in self.doubted if s.node_id in (None, s.last_node_id)]
+                self.doubted = nowhere
+            wanted += len(self.doubted)
             while request and len(reservation.slots) < wanted:
-                if reservation.request_slot(self.options.bundle) is None:
+                slot = reservation.request_slot(self.options.bundle)
+                if slot is None:
                     break
+                if len(reservation.slots) > usual:
+                    self._extra.append(slot)
             slots += [slot for slot in reservation.slots if slot not in going]
         return [slot for slot in slots if slot not in taken]
+
+    def give_back(self) -> None:
+        """Take back requests that nobody waits for any more, before a node is started for them."""
+        taken = list(self._slots.values())
+        extra, self._extra = [slot for slot in self._extra if slot not in taken], []
+        if extra and self._reservation is not None:
+            self._reservation.drop_pending(extra)
 
     def slot_of(self, member: Member) -> Any:
         """Return the room that a worker is in."""
@@ -332,6 +355,7 @@ class WorkerGroup:
         finally:  # also when Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
+            self._extra.clear()
             self.spares.stop()
             for member in everyone:
                 if member in leaving and not _has_ended(leaving[member]):

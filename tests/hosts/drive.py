@@ -17,7 +17,7 @@ STEP_S = 0.02
 
 
 class Logged(Ledger):
-    """Writes down in a file of its process when a step was done, and by how many workers.
+    """Writes down in a file of its process when a step was done, by how many workers, and which.
 
     Once there is a file ``stubborn-PID`` no exception gets out of its process any more.
     """
@@ -36,7 +36,7 @@ class Logged(Ledger):
             while os.path.exists(os.path.join(self.folder, f"stubborn-{os.getpid()}")):
                 time.sleep(0.1)
             raise
-        self.log.write(json.dumps([time.time(), self.world_size]) + "\n")
+        self.log.write(json.dumps([time.time(), self.world_size, self.global_step]) + "\n")
         return done
 
 
@@ -63,8 +63,8 @@ class Driver:
         return {member.info.node_ip: member.info.pid for member in members}
 
     def nodes(self):
-        """Ray's id of the node of each worker by the address of its host."""
-        return {member.info.node_ip: member.node_id for member in self.trainer._controller.members}
+        """Ray's ids of the nodes by the addresses of their hosts."""
+        return {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
 
     def train(self):
         """Train epochs until there is a file ``enough``, with all workers, and check the ledger.

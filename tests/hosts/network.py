@@ -75,7 +75,7 @@ class Hosts:
         try:
             self._lay_cables()
             for host in range(len(self.cpus)):  # they would get in each other's way
-                self._start_ray(host)
+                self.start_ray(host)
         except BaseException:
             self.close()
             raise
@@ -99,7 +99,8 @@ class Hosts:
             _ip("addr", "add", "10.124.0.1/24", "dev", "eth1", namespace=inside)
             _ip("link", "set", "eth1", "up", namespace=inside)
 
-    def _start_ray(self, host):
+    def start_ray(self, host):
+        """Start a node of Ray's on a host."""
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         if host:
             role = [f"--address={self.address(0)}:{PORT}"]

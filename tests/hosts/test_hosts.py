@@ -19,7 +19,7 @@ from tests.hosts.network import Hosts, why_not
 NUM_WORKERS = 3
 NUM_SAMPLES = 4 * NUM_WORKERS * 50
 GRACE_S = 6.0
-ELASTIC = {"driver_grace_s": GRACE_S, "initial_s": 0.2, "max_s": 2.0, "warm_spares": False}
+ELASTIC = {"initial_s": 0.2, "max_s": 2.0, "warm_spares": False}
 
 pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes seconds")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes se
 class Run:
     """A group of workers on hosts 1 to 3, and its driver on host 0."""
 
-    def __init__(self, hosts):
+    def __init__(self, hosts, grace_s=GRACE_S):
         self.hosts = hosts
         self.folder = hosts.folder / "steps"
         self.folder.mkdir()
@@ -44,7 +44,8 @@ class Run:
             stderr=self._errors,
             text=True,
         )
-        self.call("start", hosts.address(0), str(self.folder), NUM_WORKERS, NUM_SAMPLES, ELASTIC)
+        elastic = {**ELASTIC, "driver_grace_s": grace_s}
+        self.call("start", hosts.address(0), str(self.folder), NUM_WORKERS, NUM_SAMPLES, elastic)
 
     def close(self):
         self._process.kill()
@@ -87,8 +88,13 @@ class Run:
         if self._is_training:
             self.end()
 
+    def alone(self):
+        """The workers that are the only ones of their host, by host."""
+        found = {host: self.hosts.processes(host, "ray::Worker") for host in (1, 2, 3)}
+        return {host: workers[0] for host, workers in found.items() if len(workers) == 1}
+
     def steps(self, since):
-        """When each worker had done each step since then, and how many they were; in this order."""
+        """When each worker had done which step since then, and how many they were."""
         for path in self.folder.glob("steps-*"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -101,12 +107,12 @@ class Run:
 
     def await_size(self, size, since):
         """Wait for a step by so many workers since then; return when it was done."""
-        wait_until(lambda: any(num == size for _, num in self.steps(since)), 60)
-        return next(moment for moment, num in self.steps(since) if num == size)
+        wait_until(lambda: any(num == size for _, num, _ in self.steps(since)), 60)
+        return next(moment for moment, num, _ in self.steps(since) if num == size)
 
     def pause(self, since):
         """The longest time without a step since then, in seconds."""
-        times = [since, *(moment for moment, _ in self.steps(since))]
+        times = [since, *(moment for moment, *_ in self.steps(since))]
         return max(after - before for before, after in itertools.pairwise(times))
 
 
@@ -182,44 +188,58 @@ def test_of_two_that_do_not_reach_each_other_one_is_given_up(run):
     assert "it and these do not reach each other: worker" in events[0][1]
 
 
-def faults(hosts, draw):
-    """One fault at random, and its end."""
+def fault(hosts, draw):
+    """One fault at random, and its end; a host without power gets a new node of Ray's."""
     host, seconds = draw.randrange(len(hosts.cpus)), draw.choice([0.5, 1.5, 3.0])
-    kind = draw.choice(["cut", "stop", "kill"]) if host else "cut"
+    kinds = ["cut", "stop", "kill", "term"] + ["off"] * IN_SOAK
+    kind = draw.choice(kinds) if host else "cut"
+    workers = hosts.processes(host, "ray::Worker")
     if kind == "cut":
         hosts.cut(host)
-        time.sleep(seconds)
+    elif kind == "off":
+        hosts.power_off(host)
+    else:
+        number = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "term": signal.SIGTERM}[kind]
+        send(workers, number)
+    time.sleep(seconds)
+    if kind == "off":
         hosts.heal(host)
-        return
-    for process in hosts.processes(host, "ray::Worker"):
+        hosts.start_ray(host)
+    elif kind == "cut":
+        hosts.heal(host)
+    else:
+        send(workers, signal.SIGCONT)
+
+
+def send(processes, number):
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            time.sleep(seconds)
-            process.send_signal(signal.SIGCONT)
+            process.send_signal(number)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("RAYSGD_SOAK", "1"))))
 def test_whatever_happens_each_sample_counts_once(run, seed):
     draw = random.Random(int(os.environ.get("RAYSGD_SEED", "0")) + seed)
     for _ in range(200 if IN_SOAK else 2):
-        faults(run.hosts, draw)
+        fault(run.hosts, draw)
         time.sleep(draw.random())
     run.end()
 
 
 def test_workers_that_are_to_go_hand_over_before_and_it_costs_nothing(run):
     """One is sent SIGTERM, and a node is drained by Ray; each time there is room elsewhere."""
-    terminated, drained = run.hosts.address(1), run.hosts.address(2)
     began = time.time()
-    os.kill(run.workers[terminated], signal.SIGTERM)
-    wait_until(lambda: not psutil.pid_exists(run.workers[terminated]), 30)
-    run.hosts.drain(run.nodes[drained], 30)
-    wait_until(lambda: not psutil.pid_exists(run.workers[drained]), 30)
+    first = min(run.alone())
+    run.alone()[first].send_signal(signal.SIGTERM)
+    wait_until(lambda: not run.hosts.processes(first, "ray::Worker"), 30)
+    drained = min(run.alone().keys() - {first})
+    run.hosts.drain(run.nodes[run.hosts.address(drained)], 30)
+    wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
     events = run.end()
     assert kinds(events) == ["draining", "moved"] * 2, events
     assert [events[0][1], events[2][1]] == ["its process was sent SIGTERM", "Ray drains its node"]
     assert run.pause(began) < 1.0
-    assert drained not in run.call("workers")
+    assert run.hosts.address(drained) not in run.call("workers")
 
 
 def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):
@@ -230,7 +250,7 @@ def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
     assert "lost" not in kinds(run.end())
-    assert not [moment for moment, _ in run.steps(cut) if cut + 3.5 < moment < healed]
+    assert not [moment for moment, *_ in run.steps(cut) if cut + 3.5 < moment < healed]
     before = run.workers
     run.train()
     assert run.workers == before

@@ -148,7 +148,9 @@ def test_without_a_finished_call_there_is_none():
 @given(st.data())
 def test_goodput_is_a_share(data):
     times = st.floats(100, 200)
-    kinds = st.sampled_from(["lost", "hung", "user_error", "resumed", "grown", "restarted"])
+    kinds = st.sampled_from(
+        ["lost", "hung", "user_error", "resumed", "grown", "moved", "restarted"]
+    )
     calls = [
         call(data.draw(times), data.draw(st.floats(0, 50)), data.draw(st.integers(0, 9)))
         for _ in range(data.draw(st.integers(0, 4)))

@@ -191,6 +191,9 @@ class Reservation:
         self.slots.append(Slot(self._world, len(self.slots)))
         return self.slots[-1]
 
+    def drop_pending(self, requested):
+        self.slots = [slot for slot in self.slots if slot not in requested or slot.is_ready]
+
     def release(self):
         self.slots = []
 
@@ -331,6 +334,10 @@ class SimMember(Member):
         if self.dead:
             return
         self.dead = LostError(cause)
+        self.fail_all()
+
+    def fail_all(self):
+        """Fail all that is asked of one that is dead."""
         queue, self.queue = self.queue, []
         for task in queue:
             task.future.set_exception(self.dead)

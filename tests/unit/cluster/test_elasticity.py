@@ -7,6 +7,7 @@ import random
 import pytest
 
 from raysgd.cluster import controller as controller_module
+from raysgd.cluster.pulses import HostLostError
 from raysgd.cluster.states import Broken, Closed
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -1030,3 +1031,26 @@ def test_a_setup_that_ends_its_process_on_one_worker_alone_ends_the_start(world)
     every_new(world, setup_s=0.1)
     with pytest.raises(WorkerLostError, match="worker 1 died 3 times in a row in setup"):
         world.drive(3)
+
+
+def test_a_worker_on_a_silent_host_is_replaced_elsewhere_at_once_and_there_once_it_is_back(world):
+    """Whichever comes first; the other is given up, and the group has its size."""
+    world.room = 4
+    controller = world.drive(3).controller
+    every_new(world, start_s=1.0)
+    silent = controller.members[2]
+
+    def lose():
+        silent.dead = HostLostError("its host is unreachable")
+        silent.fail_all()
+        world.on_new_worker.insert(0, hang_there)
+
+    def hang_there(member):
+        if member.slot is silent.slot:
+            member.silent = True
+
+    world.at_step(20, lose)
+    run_until(controller, 200, max_losses=1)
+    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
+    assert [member.slot.index for member in controller.members] == [0, 1, 3]
+    assert len([worker for worker in world.workers if not worker.dead]) == 3

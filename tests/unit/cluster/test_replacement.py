@@ -55,6 +55,7 @@ class FakeGroup:
         self.clock = clock
         self.options = GroupOptions(num_workers=3, num_cpus=2)
         self.made = []
+        self.doubted = []
         self.error = None
 
     def new_member(self, slot):

@@ -37,12 +37,16 @@ class FakeGroup:
         self.taken = list(range(present))
         self.discarded = []
         self.spares = FakeSpares()
+        self.doubted = []
 
     def vacant_slots(self, request=True):
         return [slot for slot in self.slots if slot not in self.taken]
 
     def leaving(self):
         return {}
+
+    def give_back(self):
+        pass
 
     def discard(self, member):
         self.discarded.append(member)
