@@ -14,7 +14,7 @@ import psutil
 
 from raysgd.cluster.channels import Channel, Channels
 from raysgd.cluster.pulses import HostLostError, HostPulse, Pulses
-from raysgd.cluster.worker import Worker
+from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.paths import without_secrets
@@ -150,7 +150,7 @@ class ActorMember(Member):
         self.info = info
         if self._pulses is not None and (pulse := self._pulses.of(info, self._lose)) is not None:
             self.pulse = pulse
-            told = self._submit("control", "watch", (pulse.address, self._pulses.terms))
+            told = self._submit("watch", (pulse.address, self._pulses.terms))
             told.add_done_callback(self._pulses.note)
 
     def _lose(self, error: HostLostError) -> None:
@@ -177,7 +177,7 @@ class ActorMember(Member):
             with self._order:
                 if self._turn != turn:  # it was given up, and is not to come after what followed
                     raise RuntimeError("The call was given up before it reached the worker.")
-                return self._submit("work", method, arguments)
+                return self._submit(method, arguments)
 
         if self._channel is not None:
             if (answer := self._channel.ask(arguments, otherwise)) is not None:
@@ -190,13 +190,13 @@ class ActorMember(Member):
         self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
         answer = channel.ask(arguments, otherwise)
         assert answer is not None
-        self._submit("work", "serve", (channel.address,)).add_done_callback(channel.end)
+        self._submit("serve", (channel.address,)).add_done_callback(channel.end)
         return answer
 
     def _by_ray(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         with self._order:
             self._hang_up()
-            return self._submit("work", method, arguments)
+            return self._submit(method, arguments)
 
     def _hang_up(self) -> None:
         """Let what goes by Ray have the work thread, after what goes by the channel."""
@@ -207,12 +207,12 @@ class ActorMember(Member):
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in one of the actor's control threads."""
-        return self._submit("control", method, arguments)
+        assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
+        return self._submit(method, arguments)
 
-    def _submit(self, group: str, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    def _submit(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         self._check_alive()
-        bound = getattr(self.actor, method).options(concurrency_group=group)
-        answer: Future[Any] = bound.remote(*arguments).future()
+        answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
         return answer if self.pulse is None else self._unless_lost(answer)
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
@@ -241,8 +241,7 @@ class ActorMember(Member):
         with self._order:
             self._hang_up()
             self._check_alive()
-            bound = self.actor.execute.options(concurrency_group="work")
-            return bound.remote(function, *args, **kwargs)
+            return self.actor.execute.remote(function, *args, **kwargs)
 
     def _check_alive(self) -> None:
         if not self.alive:

@@ -37,7 +37,7 @@ from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.imports import frozen_imports
 from raysgd.tracebacks import is_the_users, shortened_text
 
-__all__ = ["Outcome", "Worker", "is_worker_process"]
+__all__ = ["CONTROL_METHODS", "Outcome", "Worker", "is_worker_process"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
@@ -86,6 +86,19 @@ _is_worker_process = False
 def is_worker_process() -> bool:
     """Whether this process is a worker of ours."""
     return _is_worker_process
+
+
+CONTROL_METHODS = (
+    "info",
+    "interrupt",
+    "watch",
+    "progress",
+    "pause_at",
+    "announce",
+    "snapshot",
+    "stacks",
+)
+"""What a worker does beside its work; see `Worker`."""
 
 
 class Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from raysgd.cluster.drains import Drains, Notice
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.cluster.pulses import Pulses, Terms
 from raysgd.cluster.spares import Spares
-from raysgd.cluster.worker import Worker
+from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
@@ -385,6 +386,11 @@ class _LocalSlot:
 def _actor_class() -> Any:
     import ray
 
+    # with the methods, and not with each call, since Ray Client knows no groups of calls
+    for name, method in inspect.getmembers(Worker, inspect.isfunction):
+        if not name.startswith("_"):
+            group = "control" if name in CONTROL_METHODS else "work"
+            ray.method(concurrency_group=group)(method)
     remote: Any = ray.remote  # its types do not know concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 

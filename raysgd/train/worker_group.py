@@ -328,7 +328,7 @@ class HostedMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``, or as many as `options` says."""
-        bound = self._actor.execute.options(**self._options, concurrency_group="work")
+        bound = self._actor.execute.options(**self._options)
         return bound.remote(_call_hosted, self._id, self._name, *args, **kwargs)
 
 

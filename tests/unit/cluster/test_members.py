@@ -53,14 +53,13 @@ class Actor:
 
 
 class Method:
-    def __init__(self, actor, name, group=None):
-        self.actor, self.name, self.group = actor, name, group
+    """Has no options, of which a handle of Ray Client knows fewer."""
 
-    def options(self, concurrency_group):
-        return Method(self.actor, self.name, concurrency_group)
+    def __init__(self, actor, name):
+        self.actor, self.name = actor, name
 
     def remote(self, *args, **kwargs):
-        self.actor.calls.append((self.group, self.name, args, kwargs))
+        self.actor.calls.append((self.name, args, kwargs))
         return self
 
     def future(self):
@@ -111,14 +110,14 @@ def test_a_worker_in_this_process_has_none_of_its_own():
     assert member.alive
 
 
-def test_work_and_control_go_to_threads_of_their_own(member):
+def test_work_and_control_are_calls_of_the_actor(member):
     assert member.work("call", "train") == "future of call"
     member.control("progress")
     member.execute(print, 1, end="")
     assert member.actor.calls == [
-        ("work", "call", ("train",), {}),
-        ("control", "progress", (), {}),
-        ("work", "execute", (print, 1), {"end": ""}),
+        ("call", ("train",), {}),
+        ("progress", (), {}),
+        ("execute", (print, 1), {"end": ""}),
     ]
 
 
@@ -156,10 +155,6 @@ class LivingActor(Actor):
 
 
 class LivingMethod(Method):
-    def options(self, concurrency_group):
-        assert concurrency_group == "work"
-        return self
-
     def remote(self, *args):
         self.answer = self.actor.work.submit(getattr(self.actor.hosted, self.name), *args)
         return self

@@ -1,11 +1,13 @@
 """Waiting for workers, and what each of them reserves."""
 
+import inspect
 from concurrent.futures import Future
 
 import pytest
 import ray.exceptions
 
 from raysgd.cluster import worker_group as group_module
+from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
@@ -29,6 +31,17 @@ def test_a_bundle_names_only_what_is_needed():
 )
 def test_only_a_local_worker_that_is_alone_is_inline(num_workers, use_local, inline):
     assert GroupOptions(num_workers=num_workers, use_local=use_local).inline == inline
+
+
+def test_what_an_actor_does_beside_its_work_has_threads_of_its_own():
+    group_module._actor_class()
+    groups = {
+        name: method.__ray_concurrency_group__
+        for name, method in inspect.getmembers(Worker, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert {name for name, group in groups.items() if group == "control"} == set(CONTROL_METHODS)
+    assert groups["call"] == groups["execute"] == "work"
 
 
 def test_an_inline_group_starts_and_ends_without_anything():

@@ -23,8 +23,7 @@ class Actor:
     def execute(self):
         return self
 
-    def options(self, concurrency_group):
-        assert concurrency_group == "work"
+    def options(self):
         return self
 
     def remote(self, function, *args, **kwargs):
