@@ -147,7 +147,7 @@ class Place:
     """The same of all that this worker has in the group; 0: unknown, or none."""
     share: float = 1.0
     """What the mean over these counts for in the mean over the workers."""
-    weight: float = 1.0
+    weight: float = 1
     """What a part counts for in its batch; 0 for samples of it that are given a second time."""
 
     def parts(self, number: int, rows: int, planned: int) -> Sequence[Place]:
@@ -202,7 +202,7 @@ def places_of(
             low, high = even_part(rows, number, i)
             count = high - low if i < rows else 0
             own = count if rank < size else 0
-            weight = count / rows if own or not is_part else 0.0
+            weight = 1 if not is_part else count / rows if own else 0
             counts.append((own, step, i == number - 1, weight))
     total = sum(count for count, *_ in counts)
     return tuple(

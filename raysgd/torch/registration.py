@@ -496,7 +496,7 @@ class TorchRegistration(Registration):
     def validation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
         """Return the parts in which to evaluate a batch, and what each counts for."""
         if self.validation_split == 1:
-            return [(batch, 1.0)]
+            return [(batch, 1)]
         parts = batch_parts(batch, min(self.validation_split, num_rows(batch)))
         rows = [num_rows(part) for part in parts]
         return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]

@@ -189,6 +189,18 @@ def test_a_loop_is_given_all_that_its_signature_takes(start):
     assert operator.given == {"info": {"a": 1}, "num_steps": 2, "epoch_idx": 1}
 
 
+def test_batches_without_num_samples_count_as_one_each(start):
+    class Plain(Recorder):
+        def train_batch(self, batch, batch_info):
+            return {"train_loss": super().train_batch(batch, batch_info)["train_loss"]}
+
+        def validate_batch(self, batch, batch_info):
+            return {"val_loss": super().validate_batch(batch, batch_info)["val_loss"]}
+
+    trainer, _ = start(Plain)
+    assert [repr(call()["num_samples"]) for call in (trainer.train, trainer.validate)] == ["5", "5"]
+
+
 def test_a_loop_without_num_samples_is_counted_once(start):
     class Plain(Recorder):
         def train_epoch(self, iterator, info=None):
