@@ -45,8 +45,11 @@ class Limits:
                 "fit() takes overfit_batches, which limits training and validation, or "
                 "limit_train_batches and limit_val_batches, not both."
             )
-        if max_time_s is not None and not 0 < max_time_s < math.inf:
-            raise ValueError(f"fit(max_time_s={max_time_s!r}): must be above 0, and finite.")
+        if max_time_s is not None:
+            if isinstance(max_time_s, bool) or not isinstance(max_time_s, int | float):
+                raise TypeError(f"fit(max_time_s={max_time_s!r}): must be a number of seconds.")
+            if not 0 < max_time_s < math.inf:
+                raise ValueError(f"fit(max_time_s={max_time_s!r}): must be above 0, and finite.")
         _check_share("limit_train_batches", limit_train_batches)
         _check_share("limit_val_batches", limit_val_batches)
         _check_share("overfit_batches", overfit_batches)
