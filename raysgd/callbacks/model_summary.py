@@ -22,7 +22,8 @@ def _summary(operator: Any) -> str:
     rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained")]
     total = trained = size = 0
     for number, model in enumerate(operator._registration.given_models):
-        model = getattr(model, "module", model)  # without what averages gradients
+        if hasattr(operator, "unwrapped"):
+            model = operator.unwrapped(model)  # without what averages gradients
         several = len(operator._registration.given_models) > 1
         name = f"{number}." if several else ""
         for part, module in _parts(model):

@@ -43,7 +43,9 @@ def test_what_workers_use_is_among_the_metrics(make_trainer):
 
 def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
     trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
-    trainer.get_local_operator().model[0].bias.requires_grad_(False)
+    model = trainer.get_local_operator().model
+    model[0].bias.requires_grad_(False)
+    model.module = torch.nn.Linear(2, 2)  # a part of the user's, and no wrapper of ours
     trainer.train(num_steps=1)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows == [
@@ -51,7 +53,8 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
         ["0", "Linear", "144", "128"],
         ["1", "ReLU", "0", "0"],
         ["2", "Linear", "34", "34"],
-        ["all", "0.0", "MiB", "178", "162"],
+        ["module", "Linear", "6", "6"],
+        ["all", "0.0", "MiB", "184", "168"],
     ]
 
 
