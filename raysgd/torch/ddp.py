@@ -131,7 +131,8 @@ class ReplicatedModel(DistributedDataParallel):
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is not None:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            unused = [names[int(index)] for index in found[1].split()]
+            # fewer than torch counts where some were frozen meanwhile
+            unused = [names[int(i)] for i in found[1].split() if int(i) < len(names)]
             error.add_note(
                 f"{type(self.module).__name__}: the loss of the step before reached "
                 f"{', '.join(unused[:5])}{', …' * (len(unused) > 5)} not, so that the workers "
