@@ -189,7 +189,7 @@ class TorchTrainer(OperatorTrainer):
         callback sees it::
 
             found = trainer.find_learning_rate()
-            trainer.apply_all_operators(lambda operator: ...)  # set found.suggestion
+            print(found.suggestion)  # for the config of the trainer that is to train
 
         Args:
             lowest: the first rate.
