@@ -33,9 +33,16 @@ def _is_wanted() -> bool:
 
 
 def shortened_text(text: str) -> str:
-    """Return a printed traceback with the frames of user code alone.
+    r"""Return a printed traceback with the frames of user code alone.
 
     ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves it whole.
+
+    >>> folders = "/home/me", _PACKAGE
+    >>> own, ours = (f'  File "{folder}/x.py", line 1, in f\n' for folder in folders)
+    >>> print(shortened_text(own + 4 * ours + "ValueError\n"), end="")
+      File "/home/me/x.py", line 1, in f
+    ValueError
+    (4 frames of libraries are hidden; RAYSGD_FULL_TRACEBACK=1 shows them.)
     """
     hidden = 0
 

@@ -14,8 +14,9 @@ import tracemalloc
 import pytest
 
 from raysgd import ElasticConfig, train
+from raysgd.context import Preemption
 from raysgd.errors import InsufficientResourcesError, RemoteTraceback
-from raysgd.train import Trainer, TrainingCallback
+from raysgd.train import Trainer, TrainingCallback, session
 from raysgd.train.backend import BackendConfig, TrainBackendError, TrainingWorkerError
 from tests.conftest import wait_until
 from tests.stranger import stranger
@@ -74,6 +75,10 @@ def rank_and_size():
     import torch.distributed as dist
 
     all_reduce()
+    if train.world_rank() == 0:  # the others have not heard of it yet
+        session.note_preemption(Preemption(deadline=1.5, ranks_by_node={"a": [1]}))
+    assert train.get_preemption_info() == train.PreemptionInfo(1500, {"a": [1]})
+    session.note_preemption(None)
     return dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
 
 

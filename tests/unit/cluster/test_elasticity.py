@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import re
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     # the replacement takes the place by its node: rank 1, on the node of the one that was lost
     assert grown.nodes == ("node0",)
     assert grown.ranks == (1,)
-    said = [(r.levelname, r.message) for r in caplog.records if r.message.find("orker 1 ") > 0]
+    said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
     assert [(level, message.partition(" on ")[0]) for level, message in said] == [
         ("WARNING", "Lost worker 1"),  # once
         ("INFO", "Worker 1 joined: going"),

@@ -63,7 +63,7 @@ def test_an_inline_group_starts_and_ends_without_anything():
 
 
 class FakeSlot:
-    last_node_id = None
+    node_id = last_node_id = None
 
     def __init__(self, name):
         self.strategy = name
@@ -198,6 +198,17 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert successor not in group.members  # before it has joined
     group.discard(successor)
     assert group.vacant_slots() == [slot]
+
+
+def test_room_on_a_node_that_is_to_go_is_no_room_and_other_is_requested(start):
+    group = start(num_workers=2, room=2)
+    member = group.members[1]
+    slot = group.slot_of(member)
+    group.drains.drain_node(member.node_id, None)
+    assert [slot.strategy for slot in group.vacant_slots()] == [2]  # before the worker leaves
+    group.discard(member)
+    assert slot not in group.vacant_slots()
+    assert len(group.vacant_slots()) == 1
 
 
 def test_further_workers_get_the_highest_ranks(start):
