@@ -990,17 +990,19 @@ def test_an_operator_may_keep_its_loaders_under_any_name():
     assert stats["num_samples"] == NUM_TRAIN
 
 
-def test_own_loop_may_step_its_scheduler_itself():
-    class Operator(TrainingOperator):
-        def setup(self, config):
-            model = make_line_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
-            )
-            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
+class HalvesItsRate(TrainingOperator):
+    def setup(self, config):
+        model = make_line_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
+        )
+        self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
 
+
+def test_own_loop_may_step_its_scheduler_itself():
+    class Operator(HalvesItsRate):
         def train_epoch(self, iterator, info):
             for batch in iterator:
                 metrics = self.train_batch(batch, {})
@@ -1048,16 +1050,7 @@ def test_the_import_of_a_model_that_is_not_here_says_where_one_is():
 
 @pytest.mark.parametrize(("frequency", "rate"), [("batch", 0.5**2), ("epoch", 0.5), ("manual", 1)])
 def test_a_loop_finds_in_info_what_it_steps_its_scheduler_by(frequency, rate):
-    class Operator(TrainingOperator):
-        def setup(self, config):
-            model = make_line_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-                models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
-            )
-            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
-
+    class Operator(HalvesItsRate):
         def train_epoch(self, iterator, info):
             meters = AverageMeterCollection()
             for batch_idx, batch in enumerate(iterator):
