@@ -61,6 +61,14 @@ class Ledger(TrainingOperator):
         return {"num_samples": len(batch)}
 
 
+class PacedLedger(Ledger):
+    """Takes some time for a step, the same with any number of workers."""
+
+    def train_batch(self, batch, batch_info):
+        time.sleep(self.config["step_s"])
+        return super().train_batch(batch, batch_info)
+
+
 class SlowLedger(Ledger):
     """Waits within the epoch until the group is full, and says in a folder when it is set up."""
 

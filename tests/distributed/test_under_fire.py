@@ -13,21 +13,13 @@ from raysgd import ElasticConfig
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import IN_SOAK
 from tests.fire import Fire
-from tests.ledger import Ledger, ledger_of, ledger_trainer
+from tests.ledger import PacedLedger, ledger_of, ledger_trainer
 from tests.operators import replica_hash
 
 NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "3"))
 FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 NUM_EPOCHS, NUM_SAMPLES = 4, 3600
 STEP_S = 0.05 if IN_SOAK else 0.01
-
-
-class Paced(Ledger):
-    """Takes some time for a step, the same with any number of workers."""
-
-    def train_batch(self, batch, batch_info):
-        time.sleep(self.config["step_s"])
-        return super().train_batch(batch, batch_info)
 
 
 def train_on_ledger(fire, lasts_s=0.0):
@@ -38,7 +30,7 @@ def train_on_ledger(fire, lasts_s=0.0):
     began = time.monotonic()
     config = {"num_samples": NUM_SAMPLES, BATCH_SIZE: 36, "step_s": STEP_S}
     with ledger_trainer(
-        3, elastic=ElasticConfig(snapshot_every=10), operator_cls=Paced, **config
+        3, elastic=ElasticConfig(snapshot_every=10), operator_cls=PacedLedger, **config
     ) as trainer:
         counted = []
         while len(counted) < NUM_EPOCHS or time.monotonic() < began + lasts_s:
