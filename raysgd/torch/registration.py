@@ -549,9 +549,11 @@ class TorchRegistration(Registration):
         to = collectives.fewest_receivers(lacking, device)
         if lacking and (to is None or lacks or collectives.rank() == leader):
             state = collectives.broadcast_state(self.training_state, leader, device, to)
-            if lacks:
-                self.load_training_state(state)
         buffers = self.from_rank(self._buffers.tensors, leader)
+        # all has come: whoever has a part of a step's state would do the step again if `leader`
+        # was lost before the rest had come
+        if lacks:
+            self.load_training_state(state)
         if follows:
             self._buffers.set(buffers)
         for model in self._replicated_models:

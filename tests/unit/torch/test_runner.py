@@ -178,6 +178,21 @@ def check_same():
         dist.all_gather(held, tensor)
         assert torch.equal(*held)
 
+def check_lost_leader():
+    registration, parameters = runner._registration, runner.operator.model.state_dict()
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+
+    def lost(make, rank):
+        raise ConnectionError
+
+    registration.from_rank = lost  # which the buffers come by, when parameters have come
+    try:
+        registration.share_training_state(0, follows=rank == 1)
+        raise AssertionError
+    except ConnectionError:
+        del registration.from_rank
+    assert all(torch.equal(tensor, parameters[name]) for name, tensor in before.items())
+
 join("first")
 runner = set_up(rank)
 check_same()
@@ -193,6 +208,7 @@ if rank == 1:  # a replacement worker sets up alone
     assert not torch.equal(noise, runner.operator.teacher.noise)
     dist.destroy_process_group()
 join("second")
+check_lost_leader()
 runner.rejoin(context, 0)
 check_same()
 runner.train(call=1, until_epoch=2)
@@ -208,7 +224,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_frozen_model_is_the_same_on_all_workers():
+def test_a_model_is_the_leaders_with_all_that_is_frozen_or_as_it_was():
     run_ranks(RANK_OF_TWO, 2)
 
 
