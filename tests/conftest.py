@@ -17,26 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one threa
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
 
 CI_EXAMPLES = 25
-settings.register_profile(
-    "ci",
-    max_examples=CI_EXAMPLES,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    # the fixtures that properties use here are factories: one example leaves nothing to the next
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-settings.register_profile(
-    "soak",
-    parent=settings.get_profile("ci"),
-    max_examples=100 * CI_EXAMPLES,
-    derandomize=False,
-    print_blob=True,
-)
-settings.load_profile("ci")
 
 IN_SOAK = "RAYSGD_SOAK" in os.environ
 """Whether what another test shows as well, with another framework, is to be shown here too."""
@@ -51,6 +33,8 @@ SOON_S = 2.0
 
 def examples(number):
     """Settings of a property that needs another number of examples than most; a soak scales it."""
+    from hypothesis import settings
+
     return settings(max_examples=number * settings.default.max_examples // CI_EXAMPLES)
 
 
@@ -282,3 +266,27 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_configure():
     """Take SIGINT, here and in child processes: shells ignore it in what runs in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _register_profiles()
+
+
+def _register_profiles():
+    """Say how many examples to make. Workers import this file too, and load no Hypothesis."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "ci",
+        max_examples=CI_EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        # the fixtures that properties use are factories: one example leaves nothing to the next
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.register_profile(
+        "soak",
+        parent=settings.get_profile("ci"),
+        max_examples=100 * CI_EXAMPLES,
+        derandomize=False,
+        print_blob=True,
+    )
+    settings.load_profile("ci")

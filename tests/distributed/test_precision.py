@@ -12,9 +12,8 @@ from raysgd import ElasticConfig, TorchTrainer
 from tests.conftest import wait_until
 from tests.distributed.test_exactness import plain_training
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order, pids_of
-from tests.operators import NUM_SAMPLES, Classifier, parameters, replica_hash
+from tests.operators import NUM_SAMPLES, Adversaries, Classifier, parameters, replica_hash
 from tests.shared import Shared
-from tests.unit.torch.test_optimization import Adversaries
 
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 

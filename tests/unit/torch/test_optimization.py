@@ -13,7 +13,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.trees import map_leaves
 from tests.conftest import examples
-from tests.operators import Classifier, make_model, parameters
+from tests.operators import Adversaries, Classifier, make_model, parameters
 from tests.unit.recorder import Recorder, Unsized, batches_of
 
 PRECISIONS = [{}, {"use_fp16": True, "amp_dtype": torch.float16}, {"use_fp16": True}]
@@ -317,36 +317,6 @@ def test_what_is_below_the_norm_is_left_alone():
 
 
 # ---- several optimizers
-
-
-class Adversaries(TrainingOperator):
-    """Two models: the loss of the second goes through the first, as in a GAN."""
-
-    def setup(self, config):
-        torch.manual_seed(0)
-        models = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)]
-        (self.judge, self.maker), self.optimizers = self.register(
-            models=models,
-            optimizers=[torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models],
-            gradient_accumulation_steps=config.get("steps", 1),
-        )
-        generator = torch.Generator().manual_seed(1)
-        data = TensorDataset(torch.randn(20, 2, generator=generator), torch.randn(20, 3))
-        self.register_data(train_loader=DataLoader(data, batch_size=config["batch_size"]))
-
-    def train_batch(self, batch, batch_info):
-        real, noise = batch
-        for_judge, for_maker = self.optimizers
-        for _ in range(self.config.get("times", 1)):
-            with self.autocast():
-                loss = self.judge(self.maker(noise).detach()).mean() - self.judge(real).mean()
-            self.backward(loss, num_samples=len(real))
-            self.optimizer_step(for_judge)
-        with self.autocast():
-            loss = (self.judge(self.maker(noise)) - 1).square().mean()
-        self.backward(loss, num_samples=len(real))  # also leaves gradients in the judge
-        self.optimizer_step(for_maker)
-        return {"num_samples": len(real)}
 
 
 def with_a_small_scale(trainer):
