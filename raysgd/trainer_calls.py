@@ -94,6 +94,7 @@ class Calls:
         self._callback_list = callback_list
         self._numbers = itertools.count()
         self._paused: TrainCall | None = None
+        self._newest: TrainCall | None = None
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
         self._limits = Limits()
@@ -120,7 +121,20 @@ class Calls:
         """
         if self._paused is not None:  # a worker that is lost now takes what it has measured with it
             call.metrics_start_step = dict(self._paused.metrics_start_step)
+        if call.method != "load_state_dict":
+            call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self._controller.run(call)]
+
+    def _catch_up(self, reached: Progress) -> Call | None:
+        """Return the newest call of train up to where training was, to be made again."""
+        if self._newest is None:
+            return None
+        goals = ("until_epoch", "until_step", "callback_pause")
+        goal = {"until_step": reached.global_step}
+        if not reached.in_epoch:
+            goal = {"until_epoch": reached.epoch}
+        others = {k: value for k, value in self._newest.arguments.items() if k not in goals}
+        return Call(method="train", arguments=others | goal, has_batches=True, can_pause=True)
 
     def train(
         self,
@@ -145,7 +159,7 @@ class Calls:
             arguments=arguments,
             max_losses=max_retries,
         )
-        controller = self._controller
+        controller, self._newest = self._controller, call
         num_lost_paused = 0
         total_s = ended = 0.0
         results: list[Any] = [None]

@@ -37,6 +37,9 @@ class Call:
     """Whether it can pause at a step, for replacement workers to join there."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Called with every worker's progress while it runs."""
+    catch_up: Callable[[Progress], Call | None] | None = None
+    """Returns the call that trains so far again, to be made before this one where all workers were
+    lost and took steps with them; None: this one does not need these steps, or redoes them."""
 
     farewell: str | None = None
     """A method that a worker which leaves in it is asked by, for what it has measured."""

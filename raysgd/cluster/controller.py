@@ -285,6 +285,7 @@ class Controller:
         with self._calling(call):
             call.start_part()
             reached = self.progress  # what all turn out to have taken with them is done again
+            redo: Call | None = None
             split = 0
             if len(self.members) < min_workers:
                 self._scale_up.try_again()  # once a call: there their number has an end
@@ -292,11 +293,15 @@ class Controller:
                 self._ensure_ready(min_workers)
                 if self._must_save and call.can_pause:
                     self._save(call)
-                if not call.has_begun:
+                is_behind = self.progress.global_step < reached.global_step
+                if is_behind and redo is None and call.catch_up is not None:
+                    redo = self._announced_redo(call.catch_up(reached), reached)
+                made = redo if is_behind and redo is not None else call
+                if not call.has_begun and made is call:
                     call.begin(self.members, furthest([self.progress, reached]))
-                members = list(self.members if call.rank is None else [self.members[call.rank]])
+                members = list(self.members if made.rank is None else [self.members[made.rank]])
                 self._seen_step = self.progress.global_step
-                attempt = self._attempt(call, members, split)
+                attempt = self._attempt(made, members, split)
                 if attempt.outcomes:
                     self.progress = furthest([o.progress for o in attempt.outcomes.values()])
                     self._seen_step = self.progress.global_step
@@ -307,7 +312,7 @@ class Controller:
                 elif split:
                     continue
                 elif attempt.failed and (
-                    attempt.first_error or not (attempt.interrupted_by_us and call.may_repeat)
+                    attempt.first_error or not (attempt.interrupted_by_us and made.may_repeat)
                 ):
                     error = attempt.error()
                     if attempt.first_error is not None:
@@ -317,9 +322,20 @@ class Controller:
                     # workers that were interrupted just as the call ended must enter a generation,
                     # which takes the interruption back
                     self._become(Broken() if attempt.interrupted_by_us else Ready())
-                    if not attempt.paused:
+                    if not attempt.paused and made is call:
                         self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
                         return [attempt.outcomes[member] for member in members]
+
+    def _announced_redo(self, redo: Call | None, reached: Progress) -> Call | None:
+        """Say that steps are trained again before the call under way, where there is a way."""
+        if redo is not None:
+            logger.warning(
+                "Steps %d to %d were lost with all workers, and are trained again before %s().",
+                self.progress.global_step + 1,
+                reached.global_step,
+                self._call.method,
+            )
+        return redo
 
     @contextlib.contextmanager
     def _calling(self, call: Call) -> Iterator[None]:
