@@ -186,6 +186,8 @@ class Loop:
                 self._results, self.num_covered = [], 0
                 left = start_step - registration.global_step or left
             self._train_segment(source, left, info)
+        if source.sharded and registration.offset and source.steps_left(registration.offset) == 0:
+            self._train_segment(source, None, info)  # it failed just before it ended the epoch
         registration.check_averaged()  # again: it may have been unfrozen meanwhile
         if registration.context.distributed:
             registration.sync_buffers()

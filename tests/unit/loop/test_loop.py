@@ -508,19 +508,21 @@ def test_an_error_after_the_update_leaves_the_step_done(start):
     assert operator.trained == [*EPOCH[:8], *EPOCH[16:]]
 
 
+class FailingAfter(Recorder):
+    """Fails once, after the last step of an epoch."""
+
+    failing = True
+
+    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        if self.failing:
+            self.failing = False
+            raise ValueError("after the last step")
+        return result
+
+
 def test_a_call_after_an_error_at_the_very_end_of_an_epoch_says_what_it_did(start):
     """Whether it takes that epoch as done or trains the next one: its result has the counts."""
-
-    class FailingAfter(Recorder):
-        failing = True
-
-        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-            if self.failing:
-                self.failing = False
-                raise ValueError("after the last step")
-            return result
-
     trainer, operator = start(FailingAfter)
     with pytest.raises(ValueError, match="after the last step"):
         trainer.train()
@@ -732,6 +734,16 @@ def test_who_joins_a_call_knows_of_it_what_the_others_know(loop_of):
     joining.join_call(loop.call_state())
     assert joining.call_state() == loop.call_state()
     assert joining.call_state()["more_epochs"] == 1
+
+
+def test_a_goal_in_steps_ends_an_epoch_also_where_a_loss_came_just_before_its_end(loop_of):
+    loop, operator = loop_of(FailingAfter)
+    with pytest.raises(ValueError, match="after the last step"):
+        train(loop, until_step=5)
+    assert operator._registration.epoch == 0
+    train(loop, until_step=5)
+    assert (operator._registration.epoch, operator._registration.offset) == (1, 0)
+    assert operator.trained == EPOCH
 
 
 def test_an_epoch_of_which_nothing_is_left_counts_where_the_goal_counts_it(loop_of):
