@@ -1,6 +1,7 @@
 """Hosts on this machine: network namespaces on a switch, whose cables can be pulled.
 
-Each host has a card that leads to the others, one that leads nowhere, and processes of its own; all
+The first has the driver, and is in a network of its own. Each of the others has a card that leads
+to that one, a card that leads to the others, one that leads nowhere, and processes of its own; all
 share the files. It takes root, and `ip` of iproute2. Nothing outside of the namespaces is changed.
 """
 
@@ -62,14 +63,16 @@ class Hosts:
         }
 
     def address(self, host):
-        return f"10.123.0.{host + 1}"
+        """By which Ray knows it."""
+        return self._cables(host)[-1][2]
 
     def namespace(self, host):
         return f"{self._name}h{host}"
 
-    def _plug(self, host):
-        """The end of a host's cable at the switch."""
-        return f"p{host}"
+    def _cables(self, host):
+        """Each as its card, named as the switch, its end at the switch, and the address."""
+        cables = [("eth2", f"q{host}", f"10.125.0.{host + 1}")]
+        return cables + [("eth0", f"p{host}", f"10.123.0.{host + 1}")] * (host > 0)
 
     def __enter__(self):
         try:
@@ -83,18 +86,23 @@ class Hosts:
 
     def _lay_cables(self):
         _ip("netns", "add", self._switch)
-        _ip("link", "add", "sw", "type", "bridge", namespace=self._switch)
-        _ip("link", "set", "sw", "up", namespace=self._switch)
+        for switch in ("eth0", "eth2"):
+            _ip("link", "add", switch, "type", "bridge", namespace=self._switch)
+            _ip("link", "set", switch, "up", namespace=self._switch)
         for host in range(len(self.cpus)):
-            inside, plug = self.namespace(host), self._plug(host)
+            inside, cables = self.namespace(host), self._cables(host)
             _ip("netns", "add", inside)
             _ip("link", "set", "lo", "up", namespace=inside)
-            peer = ("peer", "name", plug, "netns", self._switch)
-            _ip("link", "add", "eth0", "netns", inside, "type", "veth", *peer)
-            _ip("link", "set", plug, "master", "sw", "up", namespace=self._switch)
-            _ip("addr", "add", f"{self.address(host)}/24", "dev", "eth0", namespace=inside)
-            _ip("link", "set", "eth0", "up", namespace=inside)
-            # a second card, which leads nowhere and has the same address on each of them
+            for card, plug, address in cables:
+                peer = ("peer", "name", plug, "netns", self._switch)
+                _ip("link", "add", card, "netns", inside, "type", "veth", *peer)
+                _ip("link", "set", plug, "master", card, "up", namespace=self._switch)
+                _ip("addr", "add", f"{address}/24", "dev", card, namespace=inside)
+                _ip("link", "set", card, "up", namespace=inside)
+            if host:
+                way = ("via", cables[0][2])
+                _ip("route", "add", self.address(host), *way, namespace=self.namespace(0))
+            # one more card, which leads nowhere and has the same address on each of them
             _ip("link", "add", "eth1", "type", "bridge", namespace=inside)
             _ip("addr", "add", "10.124.0.1/24", "dev", "eth1", namespace=inside)
             _ip("link", "set", "eth1", "up", namespace=inside)
@@ -136,16 +144,20 @@ class Hosts:
 
     def cut(self, host):
         """Pull a host's cable: packets vanish, and nobody is told."""
-        _ip("link", "set", self._plug(host), "down", namespace=self._switch)
+        self._set_plugs(host, "down")
 
     def heal(self, host):
-        _ip("link", "set", self._plug(host), "up", namespace=self._switch)
+        self._set_plugs(host, "up")
+
+    def _set_plugs(self, host, state):
+        for _, plug, _ in self._cables(host):
+            _ip("link", "set", plug, state, namespace=self._switch)
 
     def part(self, hosts, parted=True):
         """Let these hosts not reach each other, though all others reach them."""
         for host in hosts:
             words = ("bridge_slave", "isolated", "on" if parted else "off")
-            _ip("link", "set", self._plug(host), "type", *words, namespace=self._switch)
+            _ip("link", "set", f"p{host}", "type", *words, namespace=self._switch)
 
     def drain(self, node_id, deadline_s):
         """Let Ray drain a node, as it does for a spot notice."""
