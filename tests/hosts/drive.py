@@ -62,9 +62,9 @@ class Driver:
         members = self.trainer._controller.members
         return {member.info.node_ip: member.info.pid for member in members}
 
-    def nodes(self):
-        """Ray's ids of the nodes by the addresses of their hosts."""
-        return {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    def pids(self):
+        """The processes of all workers."""
+        return [member.info.pid for member in self.trainer._controller.members]
 
     def train(self):
         """Train epochs until there is a file ``enough``, with all workers, and check the ledger.

@@ -7,6 +7,7 @@ share the files. It takes root, and `ip` of iproute2. Nothing outside of the nam
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -159,8 +160,10 @@ class Hosts:
             words = ("bridge_slave", "isolated", "on" if parted else "off")
             _ip("link", "set", f"p{host}", "type", *words, namespace=self._switch)
 
-    def drain(self, node_id, deadline_s):
-        """Let Ray drain a node, as it does for a spot notice."""
+    def drain(self, host, deadline_s):
+        """Let Ray drain the node on a host, as it does for a spot notice."""
+        (raylet,) = self.processes(host, "raylet")
+        (node_id,) = re.findall(r"--node_id=(\w+)", " ".join(raylet.cmdline()))
         ray = str(Path(sys.executable).with_name("ray"))
         command = [ray, "drain-node", f"--node-id={node_id}", "--reason-message=tested"]
         command += ["--reason=DRAIN_NODE_REASON_PREEMPTION"]

@@ -68,7 +68,7 @@ class Run:
     def train(self):
         """Train until `end`; return when that is well under way."""
         (self.folder / "enough").unlink(missing_ok=True)
-        self.workers, self.nodes = self.call("workers"), self.call("nodes")
+        self.workers = self.call("workers")
         began = time.time()
         print(json.dumps(["train", []]), file=self._process.stdin, flush=True)
         self._is_training = True
@@ -87,6 +87,13 @@ class Run:
         self.hosts.part(range(1, 1 + NUM_WORKERS), parted=False)
         if self._is_training:
             self.end()
+
+    def await_nobody_else(self):
+        """Wait until there is no worker on any host that is none of the group."""
+        ours, every = set(self.call("pids")), range(len(self.hosts.cpus))
+        wait_until(
+            lambda: {p.pid for h in every for p in self.hosts.processes(h, "ray::Worker")} == ours
+        )
 
     def alone(self):
         """The workers that are the only ones of their host, by host."""
@@ -191,18 +198,24 @@ def test_of_two_that_do_not_reach_each_other_one_is_given_up(run):
 def fault(hosts, draw):
     """One fault at random, and its end; a host without power gets a new node of Ray's."""
     host, seconds = draw.randrange(len(hosts.cpus)), draw.choice([0.5, 1.5, 3.0])
-    kinds = ["cut", "stop", "kill", "term"] + ["off"] * IN_SOAK
+    kinds = ["cut", "stop", "kill", "term"] + ["off", "drain"] * IN_SOAK
     kind = draw.choice(kinds) if host else "cut"
     workers = hosts.processes(host, "ray::Worker")
     if kind == "cut":
         hosts.cut(host)
     elif kind == "off":
         hosts.power_off(host)
+    elif kind == "drain":
+        notice_s = 5 * seconds
+        hosts.drain(host, round(notice_s))
+        with contextlib.suppress(AssertionError):  # the time is over, or nobody takes over
+            wait_until(lambda: not hosts.processes(host, "ray::Worker"), notice_s)
+        hosts.power_off(host)
     else:
         number = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "term": signal.SIGTERM}[kind]
         send(workers, number)
     time.sleep(seconds)
-    if kind == "off":
+    if kind in ("off", "drain"):
         hosts.heal(host)
         hosts.start_ray(host)
     elif kind == "cut":
@@ -224,6 +237,7 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
         fault(run.hosts, draw)
         time.sleep(draw.random())
     run.end()
+    run.await_nobody_else()
 
 
 def test_workers_that_are_to_go_hand_over_before_and_it_costs_nothing(run):
@@ -233,7 +247,7 @@ def test_workers_that_are_to_go_hand_over_before_and_it_costs_nothing(run):
     run.alone()[first].send_signal(signal.SIGTERM)
     wait_until(lambda: not run.hosts.processes(first, "ray::Worker"), 30)
     drained = min(run.alone().keys() - {first})
-    run.hosts.drain(run.nodes[run.hosts.address(drained)], 30)
+    run.hosts.drain(drained, 30)
     wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
     events = run.end()
     assert kinds(events) == ["draining", "moved"] * 2, events
