@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ class Reservation:
         labels: Sequence[Mapping[str, str]] = (),
         owner: Any = None,
     ) -> None:
+        self._owned = owned
         self.groups = [group] if owned else []
         """Those of our own."""
         self._labels = labels
@@ -246,12 +248,14 @@ class Reservation:
             Slot(group, index, labels[place] if labels else None)
             for place, index in enumerate(indexes)
         ]
+        self._lost_at: dict[PlacementGroup, float] = {}
+        """Since when requests of our own have been without any room, nobody being there."""
         self._is_released = False
         _reservations.add(self)
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
         """Request room for one more worker; None where the room is the caller's."""
-        if not self.groups:
+        if not self._owned:
             return None
         vacant = list(self._labels)
         for slot in self.slots:
@@ -272,6 +276,27 @@ class Reservation:
             self.slots.remove(slot)
             self.groups.remove(slot.group)
             remove_placement_group(slot.group)
+
+    def drop_lost(self, taken: Iterable[Any]) -> None:
+        """Take back requests for several places at once of which none is left, nor in use.
+
+        Ray looks again and again for room for all of these at once, and serves no other request
+        meanwhile, not even for a single place. Where single ones have got some of the room that
+        there is, that would never end.
+
+        Args:
+            taken: the slots that are in use.
+        """
+        if not self._owned:
+            return
+        in_use, now = {getattr(slot, "group", None) for slot in taken}, time.monotonic()
+        sizes = Counter(slot.group for slot in self.slots if slot.group not in in_use)
+        lost = [group for group, size in sizes.items() if size > 1 and _is_lost(group)]
+        self._lost_at = {group: self._lost_at.get(group, now) for group in lost}
+        for group in [group for group in lost if now - self._lost_at[group] >= _SETTLE_S]:
+            self.slots = [slot for slot in self.slots if slot.group != group]
+            self.groups.remove(group)
+            remove_placement_group(group)
 
     def include(self, other: Reservation) -> None:
         """Take over the room of another reservation."""
@@ -301,6 +326,15 @@ _reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
 def _is_created(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
+
+
+def _is_lost(group: PlacementGroup) -> bool:
+    """Whether a group that was created has no room any more."""
+    table = placement_group_table(group)
+    # what has to be on one node, or each on another, single requests would not keep to
+    is_strict = table.get("strategy", "").startswith("STRICT_")
+    nodes = table.get("bundles_to_node_id", {}).values()
+    return table.get("state") == "RESCHEDULING" and not is_strict and not any(nodes)
 
 
 def _is_free(group: PlacementGroup) -> bool:

@@ -260,6 +260,9 @@ class WorkerGroup:
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
+            if request:
+                reservation.drop_lost(taken)
+                self.doubted = [slot for slot in self.doubted if slot in reservation.slots]
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
             usual = self.options.num_workers - len(slots)

@@ -117,6 +117,20 @@ for reports in trainer.run_iterator(
 kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
 print(json.dumps({"lives": lives, "kinds": kinds}), flush=True)
 trainer.shutdown()
+
+# two places on a node that is lost, and then room for one
+node = cluster.add_node(num_cpus=0, resources={"place": 2})
+group = WorkerGroup(GroupOptions(num_workers=2, num_cpus=0, resources={"place": 1}))
+group.reserve(60)
+cluster.remove_node(node)
+cluster.add_node(num_cpus=0, resources={"place": 1})
+end = time.monotonic() + 20
+while not (ready := [slot.is_ready for slot in group.vacant_slots()]).count(True):
+    if time.monotonic() > end:
+        break
+    time.sleep(0.1)
+print(json.dumps(sorted(ready)), flush=True)
+group.shutdown()
 ray.shutdown()
 cluster.shutdown()
 """
@@ -134,7 +148,7 @@ def on_nodes(tmp_path_factory):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
-    assert len(lines) == 7, run.stderr
+    assert len(lines) == 8, run.stderr
     return run.stderr, lines
 
 
@@ -154,7 +168,7 @@ def test_a_start_takes_what_fits_node_by_node(on_nodes):
 
 
 def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
-    logged, (_, _, failed, left, ready, again, _) = on_nodes
+    logged, (_, _, failed, left, ready, again, *_) = on_nodes
     assert "Training run failed: 1 left, and min_workers=2" in failed["error"]
     assert "the cluster has 1 CPU, of which 0 CPU are free" in failed["error"]
     # doubled, capped, and each one logged
@@ -165,7 +179,7 @@ def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
 
 
 def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
-    _, (*_, found) = on_nodes
+    _, (*_, found, _) = on_nodes
     first, alone, again, left = found["lives"]
     assert [life["size"] for life in found["lives"]] == [2, 1, 2, 1]
     assert first["begun"] == 0
@@ -176,3 +190,7 @@ def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_c
     assert found["kinds"] == ["started", "lost", "restarted", "grown", "draining", "restarted"]
     # it leaves a node that is drained at its next checkpoint
     assert left["begun"] == left["step"] - 1 == left["saved"] + 1
+
+
+def test_room_for_one_is_used_where_a_node_with_room_for_two_is_lost(on_nodes):
+    assert on_nodes[1][-1] == [False, True]

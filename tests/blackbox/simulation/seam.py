@@ -187,6 +187,9 @@ class Reservation:
         self._world = world
         self.slots = [Slot(world, index) for index in range(size)]
 
+    def drop_lost(self, taken):
+        pass
+
     def request_slot(self, bundle):
         self.slots.append(Slot(self._world, len(self.slots)))
         return self.slots[-1]

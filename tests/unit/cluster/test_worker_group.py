@@ -80,6 +80,9 @@ class FakeReservation:
     def include(self, other):
         self.slots += other.slots
 
+    def drop_lost(self, taken):
+        pass
+
     def request_slot(self, bundle):
         if not self.owned:
             return None
