@@ -89,6 +89,8 @@ def recovery_rows(result):
             yield f"loss of one of {size} ({moment}), steps redone", redone
     for size, row in result["growth"].items():
         yield f"growth to {size}, pause, ms", ms(row["growth_pause_s"])
+    for size, row in result.get("move", {}).items():
+        yield f"one of {size} moves, pause, ms", ms(row["pause_s"])
 
 
 def saving_rows(result):

@@ -17,9 +17,15 @@ run, when a warm process stands by for the next loss; and *at once*, before ther
   all workers finish together again.
 - *growth pause*: from the last step of the smaller group to the first one of the larger group.
 - *redone*: steps that any worker had finished and that were trained again.
+
+A worker that is announced to go, by ``trainer.drain``, moves while there is room for another:
+
+- *moved*: from the announcement to the first step with its successor.
+- *pause*: the longest time without a step until then.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -170,6 +176,16 @@ class Job:
                 raise SystemExit(f"no {num_steps} steps with {world_size} workers in time")
             time.sleep(0.1)  # the workers need the processor
 
+    def await_event(self, kind, number):
+        """Wait until so many events of a kind have come."""
+        deadline = time.monotonic() + GIVE_UP_S
+        while sum(event.kind == kind for event in self.trainer.events) < number:
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no event {kind!r} in time")
+            time.sleep(0.1)
+
     def __enter__(self):
         self._thread.start()
         return self
@@ -237,6 +253,29 @@ def time_growths(num_workers, runs, step_s):
     return figures
 
 
+def time_moves(num_workers, runs, step_s):
+    """Announce that one worker after the other is to go, and return the figures of each."""
+    figures = []
+    with Job(num_workers, step_s) as job:
+        for run in range(runs):
+            job.await_steps(num_workers, 50, time.monotonic())
+            begun = time.monotonic()
+            job.trainer.drain(rank=run % num_workers, deadline_s=GIVE_UP_S)
+            job.await_event("moved", run + 1)
+            steps = job.await_steps(num_workers, 5, time.monotonic())
+            times = [begun, *(moment for moment, _, _ in steps if moment > begun)]
+            pause_s, moved = max((b - a, b) for a, b in itertools.pairwise(times))
+            first = next(step for step in steps if step[0] == moved)
+            figures.append(
+                {
+                    "moved_s": moved - begun,
+                    "pause_s": pause_s,
+                    "redone": max(0, redone(steps, first)),
+                }
+            )
+    return figures
+
+
 def summary(figures):
     return {name: spread([run[name] for run in figures]) for name in figures[0]}
 
@@ -258,12 +297,13 @@ def main():
     moments = {"at once": 0.0} if args.smoke_test else {"settled": args.settle_s, "at once": 0.0}
 
     # more CPUs than there are, perhaps: the workers mostly sleep
-    ray.init("local", num_cpus=max(4, os.cpu_count()), include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=max(5, os.cpu_count()), include_dashboard=False, log_to_driver=False)
     result = {
         "machine": machine(),
         "runs": runs,
         "loss": {},
         "growth": {},
+        "move": {},
     }
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {runs} runs a row")
     print("seconds: median (min to max); each includes the time of one step\n")
@@ -285,6 +325,13 @@ def main():
         print(
             f"{size - 1} to {size}           {shown(row['full_size_s']):>24}"
             f"{shown(row['growth_pause_s']):>24}{row['redone']['max']:9}"
+        )
+    print(f"\n{'a worker moves':17}{'moved':>24}{'pause':>24}{'redone':>9}")
+    for size in sizes:
+        row = result["move"][size] = summary(time_moves(size, runs, args.step_s))
+        print(
+            f"{size} workers        {shown(row['moved_s']):>24}{shown(row['pause_s']):>24}"
+            f"{row['redone']['max']:9}"
         )
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
     if args.json:
