@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -51,6 +52,14 @@ def test_the_same_command_again_goes_on(folder, place):
     assert [json.loads(line)["kind"] for line in lines].count("train") == 3
     other = fit(*arguments, 1, "--logdir", folder / "other")
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
+
+
+def test_the_example_trains(folder):
+    examples = Path(__file__).parents[2] / "examples"
+    place = f"{examples / 'digits.py'}:DigitClassifier"
+    little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.limit_train_batches=0.2"]
+    done = fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
+    assert json.loads(done.stdout.splitlines()[-1])["batch_count"] == 4, done.output
 
 
 def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
