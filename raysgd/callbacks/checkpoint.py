@@ -13,6 +13,7 @@ from raysgd.callbacks.logger import folder_for
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError, WorkerLostError
+from raysgd.trees import map_leaves
 
 __all__ = ["CheckpointCallback"]
 
@@ -42,6 +43,8 @@ class CheckpointCallback(Callback):
         resume: whether a trainer that has not trained yet starts from the newest checkpoint in the
             folder. Those that are damaged are passed over, with a warning that names them.
         job: name of the job, which a folder has one of; None for the operator's.
+        on_exception: whether to save, also in mid-epoch, when an exception or Ctrl-C ends training,
+            unless too few workers are left. A state with NaN in it is not saved then.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -60,6 +63,7 @@ class CheckpointCallback(Callback):
         blocking: bool = True,
         resume: bool = True,
         job: str | None = None,
+        on_exception: bool = False,
     ) -> None:
         if every != "epoch" and (
             isinstance(every, bool) or not isinstance(every, int) or every < 1
@@ -73,6 +77,7 @@ class CheckpointCallback(Callback):
         self._monitor = monitor
         self._blocking = blocking
         self._resume = resume
+        self._on_exception = on_exception
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "checked here")  # refuses wrong arguments now
@@ -80,6 +85,8 @@ class CheckpointCallback(Callback):
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
         self._newest: str | None = None
+        self._saved_at = 0
+        """The step of the newest."""
         self._unjudged = False
         """Whether an epoch is over, and is saved when its metric is measured."""
         self.restored_from: str | None = None
@@ -116,6 +123,7 @@ class CheckpointCallback(Callback):
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
         self._newest = restored.shown
+        self._saved_at = trainer.global_step
         # seen by default: the script's own learning rate, for one, has no effect now
         logger.warning(
             "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
@@ -163,10 +171,16 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Save an epoch that waits to be judged, and say from where the script would go on."""
-        if self._unjudged and not isinstance(error, WorkerLostError):  # who is left may not answer
-            self._save(trainer, {})
+        """Save an epoch that waits to be judged, or all, and say where the script would go on."""
+        lacks = self._unjudged or (self._on_exception and trainer.global_step != self._saved_at)
+        if lacks and not isinstance(error, WorkerLostError):  # who is left may not answer
             self._writer.wait()
+            state = trainer.state_dict(copy=False)
+            if _has_nan((state["models"], state["optimizers"])):
+                logger.warning("Not saved after an exception: the state has NaN in it.")
+            else:
+                self._save(trainer, {}, state=state)
+                self._writer.wait()
         if self._newest is not None and self._resume:
             error.add_note(f"Started again, the script goes on from {self._newest}.")
 
@@ -174,12 +188,18 @@ class CheckpointCallback(Callback):
         """Wait for the write that is under way."""
         self._writer.wait()
 
-    def _save(self, trainer: Trainer, metrics: dict[str, Any], of_training: bool = False) -> None:
+    def _save(
+        self,
+        trainer: Trainer,
+        metrics: dict[str, Any],
+        of_training: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # before the state is copied, so that there is one at a time
-        state = trainer.state_dict(copy=False)
-        self._unjudged = False
+        state = trainer.state_dict(copy=False) if state is None else state
+        self._unjudged, self._saved_at = False, trainer.global_step
         if self._monitor is not None:
             metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
         save = functools.partial(
@@ -198,3 +218,10 @@ class CheckpointCallback(Callback):
             write()
         else:
             self._writer.submit(write, f"step {trainer.global_step}")
+
+
+def _has_nan(state: Any) -> bool:
+    """Whether there is a NaN among the arrays and tensors of a state. Masks may be infinite."""
+    found = []
+    map_leaves(state, lambda x: found.append(hasattr(x, "dtype") and bool((x != x).any())))
+    return any(found)
