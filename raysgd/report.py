@@ -180,7 +180,7 @@ def _section(title: str, *content: str) -> str:
 def _metric_charts(log: RunLog) -> str:
     """Draw the losses, the accuracies, and every other mean that a batch gave."""
     groups: dict[str, list[_Line]] = {}
-    for kind in ("train", "validate"):
+    for kind in ("train", "validate", "step"):
         calls = log.kept(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in ("epoch", "batch_count", "num_samples"):
@@ -191,7 +191,8 @@ def _metric_charts(log: RunLog) -> str:
                 if (value := _number(call["metrics"].get(name))) is not None
             ]
             if points:
-                groups.setdefault(_group_of(name), []).append((name, points))
+                shown = f"{name}, by the step" if kind == "step" else name
+                groups.setdefault(_group_of(name), []).append((shown, points))
     first = [title for title in ("Loss", "Accuracy") if title in groups]
     titles = [*first, *(title for title in groups if title not in first)]
     return "".join(_section(title, _lines_chart(groups[title], "step")) for title in titles)

@@ -37,6 +37,8 @@ class RunLog:
     calls: list[Record] = field(default_factory=list)
     """Finished calls of ``train`` and ``validate``, in order."""
     events: list[Record] = field(default_factory=list)
+    points: list[Record] = field(default_factory=list)
+    """What was measured by the step."""
 
     @classmethod
     def read(cls, folder: str | Path) -> RunLog:
@@ -55,14 +57,14 @@ class RunLog:
             )
         log = cls()
         for record in _lines(path, _RUN, _CALL):
-            (log.runs if record["kind"] == "run" else log.calls).append(record)
+            {"run": log.runs, "step": log.points}.get(record["kind"], log.calls).append(record)
         if (folder / "events.jsonl").is_file():
             log.events.extend(_lines(folder / "events.jsonl", _EVENT, _EVENT))
         return log
 
     def of(self, kind: str) -> list[Record]:
-        """Return the finished calls of one kind, "train" or "validate"."""
-        return [call for call in self.calls if call["kind"] == kind]
+        """Return the finished calls of one kind, "train" or "validate"; or the points, "step"."""
+        return [call for call in (*self.calls, *self.points) if call["kind"] == kind]
 
     def kept(self, kind: str) -> list[Record]:
         """Return those calls of one kind beyond which no later run began: the others were in vain.
@@ -88,7 +90,7 @@ class RunLog:
     @property
     def ended(self) -> float:
         """When it was last heard of."""
-        times = [r["time"] for r in (*self.runs, *self.calls, *self.events)]
+        times = [r["time"] for r in (*self.runs, *self.calls, *self.points, *self.events)]
         return max(times, default=0.0)
 
 

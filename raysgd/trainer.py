@@ -284,6 +284,7 @@ class OperatorTrainer:
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
         sanity_steps: int = 2,
+        log_every: int | None = None,
         verbose: bool = True,
         max_steps: int | None = None,
         max_time_s: float | None = None,
@@ -309,6 +310,9 @@ class OperatorTrainer:
             sanity_steps: before the first epoch of this trainer's first `fit`, try the validation
                 on so many batches, so that what is wrong in it is not found after hours. Nothing is
                 measured, and all is as before; 0 for not.
+            log_every: show loggers, at each step that it divides, the means since the one before or
+                the beginning of the epoch, with learning rates and the norm of the gradients of the
+                step. None for not.
             verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
             max_retries: how often workers may be lost in one epoch. (A validation allows three
                 losses, as `validate` does.)
@@ -348,6 +352,7 @@ class OperatorTrainer:
         )
         validate_every = _checked_count("validate_every", validate_every, 1)
         sanity_steps = _checked_count("sanity_steps", sanity_steps, 0)
+        log_every = _checked_count("log_every", log_every, 1)
         max_retries = _checked_count("max_retries", max_retries, 0)
         _check_info("fit", info)
         where = f"{type(self).__name__}.fit(callbacks=...)"
@@ -370,7 +375,7 @@ class OperatorTrainer:
                     if can_validate:
                         metrics = {**self._validate(info, from_start=True).merged, **metrics}
                 return History([metrics])
-        with self._callback_list.attached(self, own), self._calls.limited(limits):
+        with self._callback_list.attached(self, own), self._calls.limited(limits, log_every):
             if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
@@ -955,9 +960,9 @@ class OperatorTrainer:
                     f"A callback cannot call the workers in {hook}, in the midst of another call. "
                     "Set a mark there, and make the call at the next on_epoch_end."
                 )
-            if hook == "on_pause" and moves:
+            if hook in ("on_pause", "on_log") and moves:
                 raise RuntimeError(
-                    "In on_pause a callback can read and save the state, but not train, validate "
+                    f"In {hook} a callback can read and save the state, but not train, validate "
                     "or load: the call of train() under way would lose its place."
                 )
         if isinstance(self._controller.state, Closed):

@@ -63,6 +63,10 @@ class TrainCall(Call):
         self._next_pause = next_pause
         self.start: Progress | None = None
         """How far training was as it began."""
+        self.seconds = 0.0
+        """How long its parts have taken."""
+        self.logged_s = 0.0
+        """The same until the step that its metrics are logged up to."""
 
     def begin(self, members: Sequence[Member], progress: Progress) -> None:
         """Set the goal, in absolute terms, and where the part under way pauses."""
@@ -70,6 +74,8 @@ class TrainCall(Call):
         if self.start is None:
             self.start = progress
             self.arguments["start_step"] = progress.global_step
+            if "logged" in self.arguments:
+                self.arguments["logged"] = progress.global_step
             if self._num_steps is None:
                 self.arguments["until_epoch"] = progress.epoch + 1
             else:
@@ -98,15 +104,16 @@ class Calls:
         self._looked_at: set[str] = set()
         self._failed_validation: int | None = None
         self._limits = Limits()
+        self._log_every: int | None = None
 
     @contextlib.contextmanager
-    def limited(self, limits: Limits) -> Iterator[None]:
-        """Hold to the limits of a ``fit()`` while it runs."""
-        self._limits = limits
+    def limited(self, limits: Limits, log_every: int | None = None) -> Iterator[None]:
+        """Hold to the limits of a ``fit()`` while it runs, and log by the step."""
+        self._limits, self._log_every = limits, log_every
         try:
             yield
         finally:
-            self._limits = Limits()
+            self._limits, self._log_every = Limits(), None
 
     def next_number(self) -> int:
         """Return a number by which workers know a call that is made again."""
@@ -153,6 +160,8 @@ class Calls:
             "dataset": dataset,
             **self._limits.of_training,
         }
+        if self._log_every is not None:
+            arguments["logged"] = 0  # `begin` sets it
         call = TrainCall(
             num_steps,
             self._next_pause,
@@ -160,18 +169,18 @@ class Calls:
             max_losses=max_retries,
         )
         controller, self._newest = self._controller, call
-        num_lost_paused = 0
-        total_s = ended = 0.0
+        num_lost_paused, ended = 0, 0.0
         results: list[Any] = [None]
         while results[0] is None:
             call.arguments["info"] = dict(info or {})
             call.on_wait = self._callback_list.watcher(trainer, "train")
             started = time.perf_counter()
             results = [outcome.value() for outcome in controller.run(call)]
-            total_s, ended = total_s + time.perf_counter() - started, time.time()
+            call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
             num_events = len(controller.events)
             self._paused = call if results[0] is None else None
             try:
+                self._log(trainer, call)
                 self._callback_list.pause(trainer)
             finally:
                 self._paused = None
@@ -184,13 +193,33 @@ class Calls:
         num_breaks = call.num_losses + num_lost_paused + call.num_splits
         results += [outcome.value() for outcome in call.left]
         merged = self._merged("train", results, num_breaks > 0)
-        return CallResult(results, merged, completed, LastCall("train", ended, total_s))
+        return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
+
+    def _log(self, trainer: Trainer, call: TrainCall) -> None:
+        """Tell callbacks what was measured since they were last told, if it is time to.
+
+        Steps that are done again, after a restart, are not told of again.
+        """
+        if self._log_every is None:
+            return
+        since, step = call.arguments["logged"], self._controller.progress.global_step
+        if step < _next_multiple(self._log_every, since):
+            return
+        call.arguments["logged"] = step
+        arguments = {"call": call.arguments["call"], "since": since}
+        found = self.make(Call(method="measured", arguments=arguments, max_losses=3))
+        merged = merge_workers([each for each in found if each is not None])
+        metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
+        point = LastCall("step", time.time(), call.seconds - call.logged_s)
+        call.logged_s = call.seconds
+        self._callback_list.call("on_log", trainer, point, metrics)
 
     def _next_pause(self, global_step: int, at_once: bool) -> int | None:
         """Return the next step at which somebody on the driver wants to look."""
         steps = (
             self._callback_list.next_pause(global_step, at_once),
             self._limits.next_look(global_step),
+            None if self._log_every is None else _next_multiple(self._log_every, global_step),
         )
         return min((step for step in steps if step is not None), default=None)
 
@@ -260,6 +289,10 @@ class Calls:
             # the steps are done, though what a lost worker measured of them is gone with it
             merged[NUM_SAMPLES] = covered
         return merged
+
+
+def _next_multiple(number: int, step: int) -> int:
+    return (step // number + 1) * number
 
 
 def _doubt(method: str, results: Sequence[Mapping[str, Any]], unshared: bool) -> str | None:

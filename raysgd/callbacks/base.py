@@ -16,7 +16,7 @@ class LastCall(NamedTuple):
     """The newest call of ``train()`` or ``validate()`` that returned."""
 
     kind: str
-    """``train`` or ``validate``."""
+    """``train`` or ``validate``; in `Callback.on_log` it is ``step``."""
     time: float
     """When it ended, in seconds since the epoch."""
     seconds: float
@@ -112,6 +112,7 @@ class Callback:
     run (see ``docs/callbacks.md``)::
 
         on_train_start
+            on_log                         at the steps that fit(log_every=...) asked for
             on_pause                       at the steps that next_pause asked for
             on_epoch_end or on_steps_end   once for each train()
             on_validation_end              once for each validate()
@@ -156,6 +157,15 @@ class Callback:
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """See the result of a ``validate()``."""
+
+    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        """See what was measured up to a step that ``fit(log_every=...)`` asked for.
+
+        Args:
+            trainer: the trainer, whose workers pause as for `on_pause`.
+            call: of kind ``step``, with the seconds since the one before or the epoch began.
+            metrics: as of ``train()``, for these steps.
+        """
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         """See an event, once, as it happens: in the midst of a call, while workers may be waiting.

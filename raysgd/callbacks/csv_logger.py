@@ -19,7 +19,7 @@ __all__ = ["CsvLogger"]
 
 
 class CsvLogger(LoggerCallback):
-    """Writes a row for each ``train()`` and each ``validate()``.
+    """Writes a row for each ``train()``, each ``validate()``, and each step that is logged.
 
     The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
     the metrics. Where a metric appears for the first time, the file is written anew with a column

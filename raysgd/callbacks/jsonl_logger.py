@@ -34,8 +34,9 @@ class JsonlLogger(LoggerCallback):
         {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
-    ``time`` is in seconds since the epoch, at the end of the call; numbers that are not finite are
-    the texts "nan", "inf" and "-inf". ``events.jsonl`` has the fields of
+    With ``fit(log_every=...)`` there are lines of kind "step" as well. ``time`` is in seconds since
+    the epoch, at the end of the call; numbers that are not finite are the texts "nan", "inf" and
+    "-inf". ``events.jsonl`` has the fields of
     :class:`raysgd.elastic.events.Event`.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.errors import WorkerLostError
 
-__all__ = ["LearningRateLogger"]
+__all__ = ["LearningRateLogger", "learning_rates"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class LearningRateLogger(Callback):
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Add the rates."""
         try:
-            metrics.update(trainer.apply_all_operators(_learning_rates)[0])
+            metrics.update(trainer.apply_all_operators(learning_rates)[0])
         except WorkerLostError as error:
             # the next call mends the group; a run is not to end for want of this number
             logger.warning("No learning rates of epoch %d: %s", trainer.epoch, error)
@@ -35,7 +35,7 @@ class LearningRateLogger(Callback):
         self.on_epoch_end(trainer, metrics)
 
 
-def _learning_rates(operator: Any) -> dict[str, float]:
+def learning_rates(operator: Any) -> dict[str, float]:
     """Return the rates of an operator. Runs on the worker."""
     optimizers, rates = operator._registration.optimizers, {}
     for number, optimizer in enumerate(optimizers):

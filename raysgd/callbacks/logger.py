@@ -24,7 +24,7 @@ class LoggerCallback(Callback):
     """Whether it has started and not ended. What happens in between two runs it lets pass."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write the result of one ``train()`` or ``validate()``."""
+        """Write the result of one ``train()`` or ``validate()``, or of some steps, by its kind."""
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
@@ -47,6 +47,10 @@ class LoggerCallback(Callback):
         self.log(trainer, trainer.last_call, metrics)
 
     on_steps_end = on_validation_end = on_epoch_end
+
+    def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        """Write what some steps have measured."""
+        self.log(trainer, call, metrics)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""

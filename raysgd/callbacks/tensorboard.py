@@ -22,8 +22,9 @@ __all__ = ["TensorBoardLogger", "import_writer", "write_scalars"]
 class TensorBoardLogger(LoggerCallback):
     """Writes what ``tensorboard --logdir FOLDER`` shows.
 
-    Scalars over the training steps: ``train/NAME`` and ``validate/NAME`` for each metric,
-    ``workers/num_workers``, and ``speed/train_samples_per_s``. What training and validation both
+    Scalars over the training steps: ``train/NAME`` and ``validate/NAME`` for each metric, with
+    ``fit(log_every=...)`` also ``step/NAME``, ``workers/num_workers``, and
+    ``speed/train_samples_per_s``. What training and validation both
     have, such as the loss, shares a chart under "Custom scalars". Events are texts, one tag a kind:
     ``events/lost``. The numbers and texts in the trainer's config are hyper-parameters, the metrics
     theirs. TensorFlow is not imported for it.
@@ -57,9 +58,10 @@ class TensorBoardLogger(LoggerCallback):
             speed = values[f"{call.kind}/num_samples"] / call.seconds
             values[f"speed/{call.kind}_samples_per_s"] = speed
         writer, is_second = self._opened(trainer), not self._tags.isdisjoint(values)
-        self._tags |= values.keys()
-        if call.kind == "validate" or is_second:  # TensorBoard takes the first description only
-            self._describe(trainer)
+        if call.kind != "step":
+            self._tags |= values.keys()
+            if call.kind == "validate" or is_second:  # TensorBoard takes the first description only
+                self._describe(trainer)
         write_scalars(writer, values, trainer.global_step, call.time)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from raysgd.callbacks.learning_rate import learning_rates
 from raysgd.context import OutOfMemoryError, PausedError
 from raysgd.data import Dataset
 from raysgd.data.source import ShardedSource, Source
@@ -52,7 +53,8 @@ class Loop:
         self.scheduled = -1
         """The newest call that has told the schedulers a metric."""
         self._until_epoch: int | None = None
-        self._results: list[Mapping[str, Any]] = []
+        # committed steps as each segment began, and what it has measured
+        self._results: list[tuple[int, Mapping[str, Any]]] = []
         # ends of epochs that the goal does not count: the call began just before one
         self._more_epochs = 0
         # committed and skipped steps as the call began
@@ -157,15 +159,17 @@ class Loop:
         limit: float | None = None,
         repeats: bool = False,
         split: int | None = None,
+        logged: int | None = None,
     ) -> Mapping[str, Any]:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
         Up to `start_step` calls before this one were; what is redone of them is not measured here.
         With `limit` an epoch has so many steps, or such a share of them, and with `repeats` those
-        that the first one had.
+        that the first one had. Metrics are logged up to the step `logged`; None: they are not.
         """
         registration = self._registration
         registration.check_averaged()
+        registration.measure_norms(logged is not None)
         if self._call != call:
             self._begin(call)
         if split is not None:
@@ -185,6 +189,8 @@ class Loop:
             if registration.global_step <= start_step:
                 self._results, self.num_covered = [], 0
                 left = start_step - registration.global_step or left
+            elif logged is not None and registration.global_step < logged:
+                left = logged - registration.global_step  # what is done again is kept apart
             self._train_segment(source, left, info)
         if source.sharded and registration.offset and source.steps_left(registration.offset) == 0:
             self._train_segment(source, None, info)  # it failed just before it ended the epoch
@@ -196,9 +202,18 @@ class Loop:
             result[NUM_SKIPPED_STEPS] = registration.num_skipped - self._skipped_before
         return result
 
-    def measured(self, call: int) -> Mapping[str, Any] | None:
-        """Return what was measured in a call so far; None where it has not come here."""
-        return self._result() if self._call == call and self._results else None
+    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
+        """Return what was measured in a call so far; None where it has not come here.
+
+        Of the segments from the step `since` on it comes with learning rates and norms.
+        """
+        if self._call != call or not self._results:
+            return None
+        if since is None:
+            return self._result()
+        found = merge_segments([metrics for start, metrics in self._results if start >= since])
+        norms = self._registration.gradient_norms()
+        return Summary({**found, **learning_rates(self.operator), **norms}, found.weights)
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
@@ -242,7 +257,8 @@ class Loop:
         metrics = checked_result(operator.train_epoch, metrics)
         self._compare_counts(metrics.get(NUM_SAMPLES), segment)
         if segment.num_batches or not segment.drawn_from:
-            self._results.append(_weighted(metrics, max(1, segment.num_batches)))
+            weighted = _weighted(metrics, max(1, segment.num_batches))
+            self._results.append((started_at, weighted))
         if not segment.drawn_from:  # batches of the loop's own, which it may have counted
             registration.global_step = max(started_at, int(operator.global_step))
         if registration.global_step == started_at and not segment.paused:
@@ -319,7 +335,7 @@ class Loop:
             # of what is trained again, all but the batch or part under way has been measured
             if meters.batch_count == segment.num_batches and len(again) < 2:
                 self._compare_counts(meters.num_samples, segment)
-            self._results.append(meters.summary())
+            self._results.append((segment.start_step, meters.summary()))
         self._registration.segment = None
 
     def _check_empty_segment(self, segment: Segment, source: Source, limit: int | None) -> None:
@@ -425,7 +441,8 @@ class Loop:
             # that of a worker without any batch counts for nothing
             weight = batches.count or not batches.exhausted
             metrics = _weighted(metrics, weight)
-            self._results.append(renamed(metrics, f"val/{name}") if name else metrics)
+            metrics = renamed(metrics, f"val/{name}") if name else metrics
+            self._results.append((self._registration.global_step, metrics))
             # sized loader: count the group's steps, not this rank's batches
             taken = batches.count if ahead is None or limit is None else limit
             if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
@@ -516,7 +533,7 @@ class Loop:
             timers.disable()
 
     def _result(self) -> Summary:
-        result = merge_segments(self._results)
+        result = merge_segments([metrics for _, metrics in self._results])
         timers = self._registration.timers
         if timers.enabled:
             return Summary({**result, "profile": timers.stats()}, result.weights)

@@ -124,7 +124,35 @@ class OperatorBase:
             return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def log(self, name: str, value: Any) -> None:
+        """Add a metric to those that `train_batch` or `validate_batch` is about to return.
+
+        Args:
+            name: of the metric; what the method returns by that name counts instead.
+            value: as in what the method returns, and averaged alike: weighted by ``num_samples``.
+
+        Raises:
+            RuntimeError: elsewhere, also below a `train_epoch` or `validate` of your own: these
+                return what they have measured.
+        """
+        if self._registration.logged is None:
+            raise RuntimeError(
+                f"self.log({name!r}, ...) can be called in train_batch and validate_batch, below "
+                "the default train_epoch and validate. A loop of your own returns its metrics."
+            )
+        self._registration.logged[name] = value
+
     # ---- helpers
+
+    def _with_logged(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method that returns the metrics of a batch, and add what it has logged."""
+        registration, logged = self._registration, dict[str, Any]()
+        registration.logged = logged
+        try:
+            metrics = method(*arguments)
+        finally:
+            registration.logged = None
+        return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
         """Return the ``info`` that `train_epoch` gets."""

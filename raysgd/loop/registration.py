@@ -94,6 +94,8 @@ class Registration(ABC):
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
         self.meters: AverageMeterCollection | None = None
+        self.logged: dict[str, Any] | None = None
+        """What user code has logged of the batch under way; None where nobody collects it."""
         self.preemption: Preemption | None = None
         """Which workers of the group are going to be taken away."""
         self.segment: Segment | None = None
@@ -417,6 +419,13 @@ class Registration(ABC):
     @abstractmethod
     def roll_back(self) -> None:
         """Take back what a step that was not committed left behind."""
+
+    def measure_norms(self, wanted: bool) -> None:  # noqa: B027
+        """Say whether steps note the norms of their gradients."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norms of the gradients of the newest step, where it has noted them."""
+        return {}
 
     def end_epoch(self) -> None:  # noqa: B027
         """See what an epoch has left undone."""

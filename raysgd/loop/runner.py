@@ -238,6 +238,7 @@ class OperatorRunner(ABC):
         limit: float | None = None,
         repeats: bool = False,
         split: int | None = None,
+        logged: int | None = None,
     ) -> Mapping[str, Any] | None:
         """Train until so many epochs are completed, or so many steps are done, in all.
 
@@ -253,6 +254,7 @@ class OperatorRunner(ABC):
             limit: so many steps, or such a share of them, make an epoch; None: all.
             repeats: whether each epoch has the batches of the first.
             split: in how many parts to train each batch at the least, since memory has run out.
+            logged: the step up to which metrics are logged by the step; None: they are not.
 
         Returns:
             The metrics; None if it stopped at the step `callback_pause` before it was there. The
@@ -272,6 +274,7 @@ class OperatorRunner(ABC):
                 limit,
                 repeats,
                 split,
+                logged,
             )
         except PausedError:
             if callback_pause is None or self._registration.global_step < callback_pause:
@@ -280,9 +283,9 @@ class OperatorRunner(ABC):
         finally:
             self.signal.callback_pause = None
 
-    def measured(self, call: int) -> Mapping[str, Any] | None:
-        """Return what was measured here in a call of `train` that goes on without this worker."""
-        return self._running.measured(call)
+    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
+        """Return what was measured here in a call of `train` that is not over, since a step."""
+        return self._running.measured(call, since)
 
     def can_validate(self) -> bool:
         """Return whether there is a validation loader."""

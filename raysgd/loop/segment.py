@@ -57,7 +57,8 @@ class Segment:
         """Batches that this segment will have; None where that is unknown."""
         self._go_on = go_on
         self._on_commit = on_commit
-        self._start_step = registration.global_step
+        self.start_step = registration.global_step
+        """Committed steps as it begins."""
         self._started = time.perf_counter()
         self._signal = signal
         self._in_flight: list[Any] = []
@@ -163,7 +164,7 @@ class Segment:
         if self._exhausted or self.num_batches == self.total_batches:
             return True
         pause = self._signal.pause  # which may be taken back at any moment
-        self.paused = pause is not None and self._start_step + self.num_batches >= pause
+        self.paused = pause is not None and self.start_step + self.num_batches >= pause
         return self.paused
 
     def finish(self) -> list[Any]:

@@ -82,7 +82,8 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
                 batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-                self._measure(meters, _plain(self.train_batch(batch, batch_info)))
+                metrics = self._with_logged(self.train_batch, batch, batch_info)
+                self._measure(meters, _plain(metrics))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                metrics = self.validate_batch(batch, batch_info)
+                metrics = self._with_logged(self.validate_batch, batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, _plain(metrics)))
         return meters.summary()
 

@@ -127,7 +127,8 @@ class TrainingOperator(OperatorBase):
                 batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
                 batch_info["info"] = given
                 try:
-                    self._measure(meters, self.train_batch(batch, batch_info))
+                    metrics = self._with_logged(self.train_batch, batch, batch_info)
+                    self._measure(meters, metrics)
                 except BaseException as error:
                     if per_batch and registration.updated:
                         self.step_schedulers()  # the step counts as done
@@ -208,7 +209,9 @@ class TrainingOperator(OperatorBase):
                 return [
                     (
                         *checked_metrics(
-                            self.validate_batch, self.validate_batch(part, batch_info), weight
+                            self.validate_batch,
+                            self._with_logged(self.validate_batch, part, batch_info),
+                            weight,
                         ),
                         index == len(parts),
                     )

@@ -182,6 +182,10 @@ class Optimization:
         self._used = False
         self._scheduled = False
         self._checks_steps = False
+        self.measures_norms = False
+        """Whether steps note the norm of their gradients, as it is before these are clipped."""
+        self.norms: dict[int, torch.Tensor] = {}
+        """The newest of them, by the ids of the optimizers."""
         self.exchanges: dict[int, HorovodExchange] = {}
         """Of Horovod, by the ids of the optimizers; without it there are none."""
 
@@ -368,10 +372,15 @@ class Optimization:
         try:
             if (exchange := self.exchanges.get(id(optimizer))) is not None:
                 exchange.synchronize()
-            if self.max_grad_norm is not None:
+            if self.max_grad_norm is not None or self.measures_norms:
                 self.precision.unscale(optimizer)
                 parameters = self.precision.parameters(optimizer)
-                torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                norm = torch.nn.utils.get_total_norm(gradients)
+                if self.max_grad_norm is not None:
+                    torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+                if self.measures_norms:
+                    self.norms[id(optimizer)] = norm
             if self.watches_updates:
                 self._update = UpdateWatch(optimizer)
             self.precision.step(optimizer)

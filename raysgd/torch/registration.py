@@ -375,6 +375,19 @@ class TorchRegistration(Registration):
         else:
             self.averages.change(decay, start_epoch)
 
+    def measure_norms(self, wanted: bool) -> None:
+        self.optimization.measures_norms = wanted
+        if not wanted:
+            self.optimization.norms.clear()
+
+    def gradient_norms(self) -> dict[str, float]:
+        norms = [self.optimization.norms.get(id(optimizer)) for optimizer in self.optimizers]
+        return {
+            "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
+            for number, norm in enumerate(norms)
+            if norm is not None
+        }
+
     def with_averages(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the models have their averages, if there are some."""
         return contextlib.nullcontext() if self.averages is None else self.averages.in_place()

@@ -97,9 +97,9 @@ def test_events_before_a_call_that_fails_reach_callbacks_before_the_error(two):
 def test_pauses_change_neither_metrics_nor_bits_and_a_saved_one_is_gone_on_from(two):
     trainer = two.trainer
 
-    def fit(*callbacks):
+    def fit(*callbacks, **arguments):
         trainer.load_state_dict(two.start)
-        history = trainer.fit(2, callbacks=[*callbacks, LearningRateLogger()])
+        history = trainer.fit(2, callbacks=[*callbacks, LearningRateLogger()], **arguments)
         prints = fingerprints(trainer)
         assert len(set(prints)) == 1
         return list(history), prints[0], trainer.global_step
@@ -107,8 +107,15 @@ def test_pauses_change_neither_metrics_nor_bits_and_a_saved_one_is_gone_on_from(
     profiler = TorchProfiler(num_steps=2, skip_steps=3)
     plain = fit()
     folder = trainer.logdir / "checkpoints"
-    assert fit(CheckpointCallback(every=8, keep=None), profiler) == plain
+    assert fit(CheckpointCallback(every=8, keep=None), profiler, log_every=8) == plain
     history, _, num_steps = plain
+    points = [line for line in lines(trainer.logdir / "metrics.jsonl") if line["kind"] == "step"]
+    assert [point["global_step"] for point in points] == list(range(8, num_steps + 1, 8))
+    # of the workers, which have unlike shares of the last batch, each counts by its samples
+    sums = [p["metrics"]["train_loss"] * p["metrics"]["num_samples"] for p in points]
+    assert sum(sums) / 2 / NUM_SAMPLES == pytest.approx(mean_of(history, "train_loss"))
+    assert {point["metrics"]["lr-0"] for point in points} == {0.25}
+    assert all(point["metrics"]["grad_norm-0"] > 0 for point in points)
     assert [(entry["lr-0"], entry["lr-1"]) for entry in history] == [(0.25, 1.0)] * 2
     assert steps_saved(folder) == list(range(8, num_steps + 1, 8))
     assert profiler.trace == trainer.logdir / "profile" / "trace-step-00000005.json.gz"
@@ -119,6 +126,10 @@ def test_pauses_change_neither_metrics_nor_bits_and_a_saved_one_is_gone_on_from(
     resumed = fit(CheckpointCallback(folder))
     assert resumed[1:] == plain[1:]
     assert resumed[0][-1] == history[-1]
+
+
+def mean_of(history, name):
+    return sum(entry[name] for entry in history) / len(history)
 
 
 def test_a_worker_that_is_lost_in_a_pause_costs_no_sample(two, tmp_path):

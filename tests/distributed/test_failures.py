@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig
+from raysgd.callbacks import Callback
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
 from tests.conftest import SOON_S, wait_until
@@ -154,14 +155,25 @@ def test_without_in_place_all_restart(module_cluster, tmp_path):
     with ledger_trainer(2, num_samples=400, elastic=elastic, use_local=True) as trainer:
         trainer.train(num_steps=13)
         wait_until(lambda: snapshot_step(trainer) == 10)
-        pids = pids_of(trainer)
+        pids, points = pids_of(trainer), []
         chaos.kill(trainer, 1)
         # the lost steps are done again for any call, not by the next train() alone
         assert ledger_of(trainer).sum() == 13 * 8
-        trainer.train()
+
+        class Killing(Callback):
+            def on_log(self, trainer, call, metrics):
+                points.append((trainer.global_step, metrics["batch_count"]))
+                if len(points) == 1:
+                    wait_until(lambda: snapshot_step(trainer) == 15)
+                    chaos.kill(trainer, 1)
+
+        trainer.fit(1, None, callbacks=[Killing()], log_every=9)
+        # the steps after the snapshot are done again, and are in one point only
+        assert points[0] == (18, 5)
+        assert [step for step, _ in points] == sorted({step for step, _ in points})
         assert set(pids) & set(pids_of(trainer)) <= {os.getpid()}
         assert torch.equal(ledger_of(trainer), torch.ones(400))
-        assert [e.step for e in trainer.events if e.kind == "restarted"] == [10]
+        assert [e.step for e in trainer.events if e.kind == "restarted"] == [10, 15]
 
         # of the driver's own worker as well
         trainer.apply_all_operators(hold("train_batch", tmp_path / "held", seconds=0.1))

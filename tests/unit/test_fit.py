@@ -1,5 +1,6 @@
 """``trainer.fit()``."""
 
+import json
 import logging
 import signal
 import traceback
@@ -7,7 +8,7 @@ import traceback
 import pytest
 import torch
 
-from raysgd.callbacks import Callback, CheckpointCallback, History
+from raysgd.callbacks import Callback, CheckpointCallback, History, TensorBoardLogger
 from raysgd.errors import CallbackError
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
@@ -465,3 +466,60 @@ def test_a_callback_may_validate_at_the_end_of_an_epoch(make_trainer):
     trainer = make_trainer(callbacks=[Validating(), spy])
     assert trainer.train()["checked"] == 40
     assert spy.hooks[-2:] == ["on_validation_end", "on_epoch_end"]
+
+
+class Logging(Recorder):
+    def train_batch(self, batch, batch_info):
+        self.log("twice", 2.0 * batch_info["global_step"])
+        return super().train_batch(batch, batch_info)
+
+
+def test_fit_logs_by_the_step_while_the_epoch_goes_on(make_trainer, tmp_path):
+    def points():
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == "step"]
+
+    class Watching(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            assert len(points()) == {5: 2, 10: 5, 15: 5}[trainer.global_step]
+
+    callbacks = [TensorBoardLogger(), Watching()]
+    trainer = make_trainer(Logging, logdir=tmp_path, callbacks=callbacks)
+    history = trainer.fit(2, log_every=2)
+    assert [entry["twice"] for entry in history] == [4.0, 14.0]
+    assert "grad_norm" not in history[0]
+    trainer.fit(3)
+    assert [point["global_step"] for point in points()] == [2, 4, 6, 8, 10]
+    # an epoch has five steps; what comes after its last point is in none
+    assert [point["metrics"]["twice"] for point in points()] == [1.0, 5.0, 10.0, 13.0, 17.0]
+    for point in points():
+        measured = {"twice", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
+        assert point["metrics"].keys() == measured
+        assert point["metrics"]["lr"] == 0.01
+        assert point["metrics"]["grad_norm"] > 0
+        assert point["seconds"] > 0
+    trainer.shutdown()
+    report = (tmp_path / "report.html").read_text()
+    assert "train_loss, by the step" in report
+    assert '<td class="text">step</td>' not in report, "the table is of calls"
+    assert [step for step, _ in scalars(tmp_path / "tensorboard", "step/twice")] == [2, 4, 6, 8, 10]
+    assert len(scalars(tmp_path / "tensorboard", "train/twice")) == 3
+
+
+def scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def test_what_nobody_would_collect_cannot_be_logged(make_trainer):
+    class OwnLoop(Logging):
+        def train_epoch(self, iterator, info=None):
+            for batch in iterator:
+                self.train_batch(batch, {"global_step": 0})
+            return {}
+
+    with pytest.raises(RuntimeError, match=r"self.log\('twice', ...\) can be called in"):
+        make_trainer(OwnLoop).train()

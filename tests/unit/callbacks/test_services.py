@@ -122,7 +122,7 @@ def test_hyper_parameters_are_plain_values_and_have_the_metrics_that_share_chart
     from tensorboard.plugins.custom_scalar import layout_pb2
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
+    make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1, log_every=1)
     read = board(tmp_path)
     content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     given = HParamsPluginData.FromString(content).session_start_info.hparams

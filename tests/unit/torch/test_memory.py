@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raysgd import TorchTrainer
+from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.loop.split import Split
 from raysgd.report import make_report
@@ -98,11 +99,21 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
         def autocast(self):  # it trains in float64, with a scaled loss
             return torch.autocast("cpu", enabled=False)
 
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            self.log("double", 2 * metrics["train_loss"])
+            return metrics
+
+    class Points(Callback):
+        def on_log(self, trainer, call, metrics):
+            points.append({"global_step": trainer.global_step, **metrics})
+
     results = []
     for faults in ({}, {1: "forward", 3: "backward", 6: "update"}):
         config = {"accumulated": accumulated, "faults": faults, "shuffle": True}
-        with local(Clipped, config, **arguments) as trainer:
-            measured = [trainer.train(), trainer.train()]
+        points = []
+        with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
+            measured = [*trainer.fit(2, log_every=2), *points]
             results.append((measured, flat(trainer.get_model()), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])
             assert trainer.split == (8 if faults else 1)
@@ -111,8 +122,11 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
     assert own_steps == num_steps == 16
     for before, after in zip(expected, measured, strict=True):
         for each in (before, after):
-            del each["last_train_loss"]
+            each.pop("last_train_loss", None)
+            each.pop("last_double", None)
         assert after == pytest.approx(before, rel=1e-12)
+    norms = [point[name] for point in points for name in point if "grad_norm" in name]
+    assert max(norms) > 0.05, "they are those before clipping"
 
 
 def test_a_split_goes_on_until_the_batch_fits_and_holds(caplog):
