@@ -67,6 +67,8 @@ class Progress:
     """Committed steps of the newest snapshot that this worker holds for the driver."""
     split: int = 1
     """In how many parts batches are trained, since they did not fit into memory."""
+    compiling: bool = False
+    """Whether a model is being compiled, most likely: it was called in a way that is new."""
     latest: Mapping[str, float] = field(default_factory=dict)
     """Newest values of the first few metrics, as last read; empty before the first batch."""
     blocked_on_driver: bool = False
@@ -112,8 +114,8 @@ class Runner(Protocol):
 
     ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
     at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at``,
-    ``announce`` and ``snapshot`` run beside them in a *control* thread, so they only read and set
-    attributes.
+    ``announce``, ``snapshot`` and ``seen_calls`` run beside them in a *control* thread, so they
+    only read and set attributes.
     """
 
     @property
@@ -146,6 +148,12 @@ class Runner(Protocol):
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart when all workers are lost."""
+
+    def seen_calls(self) -> dict[str, Any] | None:
+        """Return what a replacement worker is to give its ``repeat_calls`` before it joins.
+
+        It compiles then what this one has compiled. None where there is nothing to compile.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""

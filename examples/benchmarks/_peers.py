@@ -5,6 +5,7 @@ epoch with the same loss. All are written as the documentation of their library 
 """
 
 import contextlib
+import functools
 import logging
 import multiprocessing.connection
 import os
@@ -25,10 +26,11 @@ from raysgd import TorchTrainer, TrainingOperator
 PATIENCE_S = 180
 
 
-def raw_worker(rank, name, num_steps, pipe):
+def raw_worker(rank, name, num_steps, pipe, compiled=False):
     """Train as PyTorch's DistributedDataParallel tutorial does."""
     dist.init_process_group("gloo", rank=rank, world_size=NUM_WORKERS)
-    model = DistributedDataParallel(make_model(name))
+    model = make_model(name)
+    model = DistributedDataParallel(torch.compile(model) if compiled else model)
     optimizer = make_optimizer(model)
     criterion = torch.nn.MSELoss()
     data = make_data(name, num_steps)
@@ -274,7 +276,10 @@ class Regression(TrainingOperator):
     def setup(self, config):
         model = make_model(config["name"])
         self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=make_optimizer(model), criterion=torch.nn.MSELoss()
+            models=model,
+            optimizers=make_optimizer(model),
+            criterion=torch.nn.MSELoss(),
+            compile=config["compiled"],
         )
         data = make_data(config["name"], config["num_steps"])
         torch.manual_seed(0)  # the seed of DistributedSampler
@@ -282,10 +287,10 @@ class Regression(TrainingOperator):
 
 
 class Raysgd:
-    def __init__(self, name, num_steps):
+    def __init__(self, name, num_steps, compiled=False):
         self.trainer = TorchTrainer(
             training_operator_cls=Regression,
-            config={"name": name, "num_steps": num_steps},
+            config={"name": name, "num_steps": num_steps, "compiled": compiled},
             num_workers=NUM_WORKERS,
             min_workers=NUM_WORKERS,
         )
@@ -305,3 +310,11 @@ PEERS = {
     "Ray Train": RayTrain,
 }
 """Each starts its workers and is ready, or will wait in its first epoch until it is."""
+
+COMPILED_PEERS = {
+    "raw DDP": lambda name, num_steps, num_epochs: Processes(
+        functools.partial(raw_worker, compiled=True), name, num_steps
+    ),
+    "raysgd": lambda name, num_steps, num_epochs: Raysgd(name, num_steps, compiled=True),
+}
+"""The same, with models compiled by torch."""

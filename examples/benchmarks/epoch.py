@@ -2,10 +2,12 @@
 
     python examples/benchmarks/epoch.py
     python examples/benchmarks/epoch.py --runs 3 --peers "raw DDP" raysgd
+    python examples/benchmarks/epoch.py --compiled
 
 All sides have two workers with one thread each, stay alive for the whole run, and take their
 epochs in turn. Their losses have to agree after each epoch. *mlp* is a net so small that overhead
-is all there is; in *resnet* arithmetic is.
+is all there is; in *resnet* arithmetic is. With ``--compiled`` there are two sides, raysgd and
+plain DDP, whose models torch compiles in the epochs that warm up.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 import ray
-from _peers import PEERS
+from _peers import COMPILED_PEERS, PEERS
 from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
@@ -26,7 +28,8 @@ give the same half of them to the same worker, on which batch normalization depe
 
 def time_epochs(name, num_steps, runs, peers):
     """Return the seconds of an epoch of each side, and their ratios to the first one's."""
-    sides = {peer: PEERS[peer](name, num_steps, runs + WARM_UP) for peer in peers}
+    sides = {peer: start(name, num_steps, runs + WARM_UP) for peer, start in peers.items()}
+    peers = list(peers)
     losses = {}
 
     def timed(peer):
@@ -59,19 +62,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=9, help="counted epochs of each side")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--compiled", action="store_true", help="models that torch has compiled")
     parser.add_argument("--smoke-test", action="store_true", help="few steps, three runs")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
     runs = 3 if args.smoke_test else args.runs
+    known = COMPILED_PEERS if args.compiled else PEERS
+    peers = {peer: known[peer] for peer in args.peers if peer in known}
     os.environ["OMP_NUM_THREADS"] = "1"
     # twice as many CPUs as there may be: the workers of two libraries are alive, one pair works
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     result = {"machine": machine(), "epoch": {}}
     for name, num_steps in NUM_STEPS.items():
         num_steps = max(2, num_steps // 20) if args.smoke_test else num_steps
-        rows = result["epoch"][name] = time_epochs(name, num_steps, runs, args.peers)
+        rows = result["epoch"][name] = time_epochs(name, num_steps, runs, peers)
         print(f"\nan epoch of {name}: {num_steps} steps of two workers, {runs} runs in turn")
-        print(f"{'':12}{'median':>11}{args.peers[0] + ' = 1':>15}   (min to max)")
+        print(f"{'':12}{'median':>11}{next(iter(peers)) + ' = 1':>15}   (min to max)")
         for peer, row in rows.items():
             ratio = row["ratio"]
             print(

@@ -42,16 +42,18 @@ class ProgressBar(EpochLines):
         super().__init__()
         self._every_s = every_s
         self._display: _Bar | _Lines | None = None
-        self._kind = ""
+        self._kind = self._label = ""
         self._num_samples = self._samples_before = 0
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
         """Show how far the workers are."""
         if self._display is None or self._kind != kind:
             self._begin(trainer, kind)
-        if not progress or not progress[0].num_batches:
+        if not progress:
             return
-        first = progress[0]
+        first, compiling = progress[0], any(each.compiling for each in progress)
+        if not (first.num_batches or compiling):
+            return
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
         # a call has several segments where it pauses or loses a worker: count over all of them
@@ -66,7 +68,8 @@ class ProgressBar(EpochLines):
         shown = self._told(trainer, self._samples_before + num_samples, latest)
         assert self._display is not None
         if trainer.num_epochs is not None and kind == "train":
-            self._display.label = place_of(trainer, first.epoch + 1)
+            self._label = place_of(trainer, first.epoch + 1)
+        self._display.label = self._label + ", compiling" * compiling
         self._display.show(done, total, shown)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -101,6 +104,7 @@ class ProgressBar(EpochLines):
             epoch = f"{trainer.epoch}" if kind == "validate" else "?"
             label = place_of(trainer, epoch) + ", validation" * (kind == "validate")
         stays = trainer.num_epochs is None
+        self._label = label
         self._display = _Bar(label, stays) if is_interactive() else _Lines(label, self._every_s)
         self._started = time.perf_counter()
         self._first_step = trainer.global_step

@@ -96,6 +96,7 @@ CONTROL_METHODS = (
     "pause_at",
     "announce",
     "snapshot",
+    "seen_calls",
     "stacks",
 )
 """What a worker does beside its work; see `Worker`."""
@@ -297,6 +298,11 @@ class Worker:
         """Return the newest snapshot of the runner, pickled."""
         state = None if self.runner is None else self.runner.snapshot()
         return None if state is None else dumps(state)
+
+    def seen_calls(self) -> bytes | None:
+        """Return what a replacement worker compiles before it joins, pickled."""
+        seen = None if self.runner is None else self.runner.seen_calls()
+        return None if seen is None else dumps({"seen": seen})
 
     def stacks(self) -> str:
         """Return the Python stack of every thread, as text."""

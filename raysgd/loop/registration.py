@@ -317,6 +317,11 @@ class Registration(ABC):
     # ---- committed steps
 
     @property
+    def compiling(self) -> bool:
+        """Whether a model is being compiled, most likely."""
+        return False
+
+    @property
     def num_skipped(self) -> int:
         """How many updates were skipped so far, since gradients overflowed."""
         return 0

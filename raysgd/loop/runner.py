@@ -195,6 +195,7 @@ class OperatorRunner(ABC):
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
             split=registration.split.factor,
+            compiling=registration.compiling,
             latest=latest,
         )
 
@@ -223,6 +224,10 @@ class OperatorRunner(ABC):
         return None if self._loop is None else self._loop.snapshots.get()
 
     # ---- training
+
+    def seen_calls(self) -> dict[str, Any] | None:
+        """Return what a replacement worker compiles before it joins; here nothing is compiled."""
+        return None
 
     def train(
         self,

@@ -329,6 +329,7 @@ class TrainingOperator(OperatorBase):
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         horovod_args: dict[str, Any] | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -351,6 +352,9 @@ class TrainingOperator(OperatorBase):
                 which they are clipped before each step; None for no clipping.
             horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
                 ``compression``, for ``backend="horovod"``.
+            compile: True to compile each model by ``torch.compile``, in its place and inside of
+                DistributedDataParallel; or a dict of its arguments, and ``"regional": True`` to
+                compile blocks that a model has several of, one by one.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, be it as
@@ -358,9 +362,11 @@ class TrainingOperator(OperatorBase):
 
         Raises:
             TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
-                name says, ddp_args or apex_args not a dict, or a number not a number.
+                name says, ddp_args or apex_args not a dict, compile neither a bool nor a dict, or
+                a number not a number.
             ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
-                fewer than 1 accumulation step, or a norm that is not above 0 and finite.
+                fewer than 1 accumulation step, a norm that is not above 0 and finite, or no such
+                argument of ``torch.compile``.
         """
         returned = self._registration.register(
             models,
@@ -372,6 +378,7 @@ class TrainingOperator(OperatorBase):
             gradient_accumulation_steps,
             max_grad_norm,
             horovod_args,
+            compile,
         )
         if criterion is None:
             returned = (*returned[:2], None, *returned[2:])

@@ -32,6 +32,12 @@ from raysgd.torch.checks import (
     warn_of_order,
     warn_of_strangers,
 )
+from raysgd.torch.compiling import (
+    CompiledModel,
+    checked_compile,
+    left_eager,
+    warn_of_idle_compilers,
+)
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
 from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_memory
@@ -83,6 +89,7 @@ class TorchRegistration(Registration):
         self._schedule_states: list[Any] = []
         self.averages: Averages | None = None
         """Averages of the models, where a callback has asked for them."""
+        self._compiled: list[CompiledModel] = []
         self.validation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._half_made: tuple[int, BaseException] | None = None
@@ -106,9 +113,11 @@ class TorchRegistration(Registration):
         accumulation_steps: Any = 1,
         max_grad_norm: Any = None,
         horovod_args: Any = None,
+        compile: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
+        compile_args = checked_compile(compile)
         criteria = [] if criterion is None else listed(criterion)
         for each in criteria:
             if isinstance(each, type):
@@ -149,6 +158,8 @@ class TorchRegistration(Registration):
         self.accumulation_steps = accumulation_steps
         self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
+        if compile_args is not None:
+            self._compiled = [CompiledModel(m, compile_args) for m in self.given_models]
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
@@ -216,6 +227,8 @@ class TorchRegistration(Registration):
             ddp.communication_hooks(model) if isinstance(model, DistributedDataParallel) else []
             for model in self.models
         ]
+        if self.context.world_rank == 0:
+            warn_of_idle_compilers(self.models)
         wraps = self.settings.options.wrap_ddp and self.context.distributed
         self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
         if self.accumulation_steps > 1:
@@ -299,6 +312,8 @@ class TorchRegistration(Registration):
 
     def end_segment(self) -> None:
         self.optimization.end()
+        for reason in left_eager() if self._compiled else ():
+            self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
 
     @property
     def updated(self) -> bool:
@@ -530,6 +545,30 @@ class TorchRegistration(Registration):
             error,
         )
         return True
+
+    # ---- compiled models
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a model is being compiled, most likely."""
+        return any(compiled.is_compiling for compiled in self._compiled)
+
+    def seen_calls(self) -> dict[str, Any] | None:
+        """Return which calls of the models were compiled here, and what torch keeps of that."""
+        if not any(compiled.seen for compiled in self._compiled):
+            return None
+        kept = torch.compiler.save_cache_artifacts()
+        calls = [list(compiled.seen) for compiled in self._compiled]
+        return {"calls": calls, "artifacts": None if kept is None else kept[0]}
+
+    def repeat_calls(self, seen: Mapping[str, Any]) -> None:
+        """Compile what `seen_calls` of another worker says, and leave all as it was."""
+        if seen["artifacts"] is not None:
+            torch.compiler.load_cache_artifacts(seen["artifacts"])
+        wrapped = self.models[: len(self._compiled)]
+        with self.rehearsing():
+            for compiled, model, calls in zip(self._compiled, wrapped, seen["calls"], strict=True):
+                compiled.repeat(calls, model)
 
     # ---- generations
 

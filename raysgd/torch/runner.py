@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.state import copied_to_cpu
 
 __all__ = ["TorchRunner"]
+
+logger = logging.getLogger(__name__)
 
 
 class TorchRunner(OperatorRunner):
@@ -61,6 +64,24 @@ class TorchRunner(OperatorRunner):
             global_batch=options.config.get(BATCH_SIZE),
         )
         self.host(build_operator(options.training_operator_cls, config, settings))
+
+    # ---- compiled models
+
+    def seen_calls(self) -> dict[str, Any] | None:
+        return None if self._loop is None else self._registration.seen_calls()
+
+    def repeat_calls(self, *, seen: dict[str, Any]) -> None:
+        """Compile what another worker has compiled; it costs time alone if it does not work."""
+        generators = self.rng_state()
+        try:
+            self._registration.repeat_calls(seen)
+        except Exception as error:
+            logger.warning(
+                "What other workers have compiled could not be compiled before this one joins: %r",
+                error,
+            )
+        finally:
+            self.set_rng_state(generators)
 
     # ---- other calls
 

@@ -96,6 +96,10 @@ class FunctionRunner:
         """Return none: the driver has the checkpoints."""
         return None
 
+    def seen_calls(self) -> dict[str, Any] | None:
+        """Return none: nobody joins while a function runs."""
+        return None
+
     # ---- calls of the driver
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ SAYS = {
 NO_RAY = (
     "callbacks",
     "checkpoints",
+    "compiled",
     "creators",
     "custom_loop",
     "digits",

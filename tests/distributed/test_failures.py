@@ -158,7 +158,7 @@ def test_without_in_place_all_restart(module_cluster, tmp_path):
         pids, points = pids_of(trainer), []
         chaos.kill(trainer, 1)
         # the lost steps are done again for any call, not by the next train() alone
-        assert ledger_of(trainer).sum() == 13 * 8
+        assert trainer.state_dict()["global_step"] == 13
 
         class Killing(Callback):
             def on_log(self, trainer, call, metrics):

@@ -1,0 +1,230 @@
+"""Models that ``register(compile=...)`` compiles, where they are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysgd.torch import ddp
+from raysgd.trees import map_leaves
+
+__all__ = ["CompiledModel", "SeenCall", "checked_compile", "left_eager", "warn_of_idle_compilers"]
+
+logger = logging.getLogger(__name__)
+
+_REGIONAL = "regional"
+_MOST_CALLS = 16
+"""How many kinds of calls are remembered of a model; torch compiles fewer for one function."""
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A call of a compiled model, as far as what is compiled follows from it."""
+
+    arguments: bytes
+    """Positional ones and keywords, pickled, with `_Like` in place of tensors."""
+    training: bool
+    grad: bool
+    autocast: torch.dtype | None
+    """The type of ``torch.autocast``; None without."""
+
+
+@dataclass(frozen=True)
+class _Like:
+    """Stands for a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return cls(tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
+
+    @staticmethod
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, _Like):
+            return leaf
+        # zeros are good as numbers and as indices
+        tensor = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return tensor.requires_grad_(leaf.requires_grad)
+
+
+def checked_compile(given: Any) -> dict[str, Any] | None:
+    """Return the arguments of ``torch.compile``, and ``regional``; None where nothing is compiled.
+
+    Raises:
+        TypeError: if it is neither True nor False nor a dict, or ``regional`` no such value.
+        ValueError: if ``torch.compile`` has no such argument.
+    """
+    if given is None or given is False:
+        return None
+    if given is not True and not isinstance(given, dict):
+        raise TypeError(
+            f"register(compile={given!r}): must be True, False, or a dict of arguments of "
+            "torch.compile."
+        )
+    arguments = {} if given is True else dict(given)
+    known = sorted({*inspect.signature(torch.compile).parameters, _REGIONAL} - {"model"})
+    if unknown := [name for name in arguments if name not in known]:
+        raise ValueError(
+            f"register(compile=...) has {', '.join(map(repr, unknown))}; it may have "
+            f"{', '.join(map(repr, known))}."
+        )
+    regional = arguments.get(_REGIONAL, False)
+    if not isinstance(regional, bool):
+        raise TypeError(f"register(compile={{'regional': {regional!r}}}): must be True or False.")
+    return arguments
+
+
+class CompiledModel:
+    """Compiles a model in its place, so that names, types and what is saved stay as they are.
+
+    Args:
+        model: the model.
+        arguments: of ``torch.compile``, and ``regional``.
+
+    Raises:
+        ValueError: if ``regional`` is asked for, and no block is there more than once.
+    """
+
+    def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+        self._model = model
+        self.seen: dict[SeenCall, None] = {}
+        """The kinds of calls so far, oldest first."""
+        self.is_compiling = False
+        """Whether the newest call was the first of its kind."""
+        options = {name: value for name, value in arguments.items() if name != _REGIONAL}
+        blocks = list(_repeated_blocks(model)) if arguments.get(_REGIONAL, False) else [model]
+        if not blocks:
+            raise ValueError(
+                f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
+                "or Sequential with several blocks of one class. Leave regional out."
+            )
+        for block in blocks:
+            _compile(block, options)
+        self._run = model._compiled_call_impl or model._call_impl
+        model._compiled_call_impl = self._call
+
+    def _call(self, *arguments: Any, **keywords: Any) -> Any:
+        self._note(arguments, keywords)
+        return self._run(*arguments, **keywords)
+
+    def _note(self, arguments: Any, keywords: Any) -> None:
+        try:
+            packed = pickle.dumps(map_leaves((arguments, keywords), _Like.of))
+        except Exception:  # what cannot be sent to another worker
+            return
+        kind = _device_type(self._model)
+        has_autocast = torch.is_autocast_enabled(kind)
+        autocast = torch.get_autocast_dtype(kind) if has_autocast else None
+        call = SeenCall(packed, self._model.training, torch.is_grad_enabled(), autocast)
+        self.is_compiling = call not in self.seen
+        if self.is_compiling and len(self.seen) < _MOST_CALLS:
+            self.seen[call] = None
+
+    def repeat(self, calls: Sequence[SeenCall], wrapped: torch.nn.Module) -> None:
+        """Make calls that another worker has seen, forward and backward, with zeros.
+
+        Args:
+            calls: of the same model there.
+            wrapped: the model in its wrapper, if it has one: it takes no part in any exchange.
+        """
+        for call in calls:
+            arguments, keywords = map_leaves(pickle.loads(call.arguments), _Like.made)
+            self._model.train(call.training)
+            kind = _device_type(self._model)
+            autocast = torch.autocast(kind, call.autocast, enabled=call.autocast is not None)
+            with torch.set_grad_enabled(call.grad), autocast, ddp.as_in_forward(wrapped):
+                outputs = self._model(*arguments, **keywords)
+            found: list[torch.Tensor] = []
+            map_leaves(outputs, functools.partial(_collect, found))
+            parameters = [p for p in self._model.parameters() if p.requires_grad]
+            if found and parameters:
+                # not by backward(), which wrappers would take for that of a step
+                ones = [torch.ones_like(each) for each in found]
+                torch.autograd.grad(found, parameters, ones, allow_unused=True)
+        self.is_compiling = False
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def _collect(found: list[torch.Tensor], leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        found.append(leaf)
+
+
+def _compile(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return module._call_impl(*arguments, **keywords)
+
+    if _has_own_code(module):
+        # so that its own forward is what torch begins with: from a function of another module it
+        # would look for the globals of a script in the worker's __main__, which is not the script
+        module.compile(**options)
+    else:
+        # torch passes over the code of its own modules, but not over a function that calls it
+        module._compiled_call_impl = torch.compile(call, **options)
+
+
+def _has_own_code(module: torch.nn.Module) -> bool:
+    """Whether any code that runs in its forward pass is not torch's."""
+    return any(not type(p).forward.__module__.startswith("torch.nn.") for p in module.modules())
+
+
+def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the outermost blocks of which a list has several of one class."""
+    is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    kinds = Counter(type(child) for child in module.children())
+    for child in module.children():
+        if is_list and kinds[type(child)] > 1 and next(child.children(), None) is not None:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
+
+
+def left_eager() -> Iterator[str]:
+    """Yield why torch has left code of this process uncompiled so far: its reasons, on one line."""
+    from torch._dynamo.utils import counters
+
+    for what in ("graph_break", "unimplemented"):
+        for reason in list(counters[what]):
+            title, _, explained = reason.partition("\n")
+            lines = (line.strip() for line in explained.split("\n"))
+            explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
+            yield f"{title}. {explanation.removeprefix('Explanation: ')}".strip()
+
+
+def warn_of_idle_compilers(models: Sequence[torch.nn.Module]) -> None:
+    """Say where ``compile()`` of a module of torch's own has compiled nothing, without a word."""
+    for model in models:
+        for module in model.modules():
+            if _is_idle(module):
+                kind = type(module).__name__
+                logger.warning(
+                    "%s.compile() compiles nothing: torch passes over the code of its own modules, "
+                    "and this one has no other. Pass register(compile=True), or register "
+                    "torch.compile(model).",
+                    kind,
+                )
+
+
+def _is_idle(module: torch.nn.Module) -> bool:
+    compiled = module._compiled_call_impl
+    origin = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if getattr(origin, "__func__", None) is not torch.nn.Module._call_impl:
+        return False
+    return not _has_own_code(module)

@@ -1,0 +1,200 @@
+"""What ``register(compile=...)`` compiles, and what is said where nothing is compiled."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.testing import run_operator
+from raysgd.torch import ddp
+from tests.operators import make_data, make_model, parameters
+
+GRAPHS = []
+
+
+def count(graph, inputs):
+    """A backend of torch.compile that notes what it is given, and leaves it as it is."""
+    GRAPHS.append(graph)
+    return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def graphs():
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    yield
+    torch._dynamo.reset()
+    GRAPHS.clear()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, features):
+        return torch.tanh(self.linear(features))
+
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, features):
+        for block in self.blocks:
+            features = block(features)
+        return self.head(features)
+
+
+class Compiled(TrainingOperator):
+    def setup(self, config):
+        model = config["make"]()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=torch.nn.CrossEntropyLoss(),
+            compile=config.get("compile", False),
+        )
+        data = make_data(64)
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=config.get("batch_size", 16)),
+            validation_loader=DataLoader(data, batch_size=32) if "validates" in config else None,
+        )
+
+
+def trained(make, compile=False):
+    config = {"make": make, "compile": compile}
+    with TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True) as trainer:
+        trainer.train()
+        model = trainer.get_model()
+        return parameters(trainer.get_local_operator()), model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("make", "regional", "num_graphs"),
+    [(make_model, False, 1), (Deep, False, 1), (Deep, True, 2)],
+)
+def test_a_model_is_compiled_where_it_is(make, regional, num_graphs):
+    """Of four blocks the first is compiled for input without gradients, the others for one with."""
+    expected, plain = trained(make)
+    found, model = trained(make, {"backend": count, "regional": regional})
+    assert len(GRAPHS) == num_graphs
+    assert torch.equal(found, expected)
+    assert type(model) is type(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_it_is_compiled_inside_of_its_wrapper(process_group):
+    operator = run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
+    wrapped = ddp.ReplicatedModel(operator.model)
+    wrapped(torch.ones(3, 8)).sum().backward()
+    assert len(GRAPHS) == 1
+    assert all(parameter.grad is not None for parameter in operator.model.parameters())
+
+
+class Noisy(Deep):
+    """Has statistics and random numbers, which a rehearsal must not touch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+
+    def forward(self, features):
+        return super().forward(self.drop(self.norm(features)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("regional", [False, True])
+def test_what_others_have_compiled_is_compiled_ahead_and_changes_nothing(regional):
+    config = {"make": Noisy, "compile": {"backend": count, "regional": regional}}
+    config |= {"batch_size": 24, "validates": True}
+
+    def trainer():
+        return TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True)
+
+    with trainer() as first:
+        first.train()
+        first.validate()
+        seen = first.apply_all_operators(lambda operator: operator._registration.seen_calls())[0]
+        expected = parameters(first.get_local_operator())
+    assert [(c.training, c.grad) for c in seen["calls"][0]] == 2 * [(True, True)] + [(False, False)]
+    with trainer() as second:
+        runner = second._controller.members[0].worker.runner
+        runner.repeat_calls(seen=pickle.loads(pickle.dumps(seen)))
+        num_graphs = len(GRAPHS)
+        second.train()
+        second.validate()
+        assert len(GRAPHS) == num_graphs
+        assert torch.equal(parameters(second.get_local_operator()), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("yes", TypeError, "must be True, False, or a dict"),
+        ({"regional": 1}, TypeError, "'regional': 1.*must be True or False"),
+        ({"backends": "eager"}, ValueError, "has 'backends'; it may have 'backend', 'disable'"),
+        ({"regional": True}, ValueError, "Sequential has no ModuleList or Sequential with several"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        run_operator(Compiled, {"make": make_model, "compile": given})
+
+
+class Peeking(torch.nn.Module):
+    """Breaks the graph, and has so many shapes that torch gives it up."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 2)
+
+    def forward(self, features):
+        if features.sum().item() > 1e9:
+            features = features * 2
+        return self.linear(features)
+
+
+class Growing(Compiled):
+    def train_batch(self, batch, batch_info):
+        size = 2 + batch_info["batch_idx"]
+        return super().train_batch([each[:size] for each in batch], batch_info)
+
+
+def test_what_is_left_eager_is_told_once_with_its_reason(caplog):
+    torch._dynamo.utils.counters.clear()
+    config = {"make": Peeking, "compile": {"backend": count, "dynamic": False}, "batch_size": 4}
+    with TorchTrainer(training_operator_cls=Growing, config=config, use_local=True) as trainer:
+        trainer.train()
+        trainer.train()
+    said = [r.getMessage() for r in caplog.records if "torch.compile leaves" in r.getMessage()]
+    assert len(said) == len(set(said)) == 2
+    assert "Tensor.item() call" in said[0]
+    assert "Dynamo does not support tracing `Tensor.item()`" in said[0]
+    assert "recompile limit exceeded" in said[1]
+
+
+def test_a_compiler_that_is_idle_is_told_of(caplog):
+    def of_torch():
+        model = make_model()
+        model.compile(backend=count)
+        return model
+
+    def own():
+        model = Deep()
+        model.compile(backend=count)
+        return model
+
+    run_operator(Compiled, {"make": of_torch}).model(torch.ones(3, 8))
+    assert len(GRAPHS) == 0
+    assert caplog.text.count("Sequential.compile() compiles nothing") == 1
+    run_operator(Compiled, {"make": own}).model(torch.ones(3, 8))
+    assert len(GRAPHS) == 1
+    run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
+    assert caplog.text.count("compiles nothing") == 1
