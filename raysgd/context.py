@@ -71,6 +71,10 @@ class Progress:
     """Whether a model is being compiled, most likely: it was called in a way that is new."""
     latest: Mapping[str, float] = field(default_factory=dict)
     """Newest values of the first few metrics, as last read; empty before the first batch."""
+    divided: bool = False
+    """Whether each worker has a share of the state, so that a snapshot is that of all of them."""
+    lacks_state: bool = False
+    """Whether shares of the state were lost with all workers that had them."""
     blocked_on_driver: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
     terminated: bool = False

@@ -32,6 +32,7 @@ from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import InlineMember
+from raysgd.cluster.snapshot import with_shares
 from raysgd.cluster.states import Closed
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.config import BATCH_SIZE, env_seconds, rounded_config, warn_of_rounding
@@ -497,10 +498,13 @@ class OperatorTrainer:
     def _workers_state(self, own: bool) -> dict[str, Any]:
         if not self._controller.members and (snapshot := self._controller.snapshots.state()):
             # no worker lives; this is what is left, and it may be what the user gave to load
-            return copy.deepcopy({k: value for k, value in snapshot.items() if k != "call"})
+            whole = self._whole(snapshot)
+            return copy.deepcopy({k: value for k, value in whole.items() if k != "call"})
         generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
-        states = self._call(Call(method="state_dict", rank=0, max_losses=3, any_size=True), own=own)
-        state: dict[str, Any] = states[0]
+        # of a divided state each worker has a share
+        rank = None if self._controller.progress.divided else 0
+        call = Call(method="state_dict", rank=rank, max_losses=3, any_size=True)
+        state = self._whole(with_shares(self._call(call, own=own)))
         state["data"]["rng"] = generators
         return state
 
@@ -537,6 +541,10 @@ class OperatorTrainer:
         self._tell_of_changes(of_driver["config"])
         # also where it is empty: saved before anything had been measured
         self._validations.note_owed("validation_due" in state)
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state as where nothing in it is divided."""
+        return dict(state)
 
     def _shown_config(self) -> dict[str, float | int | str]:
         """Return what can be told of the config: numbers and texts, without secrets."""

@@ -140,11 +140,19 @@ def run_ranks(script, size):
 
     A script has its `rank`, may `join` a group, and is told the port of a TCPStore last.
     """
+    with running_ranks(script, size):
+        pass
+
+
+@contextlib.contextmanager
+def running_ranks(script, size):
+    """Run a script as `run_ranks` does, beside what follows, which has the store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Script(RANK + script, rank, size, store.port) for rank in range(size)]
     try:
+        yield store
         for rank in ranks:
             rank.wait(90)
         assert [rank.stdout.read() for rank in ranks] == ["good\n"] * size

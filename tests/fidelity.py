@@ -87,6 +87,7 @@ class Exact(TrainingOperator):
             optimizers=optimizers,
             schedulers=schedulers,
             gradient_accumulation_steps=accumulated,
+            **config.get("register", {}),
         )
         self.largest = 0
 

@@ -26,7 +26,7 @@ from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.pulses import HostLostError, PartedError, Terms
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import dumps, sendable
-from raysgd.cluster.snapshot import SnapshotKeeper
+from raysgd.cluster.snapshot import SnapshotKeeper, with_shares
 from raysgd.cluster.states import Broken, Closed, Generation, New, Ready, Running, State
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
@@ -323,7 +323,7 @@ class Controller:
                     # which takes the interruption back
                     self._become(Broken() if attempt.interrupted_by_us else Ready())
                     if not attempt.paused and made is call:
-                        self.snapshots.follow(members[0], attempt.outcomes[members[0]].progress)
+                        self._follow_snapshots({m: attempt.outcomes[m].progress for m in members})
                         return [attempt.outcomes[member] for member in members]
 
     def _announced_redo(self, redo: Call | None, reached: Progress) -> Call | None:
@@ -416,8 +416,7 @@ class Controller:
             call.on_wait(list(progress.values()))
         if progress:
             self._seen_step = max(self._seen_step, *(p.global_step for p in progress.values()))
-            first = next(iter(progress))
-            self.snapshots.follow(first, progress[first])
+            self._follow_snapshots(progress)
             self._step_s = max(p.step_s for p in progress.values())
         self._note_drains(progress)
         self._give_up_parted(attempt, progress)
@@ -449,6 +448,12 @@ class Controller:
         attempt.give_up(
             members[rank], PartedError(f"it and these do not reach each other: {where}")
         )
+
+    def _follow_snapshots(self, progress: Mapping[Member, Progress]) -> None:
+        first, *rest = progress
+        are_all = len(progress) == len(self.members)
+        others = {member: progress[member] for member in rest} if are_all else None
+        self.snapshots.follow(first, progress[first], others)
 
     def _pause(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
         """Let all workers stop at the same step, for replacement workers to join there."""
@@ -740,8 +745,13 @@ class Controller:
                 leader = first
         self.progress = answers[leader]
         broken = self._broken()
+        if self.progress.divided:
+            self._hand_over([m for m in self.members if m not in staying], staying[0])
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._contexts(entering), leader)
+        if any(outcome.progress.lacks_state for outcome in attempt.outcomes.values()):
+            self._give_up_state(joining.values())
+            return {}
         if not attempt.failed:
             self._group.members[:] = entering
             self._number(self.members)
@@ -765,6 +775,21 @@ class Controller:
                 raise reason
             logger.warning("No new process group came about, and is tried again: %s", reason)
         return attempt.lost
+
+    def _hand_over(self, leaving: Sequence[Member], to: Member) -> None:
+        """Let a member hold what others hold of a divided state that are about to leave."""
+        for held in self._asked(leaving, "held_state", {}):
+            self._asked([to], "take_held", dumps({"held": held}))
+
+    def _give_up_state(self, joining: Iterable[Replacement]) -> None:
+        """Let all workers end, since nobody has what was divided over those that are lost."""
+        for replacement in joining:
+            self._scale_up.drop(replacement)
+        why = "shares of the optimizers' state are lost with all the workers that held them"
+        if self._elastic.snapshot_every is None:
+            raise self._failed(f"{why}, and there is no snapshot_every to go back to")
+        logger.warning("All workers start anew from the snapshot: %s.", why)
+        self._discard_members()
 
     def _reached(
         self, members: Iterable[Member]
@@ -962,17 +987,26 @@ class Controller:
     def _rescue_state(self) -> None:
         """Take over the state of the workers that are left."""
         reached = self.ask_progress()
-        for member in sorted(reached, key=lambda m: -reached[m].global_step):
-            if not member.remote:
+        remote = [member for member in reached if member.remote]
+        each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
+        is_divided = any(p.divided for p in reached.values())
+        for members in [list(reached)] if is_divided else each:
+            arguments = {"num_workers": len(members)} if is_divided else {}
+            states = self._asked(members, "restart_state", arguments)
+            if not states or len({state.get("global_step") for state in states}) > 1:
                 continue
-            answer = member.work("call", "restart_state", {})
-            self._clock.wait([answer], _SALVAGE_S)
-            if _error_of(answer) is None and (state := _value_of(answer.result())) is not None:
-                self.snapshots.set(state, reached[member].global_step)
-                if isinstance(self.state, Broken):
-                    self.state.has_state = True
-                self.progress = reached[member]
-                return
+            self.snapshots.set(with_shares(states), reached[members[0]].global_step)
+            if isinstance(self.state, Broken):
+                self.state.has_state = True
+            self.progress = reached[members[0]]
+            return
+
+    def _asked(self, members: Sequence[Member], method: str, arguments: Any) -> list[Any]:
+        """Return what members answer; nothing where one of them does not, or has nothing."""
+        asked = [member.work("call", method, arguments) for member in members]
+        self._clock.wait(asked, _SALVAGE_S)
+        given = [_value_of(f.result()) for f in asked if _error_of(f) is None]
+        return given if len(given) == len(members) and None not in given else []
 
     def _restart(self, min_workers: int, num_before: int | None = None, left: str = "") -> None:
         """Let all members end, and workers that come up go on from the newest snapshot."""

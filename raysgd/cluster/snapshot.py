@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from raysgd.cluster.members import Member
 from raysgd.context import Progress
 
-__all__ = ["SnapshotKeeper"]
+__all__ = ["SnapshotKeeper", "with_shares"]
 
 
 class SnapshotKeeper:
@@ -24,44 +24,67 @@ class SnapshotKeeper:
 
     def __init__(self, of_driver: bool = False) -> None:
         self._of_driver = of_driver
-        self._pickled: bytes | None = None
+        self._pickled: list[bytes] = []
         self._state: Mapping[str, Any] | None = None
         self._step = -1
-        self._coming: tuple[int, Future[bytes | None]] | None = None
+        self._coming: tuple[int, list[Future[bytes | None]]] | None = None
 
     def set(self, state: Mapping[str, Any], step: int = -1) -> None:
         """Keep a state that the driver has anyway: one that was loaded, or that of so many steps.
 
         Snapshots of fewer steps are no newer ones.
         """
-        self._state, self._pickled, self._coming = state, None, None
+        self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
-    def follow(self, member: Member, progress: Progress) -> None:
+    def follow(
+        self, member: Member, progress: Progress, others: Mapping[Member, Progress] | None = None
+    ) -> None:
         """Fetch the snapshot that `member` holds, if it is a newer one.
 
-        Does not wait, but that of the driver's own worker is pickled here.
+        Does not wait, but that of the driver's own worker is pickled here. Of a divided state all
+        members hold a share: theirs have to be of one step, and are fetched together.
+
+        Args:
+            member: the first of those that answer.
+            progress: what it said.
+            others: what the others said; None where some said nothing.
         """
         self._receive()
         if progress.snapshot is None:  # the one it had is out of date, at whatever step it was
             self._step = -1
-        newer = progress.snapshot is not None and progress.snapshot > self._step
-        if self._coming is None and newer and (member.remote or self._of_driver):
-            assert progress.snapshot is not None
-            self._coming = (progress.snapshot, member.control("snapshot"))
+        step = progress.snapshot
+        if self._coming is not None or step is None or step <= self._step:
+            return
+        if not progress.divided:
+            if member.remote or self._of_driver:
+                self._coming = (step, [member.control("snapshot")])
+        elif others is not None and all(other.snapshot == step for other in others.values()):
+            self._coming = (step, [each.control("snapshot", step) for each in (member, *others)])
 
     def state(self) -> Mapping[str, Any] | None:
         """Return the newest snapshot; None if there has been none."""
         self._receive()
-        if self._pickled is not None:
-            state: Mapping[str, Any] = pickle.loads(self._pickled)
-            return state
+        if self._pickled:
+            states = [pickle.loads(each) for each in self._pickled]
+            return with_shares(states)
         return self._state
 
     def _receive(self) -> None:
-        if self._coming is None or not self._coming[1].done():
+        if self._coming is None or not all(future.done() for future in self._coming[1]):
             return
-        step, future = self._coming
+        step, futures = self._coming
         self._coming = None
-        if future.exception() is None and (pickled := future.result()) is not None:
+        if any(future.exception() is not None for future in futures):
+            return
+        pickled = [each for future in futures if (each := future.result()) is not None]
+        if len(pickled) == len(futures):
             self._pickled, self._step = pickled, step
+
+
+def with_shares(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the state of rank 0 with the shares of all, from what each worker has by rank."""
+    state = states[0]
+    if not isinstance(state, Mapping) or "shares" not in state:
+        return state
+    return {**state, "shares": [each["shares"] for each in states]}

@@ -294,10 +294,12 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(self) -> bytes | None:
-        """Return the newest snapshot of the runner, pickled."""
+    def snapshot(self, step: int | None = None) -> bytes | None:
+        """Return the newest snapshot of the runner, pickled; with `step`, only the one of that."""
         state = None if self.runner is None else self.runner.snapshot()
-        return None if state is None else dumps(state)
+        if state is None or (step is not None and state["global_step"] != step):
+            return None
+        return dumps(state)
 
     def seen_calls(self) -> bytes | None:
         """Return what a replacement worker compiles before it joins, pickled."""

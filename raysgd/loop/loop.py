@@ -100,16 +100,25 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """Return the state in the form that is saved, with tensors as they are on this device.
 
+        Where the state of optimizers is divided, ``shares`` has this worker's share of it, and
+        what all workers have alike is in that of rank 0 alone.
+
         What is added here is added to `OperatorRunner._shared_state` as well, from which
         replacement workers take it, and to `OperatorRunner.load_state_dict`.
         """
         registration = self._registration
+        divided = {}
+        if registration.divided:
+            divided = {"shares": registration.share_of_state()}
+            if registration.context.world_rank != 0:
+                return {"global_step": registration.global_step, **divided}
         position = registration.position()
         return {
             "epoch": position["epoch"] + (position["offset"] > 0),
             "global_step": registration.global_step,
             "operator": self.operator.state_dict(),
             **registration.training_state(),
+            **divided,
             "data": position,
         }
 

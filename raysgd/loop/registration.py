@@ -461,6 +461,32 @@ class Registration(ABC):
         """Whether the models are the same on every rank."""
         return True
 
+    @property
+    def divided(self) -> bool:
+        """Whether each worker has a share of the state of optimizers, and none has all of it."""
+        return False
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether shares were lost with all workers that had them."""
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that is held is of the last committed step."""
+        return True
+
+    def share_of_state(self) -> list[Any]:
+        """Return this worker's share of the state of each optimizer, where it is divided."""
+        return []
+
+    def held_state(self) -> list[Any]:
+        """Return all that this worker holds of what is divided."""
+        return []
+
+    def take_held(self, held: Sequence[Any]) -> None:  # noqa: B027
+        """Hold what another worker held that goes, until all enter a new generation."""
+
     def check_averaged(self) -> None:  # noqa: B027
         """Refuse to train what the workers would not average."""
 

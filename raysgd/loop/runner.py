@@ -61,6 +61,8 @@ class OperatorRunner(ABC):
         if context.distributed:
             self._follow(leader)
         self._running.keep_iteration(moved=registration.position() != position)
+        if registration.divided:
+            self._running.snapshots.clear()
         registration.say_what_changes()
 
     def _setup_config(self, context: WorkerContext) -> dict[str, Any]:
@@ -197,6 +199,8 @@ class OperatorRunner(ABC):
             split=registration.split.factor,
             compiling=registration.compiling,
             latest=latest,
+            divided=registration.divided,
+            lacks_state=registration.lacks_state,
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
@@ -363,7 +367,13 @@ class OperatorRunner(ABC):
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, on CPU."""
+        """Return the state, on CPU; of a divided one, this worker's share."""
+        if not self._registration.settled:
+            self._registration.say(
+                "ahead",
+                "The state is taken amid a step in which workers were lost, and some optimizers' "
+                "state has its update already: a trainer that loads it makes that twice.",
+            )
         state: dict[str, Any] = self._registration.to_cpu(self._running.state())
         return state
 
@@ -416,12 +426,29 @@ class OperatorRunner(ABC):
             self.set_rng_state(own)
         return cast(Sequence[Mapping[str, Any]], generators)
 
-    def restart_state(self) -> dict[str, Any] | None:
-        """Return the state for workers that start anew; None where there is none to go on from."""
+    def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
+        """Return the state for workers that start anew; None where there is none to go on from.
+
+        Of a divided one it is this worker's share, and there is none unless all of the group are
+        asked, which are so many.
+        """
         if self._loop is None:
             return None
-        state: dict[str, Any] = self._registration.to_cpu(self._loop.state_with_call())
+        registration = self._registration
+        has_all = registration.settled and registration.context.world_size == num_workers
+        if registration.divided and not has_all:
+            return None
+        state: dict[str, Any] = registration.to_cpu(self._loop.state_with_call())
         return state
+
+    def held_state(self) -> list[Any]:
+        """Return all that this worker holds of what is divided."""
+        held: list[Any] = self._registration.to_cpu(self._registration.held_state())
+        return held
+
+    def take_held(self, held: Sequence[Any]) -> None:
+        """Hold what another worker held that goes, until all enter a new generation."""
+        self._registration.take_held(held)
 
     def _shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, beside models and optimizers."""

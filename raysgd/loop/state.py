@@ -39,9 +39,14 @@ class Snapshots:
         return None if held is None else held[1]
 
     def maybe_take(self, state: Callable[[], dict[str, Any]]) -> None:
-        """Take a copy of what `state` returns if it is time for one. One rank holds it for all."""
+        """Take a copy of what `state` returns if it is time for one.
+
+        One rank holds it for all, but for what is divided: all take a copy of that, at the same
+        step, and none while some of them are a step ahead.
+        """
         registration = self._registration
-        if self._every is None or registration.context.world_rank != 0:
+        is_holder = registration.context.world_rank == 0 or registration.divided
+        if self._every is None or not is_holder or not registration.settled:
             return
         epoch, step = registration.epoch, registration.global_step
         if self._held is not None:
@@ -52,7 +57,7 @@ class Snapshots:
         self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
 
     def clear(self) -> None:
-        """Forget the copy: training has gone to another state."""
+        """Forget the copy: training has gone to another state, or it is divided anew."""
         self._held = None
 
     def get(self) -> dict[str, Any] | None:

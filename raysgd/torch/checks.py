@@ -14,12 +14,16 @@ from torch.utils.data import SequentialSampler
 
 from raysgd.data.source import Source
 from raysgd.loop.registration import listed
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.sharding import ELEMENTWISE, is_dense
 
 __all__ = [
+    "check_divisible",
     "check_static_graphs",
     "check_step_freq",
     "check_untrained",
     "checked",
+    "checked_sharding",
     "has_static_graph",
     "is_trained",
     "needs_metric",
@@ -112,6 +116,96 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
     if not members:
         raise ValueError(f"register({name}=...) is empty; at least one is needed.")
     return members
+
+
+def checked_sharding(
+    sharding: Any,
+    arguments: Any,
+    options: TorchOptions,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Any:
+    """Return ``copies`` of ``sharding_args``, None where it is not given.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if it has another value, or something that was asked for does not go with it.
+    """
+    if sharding not in (None, "optimizer"):
+        raise ValueError(
+            f'register(sharding={sharding!r}): must be None or "optimizer". Models themselves are '
+            "not divided yet: each worker holds all parameters."
+        )
+    if arguments is not None and not isinstance(arguments, dict):
+        raise TypeError(f"register(sharding_args=...) must be a dict, but it is {arguments!r}.")
+    given = dict(arguments or {})
+    if given and sharding is None:
+        raise ValueError(
+            f'register(sharding_args={given!r}): these are for sharding="optimizer"; pass it too.'
+        )
+    copies = given.pop("copies", None)
+    if given:
+        raise ValueError(
+            f"register(sharding_args=...) has {sorted(map(str, given))}; it takes 'copies' alone."
+        )
+    if copies is not None:
+        if isinstance(copies, bool) or not isinstance(copies, int):
+            raise TypeError(f"register(sharding_args={{'copies': {copies!r}}}): must be an int.")
+        if copies < 0:
+            raise ValueError(
+                f"register(sharding_args={{'copies': {copies}}}): must be at least 0, the number "
+                "of other workers that hold the state of a share."
+            )
+    if sharding is None:
+        return None
+    others = {
+        'backend="horovod"': options.use_horovod,
+        'use_fp16="apex"': options.use_fp16 == "apex",
+        "wrap_ddp=False": not options.wrap_ddp,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        raise ValueError(
+            f'register(sharding="optimizer") does not work with {name} of the trainer: it divides '
+            "updates from gradients that DistributedDataParallel has averaged, for the optimizer's "
+            "own parameters. Leave out one of the two."
+        )
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            raise ValueError(
+                f'register(sharding="optimizer") does not know {type(optimizer).__name__}: it '
+                "divides tensors between workers, so that an update must be one of each element "
+                f"by itself. Use one of torch.optim's {names}, or leave sharding out."
+            )
+    return copies
+
+
+def check_divisible(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+) -> None:
+    """Refuse parameters whose update cannot be divided over the workers."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f'register(sharding="optimizer"): {type(module).__name__}(sparse=True) has '
+                    "sparse gradients, which cannot be divided. Leave sparse out."
+                )
+    registered = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        if strangers := [p for p in trained if id(p) not in registered]:
+            raise ValueError(
+                f'register(sharding="optimizer"): {type(optimizer).__name__} has '
+                f"{len(strangers)} parameters that are in no registered model, so that the workers "
+                "do not average their gradients. Register the model that has them."
+            )
+        for parameter in trained:
+            if not is_dense(parameter):
+                raise ValueError(
+                    f'register(sharding="optimizer"): a parameter of shape '
+                    f"{tuple(parameter.shape)} and strides {tuple(parameter.stride())} does not "
+                    "fill its memory, and cannot be divided. Make it contiguous()."
+                )
 
 
 def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:

@@ -330,6 +330,8 @@ class TrainingOperator(OperatorBase):
         max_grad_norm: float | None = None,
         horovod_args: dict[str, Any] | None = None,
         compile: bool | dict[str, Any] = False,
+        sharding: str | None = None,
+        sharding_args: dict[str, Any] | None = None,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -355,6 +357,11 @@ class TrainingOperator(OperatorBase):
             compile: True to compile each model by ``torch.compile``, in its place and inside of
                 DistributedDataParallel; or a dict of its arguments, and ``"regional": True`` to
                 compile blocks that a model has several of, one by one.
+            sharding: "optimizer" divides the work and the state of the optimizers over the workers,
+                see the guide on sharding; None, the default, lets each worker have all of it.
+            sharding_args: of it, ``copies``: how many other workers hold the state of each
+                worker's share, so that none is lost with it. Default: 1 where there are three
+                workers or more, else 0.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, be it as
@@ -365,8 +372,8 @@ class TrainingOperator(OperatorBase):
                 name says, ddp_args or apex_args not a dict, compile neither a bool nor a dict, or
                 a number not a number.
             ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
-                fewer than 1 accumulation step, a norm that is not above 0 and finite, or no such
-                argument of ``torch.compile``.
+                fewer than 1 accumulation step, a norm that is not above 0 and finite, no such
+                argument of ``torch.compile``, or sharding with what it does not work with.
         """
         returned = self._registration.register(
             models,
@@ -379,6 +386,8 @@ class TrainingOperator(OperatorBase):
             max_grad_norm,
             horovod_args,
             compile,
+            sharding,
+            sharding_args,
         )
         if criterion is None:
             returned = (*returned[:2], None, *returned[2:])

@@ -177,7 +177,8 @@ class Optimization:
         """Whether an update failed half-way, and cannot be taken back."""
         self._in_batch = False
         self._in_group = False
-        self._in_helper = False
+        self.in_helper = False
+        """Whether an optimizer steps by the helper, which zeroes its gradients then."""
         self._has_stepped = False
         self._used = False
         self._scheduled = False
@@ -298,17 +299,22 @@ class Optimization:
             self._zero_gradients()
         self._reset()
 
-    def roll_back(self) -> None:
-        """Take back what a group that was given up has left behind."""
+    def roll_back(self) -> list[torch.optim.Optimizer]:
+        """Take back what a group that was given up has left behind.
+
+        Returns:
+            The optimizers that had stepped and have been undone.
+        """
         update, self._update = self._update, None
         if update is not None and not self._undo_log.holds(update.optimizer):
             self.is_half_made = not update.take_back()
-        self._undo_log.roll_back()
+        undone = self._undo_log.roll_back()
         self.precision.abandon()
         for exchange in self.exchanges.values():
             exchange.abandon()
         self._zero_gradients()
         self._reset()
+        return undone
 
     def end(self) -> None:
         """Let models exchange gradients again in whatever follows a segment of training."""
@@ -368,7 +374,7 @@ class Optimization:
                 "for its last batch: the workers exchange gradients in that one. Call it for "
                 "every batch."
             )
-        self._in_helper = True
+        self.in_helper = True
         try:
             if (exchange := self.exchanges.get(id(optimizer))) is not None:
                 exchange.synchronize()
@@ -386,7 +392,7 @@ class Optimization:
             self.precision.step(optimizer)
             self._update = None
         finally:
-            self._in_helper = False
+            self.in_helper = False
         self._on_step(optimizer)  # also where an overflow made the precision skip it
         optimizer.zero_grad(set_to_none=True)
         return True
@@ -447,7 +453,7 @@ class Optimization:
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step that would skip what only the helper does."""
-        if self._in_helper:
+        if self.in_helper:
             return
         if self._in_batch:
             self._refuse_parts(

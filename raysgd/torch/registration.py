@@ -22,10 +22,12 @@ from raysgd.loop.registration import Registration, Settings, check_parts, listed
 from raysgd.torch import collectives, ddp
 from raysgd.torch.averages import Averages, averages_problem
 from raysgd.torch.checks import (
+    check_divisible,
     check_static_graphs,
     check_step_freq,
     check_untrained,
     checked,
+    checked_sharding,
     has_static_graph,
     is_trained,
     needs_metric,
@@ -44,6 +46,7 @@ from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_m
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
+from raysgd.torch.sharding import DividedOptimizer
 from raysgd.torch.state import copied, model_state, on_cpu, renamed, state_problem, to_cpu
 from raysgd.torch.undo import BufferLog
 from raysgd.trees import loading
@@ -93,6 +96,7 @@ class TorchRegistration(Registration):
         self.validation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._half_made: tuple[int, BaseException] | None = None
+        self._divided: list[DividedOptimizer] = []
         self.optimization = Optimization(
             create_precision(
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
@@ -114,6 +118,8 @@ class TorchRegistration(Registration):
         max_grad_norm: Any = None,
         horovod_args: Any = None,
         compile: Any = None,
+        sharding: Any = None,
+        sharding_args: Any = None,
     ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
@@ -135,6 +141,7 @@ class TorchRegistration(Registration):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
         modules = checked("models", models, torch.nn.Module)
         self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
+        copies = checked_sharding(sharding, sharding_args, self.settings.options, self.optimizers)
         warn_of_strangers(self.optimizers, [*modules, *criteria])
         trained = [each for each in criteria if is_trained(each, self.optimizers, modules)]
         self._num_criteria = len(trained)
@@ -146,6 +153,14 @@ class TorchRegistration(Registration):
                 apex_args,
                 self.optimization.precision.name,
             )
+        if sharding is not None:
+            check_divisible(self.optimizers, self.models)
+            if self.context.distributed:
+                self._divided = [
+                    DividedOptimizer(optimizer, copies, lambda: self.optimization.in_helper)
+                    for optimizer in self.optimizers
+                    if any(p.requires_grad for g in optimizer.param_groups for p in g["params"])
+                ]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
             options = self.settings.options
@@ -163,6 +178,8 @@ class TorchRegistration(Registration):
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
+        for divided in self._divided:
+            divided.begin()
         # now, since setup may go on to freeze some
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
@@ -266,6 +283,8 @@ class TorchRegistration(Registration):
         if self.settings.options.use_horovod:
             self.load_training_state(self.from_rank(self.training_state, 0))
             return
+        for divided in self._divided:
+            divided.begin_together()
         models = [model for model in self.models if not ddp.replicated(model)]
         if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
@@ -377,6 +396,8 @@ class TorchRegistration(Registration):
         """
         self.optimization.check_complete()
         self.optimization.commit()
+        for divided in self._divided:
+            divided.commit()
         self.global_step += num_batches
         self.split = self.split.eased(self.global_step, self.epoch)
         self._buffers.remember_step()
@@ -409,7 +430,12 @@ class TorchRegistration(Registration):
 
     def roll_back(self) -> None:
         self._buffers.restore()
-        self.optimization.roll_back()
+        for divided in self._divided:
+            divided.abandon()  # before others give back what they know of the optimizers
+        undone = self.optimization.roll_back()
+        for divided in self._divided:
+            if any(divided.optimizer is each for each in undone):
+                divided.note_undone()
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
@@ -601,11 +627,16 @@ class TorchRegistration(Registration):
         to = collectives.fewest_receivers(lacking, device)
         if lacking and (to is None or lacks or collectives.rank() == leader):
             state = collectives.broadcast_state(self.training_state, leader, device, to)
+        if self._divided:  # each worker's share is one of the leader's parameters
+            if lacks:
+                self._load(state)
+            for divided in self._divided:
+                divided.redivide(leader, device)
         buffers = self.from_rank(self._buffers.tensors, leader)
         # all has come: whoever has a part of a step's state would do the step again if `leader`
         # was lost before the rest had come
-        if lacks:
-            self.load_training_state(state)
+        if lacks and not self._divided:
+            self._load(state)
         if follows:
             self._buffers.set(buffers)
         for model in self._replicated_models:
@@ -620,7 +651,30 @@ class TorchRegistration(Registration):
         """Whether the models are the same on every rank."""
         return bool(self.optimization.exchanges) or any(map(ddp.replicated, self.models))
 
+    @property
+    def divided(self) -> bool:
+        return bool(self._divided)
+
+    @property
+    def lacks_state(self) -> bool:
+        return any(divided.lacks_state for divided in self._divided)
+
+    @property
+    def settled(self) -> bool:
+        return all(divided.settled for divided in self._divided)
+
     # ---- state
+
+    def share_of_state(self) -> list[Any]:
+        parts = {id(divided.optimizer): divided.parts() for divided in self._divided}
+        return [parts.get(id(optimizer), []) for optimizer in self.optimizers]
+
+    def held_state(self) -> list[Any]:
+        return [divided.held() for divided in self._divided]
+
+    def take_held(self, held: Sequence[Any]) -> None:
+        for divided, of_it in zip(self._divided, held, strict=True):
+            divided.take_held(of_it)
 
     def copy_leaf(self, leaf: Any) -> Any:
         """Return a copy, of a tensor on its device."""
@@ -662,6 +716,11 @@ class TorchRegistration(Registration):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
+        self._load(state)
+        for divided in self._divided:
+            divided.take_state()
+
+    def _load(self, state: dict[str, Any]) -> None:
         with contextlib.ExitStack() as undoing:
             # models last: they take content in place, which giving back what they had does not undo
             for name, objects in reversed(self._stateful(state)):

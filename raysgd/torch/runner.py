@@ -20,6 +20,7 @@ from raysgd.torch.checks import needs_metric, warn_of_own_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.sharding import whole
 from raysgd.torch.state import copied_to_cpu
 
 __all__ = ["TorchRunner"]
@@ -84,6 +85,9 @@ class TorchRunner(OperatorRunner):
             self.set_rng_state(generators)
 
     # ---- other calls
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(whole(state))  # a snapshot has what each worker held
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running

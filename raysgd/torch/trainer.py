@@ -20,6 +20,7 @@ from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, sugge
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.sharding import whole
 from raysgd.trainer import OperatorTrainer
 
 __all__ = ["TorchTrainer"]
@@ -223,6 +224,9 @@ class TorchTrainer(OperatorTrainer):
         """Join tensors, or arrays, along their first dimension."""
         is_tensor = isinstance(parts[0], torch.Tensor)
         return torch.cat(list(parts)) if is_tensor else OperatorTrainer._concatenate(parts)
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return whole(state)
 
     @classmethod
     def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:

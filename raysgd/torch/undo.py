@@ -38,12 +38,16 @@ class UndoLog:
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether what `optimizer` does can be undone."""
-        return any(image.is_of(optimizer) for image in self._pending)
+        return any(image.optimizer is optimizer for image in self._pending)
 
-    def roll_back(self) -> None:
-        """Undo all that was done to what is remembered, and forget it."""
+    def roll_back(self) -> list[torch.optim.Optimizer]:
+        """Undo all that was done to what is remembered, and forget it; return whose work it was."""
+        undone = []
         while self._pending:  # the last first: optimizers may share a parameter
-            self._pending.pop().restore()
+            image = self._pending.pop()
+            image.restore()
+            undone.append(image.optimizer)
+        return undone
 
     def forget(self) -> None:
         """Let what was done stay."""
@@ -58,27 +62,24 @@ class _BeforeImage:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._tensors: dict[Any, list[torch.Tensor]] = {}
         self._copies: dict[Any, list[torch.Tensor]] = {}
 
-    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._optimizer is optimizer
-
     @torch.no_grad()
     def take(self) -> None:
         self._tensors = {}
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad or parameter.grad is not None:
                     self._note(parameter)
-        self._state = map_leaves(self._optimizer.state, self._note)
+        self._state = map_leaves(self.optimizer.state, self._note)
         # where some keep what they have learnt of the step size
         self._groups = [
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         for kind, tensors in self._tensors.items():
             copies = self._copies.get(kind, [])
@@ -96,9 +97,9 @@ class _BeforeImage:
     def restore(self) -> None:
         for kind, tensors in self._tensors.items():
             torch._foreach_copy_(tensors, self._copies[kind])
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=False):
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+        for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             group.update(before)

@@ -32,6 +32,7 @@ NO_RAY = (
     "language_model",
     "precision",
     "segmentation",
+    "sharding",
     "tensorflow_creators",
     "tensorflow_digits",
     "text_classification",

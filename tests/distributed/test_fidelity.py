@@ -118,11 +118,17 @@ def go_on_with_others(saved):
 def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other_numbers(
     module_cluster, tmp_path
 ):
+    """On four workers the optimizers are divided, and on the other numbers they are not."""
     saved = tmp_path / "state.pt"
     with TorchTrainer(
         training_operator_cls=Waiting,
         # in the step in which another is killed, and while a replacement is on its way
-        config={**CONFIG, "until_size": 4, "faults": {(0, 3): "forward", (1, 6): "backward"}},
+        config={
+            **CONFIG,
+            "until_size": 4,
+            "faults": {(0, 3): "forward", (1, 6): "backward"},
+            "register": {"sharding": "optimizer"},
+        },
         num_workers=4,
         scheduler_step_freq="batch",
         elastic=ElasticConfig(resize_cooldown_s=0.0),

@@ -257,6 +257,12 @@ class SimMember(Member):
         self.is_from_setup = False
         """Its state is that of its setup, until it trains or loads another."""
         self.has_trained = False
+        self.lacks_state = False
+        """What was divided over the workers was lost with others."""
+        self.divided = False
+        """It has a share of the state."""
+        self.held = []
+        """Whose shares it was given."""
         self.interruptions = 0
         self.terminated = False
         self.preemption = None
@@ -308,6 +314,8 @@ class SimMember(Member):
             step_s=self._world.step_s,
             snapshot=self.snapshot_step,
             terminated=self.terminated,
+            divided=self.divided,
+            lacks_state=self.lacks_state,
         )
 
     def _announce(self, preemption):
@@ -389,9 +397,15 @@ class SimMember(Member):
                 return
             elif self.is_at("measured"):
                 self.end("ok", f"of {self.home.pid}")
+            elif self.is_at("held_state"):
+                self.end("ok", self.home.pid)
+            elif self.is_at("take_held"):
+                self.held.append(pickle.loads(task.arguments[1])["held"])
+                self.end("ok")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
-                self.end("ok", {"step": self.step})
+                shares = {"shares": self.home.pid} if self.divided else {}
+                self.end("ok", {"step": self.step, **shares})
             elif self.is_at("load_state_dict"):
                 self.step = pickle.loads(task.arguments[1])["state"]["step"]
                 self.end("ok")
@@ -473,7 +487,7 @@ class SimGroup(WorkerGroup):
     def discard(self, member):
         if (driver := self._world.driver) is not None:
             stays = driver.controller._recovery.survivors_stay
-            is_fine = not (member.dead or member.silent or member.deaf)
+            is_fine = not (member.dead or member.silent or member.deaf or member.lacks_state)
             is_fine = is_fine and self.drains.of(member) is None
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)

@@ -57,6 +57,16 @@ def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers
     assert call.num_losses == 0
 
 
+def test_who_leaves_hands_its_share_of_a_divided_state_to_one_that_stays(start):
+    world, controller = start(room=6)
+    for member in (before := list(controller.members)):
+        member.divided = True
+    world.at_step(20, lambda: controller.drain(None, 2, 60.0))
+    train(controller, 200)
+    assert kinds(controller) == ["draining", "moved"]
+    assert [member.held for member in before] == [[before[2].home.pid], [], []]
+
+
 def test_without_room_workers_leave_before_their_time_and_not_much_earlier(start):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, 20.0))
@@ -104,8 +114,11 @@ def test_all_are_told_and_told_again_when_it_is_over(start):
     assert survivor.preemption is None
 
 
-def test_where_nobody_can_take_over_the_driver_saves_at_once(start):
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
     world, controller = start(room=2, num_workers=2, min_workers=2)
+    for member in controller.members:
+        member.divided = is_divided
     begun = []
 
     class Saved(Call):
@@ -120,7 +133,7 @@ def test_where_nobody_can_take_over_the_driver_saves_at_once(start):
     ((_, _, _), (step, at_once, state), *_) = begun
     assert at_once
     assert step < 50
-    assert state == {"step": step}
+    assert state == {"step": step, **({"shares": [0, 1]} if is_divided else {})}
 
 
 def test_one_that_dies_before_its_successor_is_there_is_a_loss(start):

@@ -570,6 +570,30 @@ def test_without_snapshots_losing_all_ends_the_call(world):
     assert controller.progress.global_step == 10
 
 
+def lose_shares(world, controller):
+    """Lose a worker, and with it what was divided."""
+    for member in controller.members:
+        member.lacks_state = True
+    world.lose(1)
+
+
+def test_when_what_was_divided_is_lost_all_start_anew_from_the_snapshot(world, caplog):
+    controller = world.drive(3).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: lose_shares(world, controller))
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * len(controller.members)
+    assert not set(before) & set(controller.members)
+    assert kinds(controller)[:3] == ["started", "lost", "restarted"]
+    assert "start anew from the snapshot: shares of the optimizers' state are lost" in caplog.text
+
+
+def test_without_snapshots_that_ends_the_call(world):
+    controller = world.drive(3, snapshot_every=None).controller
+    world.at_step(25, lambda: lose_shares(world, controller))
+    with pytest.raises(WorkerLostError, match="shares of the optimizers' state are lost with all"):
+        run_until(controller, 60, max_losses=1)
+
+
 def test_losing_all_more_often_than_allowed_ends_the_call(world):
     controller = world.drive(3).controller
     world.at_step(45, lambda: lose_all(world))

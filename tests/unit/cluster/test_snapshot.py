@@ -20,7 +20,7 @@ class FakeMember:
         self.remote = remote
         self.asked = []
 
-    def control(self, method):
+    def control(self, method, step=None):
         assert method == "snapshot"
         self.asked.append(Future())
         return self.asked[-1]
@@ -80,6 +80,26 @@ def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
         if step is not None:
             member.send(state)
     assert keeper.state() == "after"
+
+
+def divided(step):
+    return Progress(global_step=100, snapshot=step, divided=True)
+
+
+def test_shares_of_a_divided_state_are_fetched_together_and_of_one_step(keeper):
+    one, other = FakeMember(), FakeMember()
+    keeper.follow(one, divided(4), None)  # the other has said nothing
+    keeper.follow(one, divided(4), {other: divided(3)})
+    assert one.asked == other.asked == []
+    keeper.follow(one, divided(4), {other: divided(4)})
+    one.send({"step": 4, "shares": "a"})
+    assert keeper.state() is None
+    other.send({"step": 4, "shares": "b"})
+    assert keeper.state() == {"step": 4, "shares": ["a", "b"]}
+    keeper.follow(one, divided(5), {other: divided(5)})
+    one.send({"step": 5, "shares": "a"})
+    other.asked[-1].set_result(None)  # it has a newer one by now
+    assert keeper.state()["step"] == 4
 
 
 def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
@@ -178,7 +198,7 @@ class RunnerMember(FakeMember):
         super().__init__()
         self.runner = runner
 
-    def control(self, method):
+    def control(self, method, step=None):
         future = Future()
         state = self.runner.snapshot()
         future.set_result(None if state is None else pickle.dumps(state))

@@ -1,0 +1,398 @@
+"""Workers in processes of their own, without Ray, that leave and join at chosen moments.
+
+Each of four processes plays the same rounds. A round is a run of training whose workers leave in
+the midst of a step and join again; in the end it is compared with one process.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import pickle
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TrainingOperator
+from raysgd.backends import create_backend
+from raysgd.cluster.snapshot import with_shares
+from raysgd.context import WorkerContext
+from raysgd.torch import collectives
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.torch.sharding import DividedOptimizer, whole
+
+NUM_WORKERS = 4
+BATCH = 6
+NUM_STEPS = 12
+MOVE_AT = 4
+
+
+class LeftError(Exception):
+    """Raised in who leaves."""
+
+
+@dataclass
+class Round:
+    """What happens: who leaves when, and when who left joins again."""
+
+    optimizer: str = "AdamW"
+    copies: int | None = None
+    register: dict[str, Any] = field(default_factory=dict)
+    leaves: list[tuple[int, int, str]] = field(default_factory=list)
+    """Process, step and moment."""
+    moves: int | None = None
+    """Who leaves between two steps, having handed over what it holds."""
+    joins_at: int | None = None
+    """Step before which all that left join."""
+    num_optimizers: int = 1
+    is_lost: bool = False
+    """Whether a share is lost with all that held it."""
+
+
+class Tied(torch.nn.Module):
+    """Has tied weights, a frozen part, a buffer, several types and orders of memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = torch.nn.Embedding(7, 5)
+        self.convolution = torch.nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.frozen = torch.nn.Linear(5, 5)
+        self.inner = torch.nn.Linear(5, 5)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.zeros(()))
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, tokens):
+        self.count += 1
+        hidden = self.embedding(tokens) * self.scale
+        image = self.convolution(hidden[:, None, :, :]).mean(dim=(1, 2, 3), keepdim=True)
+        return self.head(torch.tanh(self.inner(self.frozen(hidden)) + image[:, 0]))
+
+
+class Divided(TrainingOperator):
+    def setup(self, config):
+        self.at = config["at"]
+        models = [Tied() for _ in range(config["num_optimizers"])]
+        optimizers = [self.optimizer_of(model, config["optimizer"]) for model in models]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+        self.all_models, self.optimizers, self.schedulers = self.register(
+            models=models, optimizers=optimizers, schedulers=schedulers, **config["register"]
+        )
+        generator = torch.Generator().manual_seed(5)
+        tokens = torch.randint(0, 7, (BATCH * NUM_WORKERS * NUM_STEPS // 2, 4), generator=generator)
+        self.register_data(train_loader=DataLoader(TensorDataset(tokens), batch_size=BATCH))
+        self.num_updates = 0
+
+    def optimizer_of(self, model, kind):
+        groups = [
+            {"params": [*model.embedding.parameters(), *model.convolution.parameters()]},
+            {"params": [*model.frozen.parameters(), *model.inner.parameters(), model.scale]},
+        ]
+        groups[1]["lr"] = 0.02
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **more)
+        optimizer.register_step_post_hook(lambda *_: self.at("within"))
+        return optimizer
+
+    def train_batch(self, batch, batch_info):
+        (tokens,) = batch
+        for number, (model, optimizer) in enumerate(
+            zip(self.all_models, self.optimizers, strict=True)
+        ):
+            self.at("forward")
+            output = model(tokens)
+            loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+            if number == 0:
+                output.register_hook(lambda gradient: self.at("backward"))
+            self.backward(loss)
+            self.at("step")
+            updated = self.optimizer_step(optimizer)
+            self.at(f"after {number}")
+        self.num_updates += updated  # what follows an update, such as an average of the model
+        return {"train_loss": loss.detach(), "num_samples": len(tokens)}
+
+    def state_dict(self):
+        return {"num_updates": self.num_updates}
+
+    def load_state_dict(self, state):
+        self.num_updates = state["num_updates"]
+
+
+def make_runner(given, at, divides):
+    register = dict(given.register)
+    if divides:
+        register |= {"sharding": "optimizer", "sharding_args": {"copies": given.copies}}
+        if given.copies is None:
+            del register["sharding_args"]
+    return TorchRunner(
+        TorchOptions(
+            training_operator_cls=Divided,
+            config={
+                "at": at,
+                "optimizer": given.optimizer,
+                "num_optimizers": given.num_optimizers,
+                "register": register,
+            },
+            num_workers=NUM_WORKERS,
+            scheduler_step_freq="batch",
+            elastic=ElasticConfig(snapshot_every=3),
+        )
+    )
+
+
+@functools.cache
+def plain_state(optimizer, num_optimizers, register):
+    """The state of one process that nobody leaves."""
+    given = Round(optimizer, register=json.loads(register), num_optimizers=num_optimizers)
+    runner = make_runner(given, lambda moment: None, divides=False)
+    runner.setup(WorkerContext())
+    runner.train(call=0, until_step=NUM_STEPS)
+    state = runner.state_dict()
+    runner.teardown()
+    return state
+
+
+class Player:
+    """One process in all rounds."""
+
+    def __init__(self, process, connect):
+        self.process, self.store, self.watched_store = process, connect(), connect()
+        self.generation = 0
+        self.prefix = ""
+        self.backend = None
+        self.group = ""
+        threading.Thread(target=self.interrupt_broken, daemon=True).start()
+
+    def play(self, number, given):
+        self.prefix, self.generation = f"round-{number}", 0
+        self.leaves = list(given.leaves)
+        members, absent = list(range(NUM_WORKERS)), []
+        runner = self.runner = make_runner(given, self.at, divides=True)
+        self.enter(members)
+        runner.setup(self.context)
+        call = 0
+        while True:
+            goal = NUM_STEPS if given.joins_at is None or not absent else given.joins_at
+            goes = given.moves is not None and not self.step
+            left = self.train(call, MOVE_AT if goes else goal)
+            if goes:
+                left = self.hand_over(given.moves, members)
+            told = self.gather("left", members, left)
+            gone = [process for process, has_left in told.items() if has_left == "left"]
+            members = [process for process in members if process not in gone]
+            absent += gone
+            if left == "left":
+                self.runner.teardown()
+                if given.joins_at is None:
+                    return None
+                runner = self.runner = make_runner(given, self.at, divides=True)
+                break
+            if not any(told.values()) and (goal == NUM_STEPS):
+                return self.result()
+            if not any(told.values()):
+                members, absent = sorted(members + absent), []
+                self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
+            self.rejoin(members, is_new=False)
+            if given.is_lost:
+                assert runner.progress().lacks_state
+                return None
+        # somebody who has left
+        members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
+        self.enter([self.process], "alone", context_of=members)
+        runner.setup(self.context)
+        self.rejoin(members, is_new=True)
+        self.train(call, NUM_STEPS)
+        self.gather("left", members, "")
+        return self.result()
+
+    def hand_over(self, goes, members):
+        """Do what the driver does when a worker leaves that had been announced."""
+        if self.process == goes:
+            self.store.set(f"{self.prefix}/held", pickle.dumps(self.runner.held_state()))
+            return "left"
+        if self.process == next(member for member in members if member != goes):
+            self.runner.take_held(pickle.loads(self.store.get(f"{self.prefix}/held")))
+        return "stays"
+
+    def watch(self):
+        """See the moments within a step of an optimizer."""
+        minimum, exchanged = collectives.minimum, DividedOptimizer._exchanged
+
+        def watched_minimum(*arguments):
+            self.at("barrier")
+            result = minimum(*arguments)
+            self.at("passed")
+            return result
+
+        def watched_exchanged(divided):
+            self.at("update")
+            found = exchanged(divided)
+            self.at("gathered")
+            return found
+
+        collectives.minimum, DividedOptimizer._exchanged = watched_minimum, watched_exchanged
+
+    def at(self, moment):
+        step = self.runner._loop.segment and self.runner._registration.global_step
+        if (self.process, step, moment) in self.leaves:
+            self.leaves.remove((self.process, step, moment))
+            raise LeftError
+        if (self.process, step, f"fail {moment}") in self.leaves:
+            self.leaves.remove((self.process, step, f"fail {moment}"))
+            raise RuntimeError("gloo/ on purpose")
+
+    def train(self, call, goal):
+        """Train; return what was in the way."""
+        result = ""
+        try:
+            self.runner.train(call=call, until_step=goal)
+            return result
+        except LeftError:
+            result = "left"
+        except RuntimeError as error:
+            if not self.backend.is_communication_error(error):
+                raise
+            result = "failed"
+        self.store.set(f"{self.group}/broken", "")
+        return result
+
+    def interrupt_broken(self):
+        """Do what the driver does when a worker fails: end the collectives of the others."""
+        while True:
+            if (group := self.group) and self.watched_store.check([f"{group}/broken"]):
+                self.backend.interrupt()
+                while self.group == group:
+                    time.sleep(0.001)
+            time.sleep(0.001)
+
+    def enter(self, members, name="", context_of=None):
+        """Enter a group of the raysgd's own, as a worker does."""
+        self.leave_group()
+        group = f"{self.prefix}/{self.generation}/{name}/{members}"
+        backend = create_backend("gloo", 30)
+        if members[0] == self.process:
+            self.store.set(group, pickle.dumps(backend.prepare(["127.0.0.1"])))
+        rendezvous = pickle.loads(self.store.get(group))
+        context = self.context = WorkerContext(
+            world_rank=members.index(self.process),
+            world_size=len(members),
+            distributed=True,
+            generation=self.generation,
+        )
+        backend.setup(context, rendezvous)
+        self.backend, self.group = backend, group
+        if context_of:  # a worker that sets up alone is told the ranks that it will have
+            self.context = WorkerContext(
+                world_rank=context_of.index(self.process),
+                world_size=len(context_of),
+                distributed=True,
+                generation=self.generation,
+            )
+
+    def leave_group(self):
+        self.group = ""
+        if self.backend is not None:
+            self.backend.teardown()
+            self.backend.close()
+            self.backend = None
+
+    def rejoin(self, members, is_new):
+        steps = self.gather("steps", members, None if is_new else self.step)
+        furthest = max(step for step in steps.values() if step is not None)
+        leader = next(p for p in members if steps[p] == furthest)
+        self.generation += 1
+        self.enter(members)
+        self.runner.rejoin(self.context, members.index(leader))
+
+    @property
+    def step(self):
+        return self.runner.progress().global_step
+
+    def gather(self, what, members, value):
+        """Return what all members say."""
+        key = f"{self.prefix}/{self.generation}/{what}"
+        self.store.set(f"{key}/{self.process}", json.dumps(value))
+        return {p: json.loads(self.store.get(f"{key}/{p}")) for p in members}
+
+    def result(self):
+        """Return the state, which is the same when all have loaded it and divided it anew."""
+        held = self.joined(self.runner.snapshot())
+        assert self.step - held["global_step"] in range(4)
+        state = self.joined(self.runner.state_dict())
+        self.runner.load_state_dict(copy.deepcopy(state))
+        check_equal(self.joined(self.runner.state_dict()), state)
+        return state
+
+    def joined(self, own):
+        """Return the state whose shares the workers have."""
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, own)
+        assert len({each["global_step"] for each in held}) == 1
+        return whole(with_shares(held))
+
+
+def check_equal(found, expected, place=""):
+    """Numbers that differ by rounding alone are equal."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (place, found.keys(), expected.keys())
+        for key, value in expected.items():
+            check_equal(found[key], value, f"{place}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), place
+        for number, value in enumerate(expected):
+            check_equal(found[number], value, f"{place}.{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.shape == expected.shape, (place, found.shape, expected.shape)
+        difference = (found.double() - expected.double()).abs().max().item()
+        assert difference < 1e-10, (place, difference)
+    elif isinstance(expected, float):
+        assert abs(found - expected) < 1e-10, place
+    else:
+        assert found == expected, (place, found, expected)
+
+
+def play(process, connect):
+    """Play the rounds that come, until there are no more."""
+    player = Player(process, connect)
+    player.watch()
+    for number in itertools.count():
+        if (given := pickle.loads(player.store.get(f"rounds/{number}"))) is None:
+            break
+        said = ""
+        try:
+            if (result := player.play(number, given)) is not None:
+                check(given, result)
+        except Exception:
+            said = traceback.format_exc()
+        player.leave_group()
+        player.store.set(f"said/{number}/{process}", said)
+    print("good")
+
+
+def play_round(store, number, given):
+    """Let the four processes play a round."""
+    store.set(f"rounds/{number}", pickle.dumps(given))
+    if given is not None:
+        said = [store.get(f"said/{number}/{n}").decode() for n in range(NUM_WORKERS)]
+        assert not any(said), "\n".join(said)
+
+
+def check(given, result):
+    """Compare the result of a round with one process."""
+    expected = plain_state(given.optimizer, given.num_optimizers, json.dumps(given.register))
+    names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
+    reference = {name: copy.deepcopy(expected[name]) for name in names}
+    for model in (*reference["models"], *result["models"]):
+        del model["count"]  # which counts forward passes
+    check_equal({name: result[name] for name in names}, reference, str(given))

@@ -1,0 +1,316 @@
+"""Optimizers whose work and state are divided over the workers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from raysgd import TrainingOperator
+from raysgd.context import WorkerContext
+from raysgd.errors import CheckpointError
+from raysgd.torch.runner import build_operator
+from raysgd.torch.sharding import (
+    ELEMENTWISE,
+    DividedOptimizer,
+    is_dense,
+    share_of,
+    transfers,
+    whole,
+)
+from tests.conftest import IN_SOAK, running_ranks
+from tests.operators import register_all
+from tests.unit.torch.rounds import Round, play_round
+
+PLAY = """
+import datetime
+from tests.unit.torch.rounds import play
+
+def connect():
+    timeout = datetime.timedelta(seconds=60)
+    return dist.TCPStore("127.0.0.1", int(sys.argv[-1]), timeout=timeout)
+
+play(rank, connect)
+"""
+
+MOMENTS = ("forward", "backward", "step", "barrier", "passed", "update", "gathered", "after 0")
+"""In the order of a step; from "passed" on some have made the update that others have not."""
+
+
+# ---- who holds what
+
+
+@st.composite
+def histories(draw):
+    """Return how many elements there are, and groups: who stays of the one before, who is new."""
+    total = draw(st.integers(1, 50))
+    groups = [list(range(draw(st.integers(3, 6))))]
+    for _ in range(draw(st.integers(1, 6))):
+        group = list(groups[-1])
+        if len(group) > 3 and draw(st.booleans()):
+            group.remove(draw(st.sampled_from(group)))
+        if draw(st.booleans()):
+            group.insert(draw(st.integers(0, len(group))), max(itertools.chain(*groups)) + 1)
+        groups.append(group)
+    return total, groups
+
+
+@given(histories())
+def test_with_a_copy_one_loss_at_a_time_loses_nothing(history):
+    total, groups = history
+    held = {worker: [] for worker in groups[0]}
+    held[groups[0][0]] = [(0, total, 0)]
+    for group in groups:
+        planned = transfers(total, len(group), 1, 0, [held.get(worker, []) for worker in group])
+        assert planned is not None
+        for transfer in planned:  # nobody sends what it does not have
+            source = held[group[transfer.source]]
+            assert any(a <= transfer.start and transfer.stop <= b for a, b, _ in source)
+        held = {
+            worker: [t[:3] for t in planned if rank in t.to] for rank, worker in enumerate(group)
+        }
+        for rank, worker in enumerate(group):
+            has = {n for start, stop, _ in held[worker] for n in range(start, stop)}
+            shares = (
+                share_of(total, len(group), rank),
+                share_of(total, len(group), (rank - 1) % len(group)),
+            )
+            assert has == {n for start, stop in shares for n in range(start, stop)}
+
+
+def test_the_newest_version_counts_and_one_older_than_the_parameters_is_worth_nothing():
+    (one, other) = transfers(2, 2, 0, 5, [[(0, 2, 5)], [(0, 1, 6), (1, 2, 4)]])
+    assert one == (0, 1, 6, 1, (0,))
+    assert other == (1, 2, 5, 0, (1,))
+    assert transfers(2, 1, 0, 5, [[(0, 2, 4)]]) is None
+    assert transfers(2, 1, 0, 5, [[(0, 2, 6), (0, 2, 5)]]) == [(0, 2, 6, 0, (0,))]
+
+
+# ---- workers that leave and join, in processes of their own
+
+
+@pytest.fixture(scope="module")
+def play():
+    """What lets four processes play a round."""
+    with running_ranks(PLAY, 4) as store:
+        numbers = itertools.count()
+        yield lambda given: play_round(store, next(numbers), given)
+        play_round(store, next(numbers), None)
+
+
+CHOSEN = [
+    # some have committed the step in which others fail
+    Round(leaves=[(2, 5, "fail gathered"), (1, 5, "fail gathered")]),
+    # two are lost that hold no share together, or one after the other down to one
+    Round(leaves=[(1, 3, "update"), (3, 3, "backward")], joins_at=8),
+    Round(copies=3, leaves=[(1, 3, "update"), (2, 3, "update"), (3, 5, "step")], joins_at=8),
+    # what one optimizer did is undone with the step that the other does not make
+    Round(
+        leaves=[(2, 4, "after 0")],
+        joins_at=8,
+        num_optimizers=2,
+        register={"max_grad_norm": 0.05},
+    ),
+    Round(copies=0, leaves=[(1, 3, "update")], is_lost=True),
+    Round(leaves=[(1, 3, "update"), (2, 3, "update")], is_lost=True),
+    # nobody else has the share of a worker that leaves as it was announced
+    Round(copies=0, moves=1, joins_at=8),
+    # memory runs out: before the update, in the midst of it, and where it has been made
+    Round(leaves=[(1, 3, "fail passed")], joins_at=8),
+    Round(leaves=[(1, 3, "fail within")], joins_at=8),
+    Round(leaves=[(1, 3, "fail update"), (2, 3, "fail passed")]),
+    Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
+]
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whoever_is_lost_at_any_moment_the_rest_end_as_one_process_does(play, moment):
+    number = MOMENTS.index(moment)
+    play(Round(leaves=[(number % 4, 4, moment)], joins_at=8 if number % 2 else None))
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.parametrize("given", CHOSEN)
+def test_what_is_lost_together_or_fails_ends_as_one_process_does_too(play, given):
+    play(given)
+
+
+@st.composite
+def rounds(draw):
+    """Return a round in which one is lost, and later perhaps another."""
+    steps = st.integers(0, 7)
+    first, second = draw(st.permutations(range(4)))[:2]
+    leaves = [(first, draw(steps), draw(st.sampled_from(MOMENTS)))]
+    if draw(st.booleans()):
+        leaves.append(
+            (second, leaves[0][1] + draw(st.integers(1, 2)), draw(st.sampled_from(MOMENTS)))
+        )
+    num_optimizers = draw(st.integers(1, 2))
+    return Round(
+        optimizer=draw(st.sampled_from(["AdamW", "SGD"])),
+        num_optimizers=num_optimizers,
+        register={
+            "gradient_accumulation_steps": draw(st.sampled_from([1, 2])),
+            "max_grad_norm": draw(st.sampled_from([None, 0.05])),
+        },
+        leaves=leaves,
+        joins_at=draw(st.sampled_from([None, 10])),
+    )
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@settings(
+    max_examples=500 if IN_SOAK else 5,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # one that fails may leave others waiting
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)
+@given(rounds())
+def test_in_any_round_with_one_loss_at_a_time_they_end_as_one_process_does(play, given):
+    play(given)
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="each of them does the same in other words")
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_each_optimizer_is_divided_exactly(play, kind):
+    play(Round(optimizer=kind.__name__, leaves=[(2, 4, "update")], joins_at=8))
+
+
+# ---- in this process
+
+
+def divided(optimizer, size=1):
+    each = DividedOptimizer(optimizer, None)
+    each.begin()
+    return each
+
+
+def test_a_worker_holds_a_share_of_the_state_alone(process_group, monkeypatch):
+    """What it takes of a state has a quarter of the bytes, and the shares are the whole."""
+    parameters = [torch.nn.Parameter(torch.randn(30, 7)), torch.nn.Parameter(torch.randn(11))]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        fresh = torch.optim.AdamW(parameters)
+        fresh.load_state_dict(state)
+        shares.append(DividedOptimizer(fresh, 0).parts())
+        assert fresh.state_dict()["state"] == {}
+        held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
+        assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
+    found = whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]})
+    for number, of_parameter in state["state"].items():
+        for name, value in of_parameter.items():
+            assert torch.equal(found["optimizers"][0]["state"][number][name], value)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]})
+
+
+def test_schedulers_hooks_and_who_reads_the_groups_see_the_optimizer_as_it_is(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    each = divided(optimizer)
+    seen = []
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(o.param_groups[0]["params"]))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    scheduler.step()
+    each.commit()
+    assert seen[0][0] is parameter
+    assert parameter.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        parameter.fill_(5.0)  # what user code does to parameters stays
+    optimizer.step()
+    assert parameter.tolist() == [4.5, 4.5, 4.5]
+
+
+def test_an_update_that_comes_in_another_way_is_refused(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    divided(optimizer)
+    with pytest.raises(RuntimeError, match="closure computes gradients"):
+        optimizer.step(lambda: None)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(RuntimeError, match="Call add_param_group before register"):
+        optimizer.step()
+
+
+def test_what_fills_its_memory_in_any_order_is_dense():
+    image = torch.ones(2, 3, 4, 5)
+    assert is_dense(image.to(memory_format=torch.channels_last))
+    assert is_dense(image.transpose(0, 3))
+    assert is_dense(torch.ones(()))
+    assert not is_dense(image[:, :, ::2])
+    assert not is_dense(torch.ones(3).expand(2, 3))
+
+
+# ---- what is refused
+
+
+class Refused(TrainingOperator):
+    def setup(self, config):
+        register_all(self, **config["register"]())
+
+
+def embedding(**options):
+    model = torch.nn.Embedding(4, 2, **options)
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def stranger():
+    strange = torch.nn.Parameter(torch.ones(2))
+    model = torch.nn.Linear(2, 2)
+    return {"models": model, "optimizers": torch.optim.SGD([*model.parameters(), strange], lr=0.1)}
+
+
+def strided():
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.ones(2, 4)[:, ::2])
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def muon():
+    model = torch.nn.Linear(2, 2, bias=False)
+    return {"models": model, "optimizers": torch.optim.Muon(model.parameters())}
+
+
+ON = {"sharding": "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ({"sharding": "full"}, {}, ValueError, 'must be None or "optimizer"'),
+        ({"sharding_args": {"copies": 1}}, {}, ValueError, "pass it too"),
+        ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
+        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes 'copies' alone"),
+        ({**ON, "sharding_args": {"copies": True}}, {}, TypeError, "must be an int"),
+        ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
+        (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
+        (ON, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
+        (muon, {}, ValueError, "does not know Muon"),
+        (lambda: embedding(sparse=True), {}, ValueError, "sparse gradients"),
+        (stranger, {}, ValueError, "1 parameters that are in no registered model"),
+        (strided, {}, ValueError, "does not fill its memory"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_register(arguments, options, error, match):
+    from raysgd.torch.options import TorchOptions
+    from raysgd.torch.registration import OperatorSettings
+
+    def given():
+        return {**ON, **arguments()} if callable(arguments) else arguments
+
+    settings = OperatorSettings(
+        options=TorchOptions(training_operator_cls=Refused, **options), context=WorkerContext()
+    )
+    with pytest.raises(error, match=match):
+        build_operator(Refused, {"register": given}, settings)
