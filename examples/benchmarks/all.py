@@ -109,6 +109,24 @@ def report_rows(result):
     yield "`raysgd.train.report()` beyond the slowest worker's work, ms", ms(result["report"])
 
 
+def sharding_rows(result):
+    workers = result["workers"]
+    for side, row in result["epoch"].items():
+        what = f"epoch of resnet by AdamW, {workers} workers, {side}, not divided = 1"
+        yield what, [f"{row[part]:.2f}" for part in ("median", "min", "max")]
+    what, row = f"the same, {workers} workers, one copy, no copy = 1", result["copy"]
+    yield what, [f"{row[part]:.2f}" for part in ("median", "min", "max")]
+    for side, row in result["memory"].items():
+        what = f"most memory of a worker, {result['floats']['memory']:,} floats, {side}, MiB"
+        yield what, [f"{row[part] / 2**20:.0f}" for part in ("median", "min", "max")]
+    for side, row in result["state"].items():
+        what = f"AdamW's state on a worker, {result['floats']['memory']:,} floats, {side}, MiB"
+        yield what, [f"{row[part] / 2**20:.0f}" for part in ("median", "min", "max")]
+    for side, row in result["next_step_s"].items():
+        what = f"loss to the next step, {result['floats']['next_step']:,} floats, {side}, ms"
+        yield what, ms(row)
+
+
 PEERS = {"epoch": epoch_rows, "start": start_rows}
 OWN = {
     "calls": calls_rows,
@@ -117,6 +135,7 @@ OWN = {
     "saving": saving_rows,
     "fidelity": fidelity_rows,
     "report": report_rows,
+    "sharding": sharding_rows,
 }
 ROWS = PEERS | OWN
 

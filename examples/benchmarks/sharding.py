@@ -1,0 +1,188 @@
+"""Time what dividing an optimizer costs and saves: epochs, memory, and the step after a loss.
+
+    python examples/benchmarks/sharding.py
+    python examples/benchmarks/sharding.py --num-workers 4 --runs 9 --json sharding.json
+
+- *epoch*: of resnet by AdamW, with no copy of a share and with one, beside one that is not divided.
+  The trainers take turns.
+- *memory*: the most that a worker has held, with AdamW and a model of so many floats; and of what
+  it holds between steps the part that is AdamW's state: what it holds beyond plain SGD.
+- *next step*: from the SIGKILL of a worker to the first step that the survivors finish.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import ray
+import torch
+from _workloads import (
+    BATCH_SIZE,
+    NUM_STEPS,
+    NUM_WORKERS,
+    in_turn,
+    machine,
+    make_data,
+    make_model,
+    spread,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.testing import chaos
+
+SIDES = {
+    "not divided": {},
+    "no copy": {"sharding": "optimizer", "sharding_args": {"copies": 0}},
+    "one copy": {"sharding": "optimizer", "sharding_args": {"copies": 1}},
+}
+NUM_LAYERS = 8
+
+
+class Timed(TrainingOperator):
+    """Trains resnet, or layers of so many floats, and notes when each of its steps is done."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        floats = config["floats"]
+        if floats is None:
+            model, data = make_model("resnet"), make_data("resnet", NUM_STEPS["resnet"])
+        else:
+            size = math.isqrt(floats // NUM_LAYERS)
+            layers = [torch.nn.Linear(size, size, bias=False) for _ in range(NUM_LAYERS)]
+            model = torch.nn.Sequential(*layers)
+            data = TensorDataset(torch.randn(4096, size), torch.randn(4096, size))
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=getattr(torch.optim, config["optimizer"])(model.parameters(), lr=1e-4),
+            criterion=torch.nn.MSELoss(),
+            **SIDES[config["side"]],
+        )
+        # resnet has the batches of two workers, which those there are share
+        size = BATCH_SIZE * NUM_WORKERS // self.world_size if floats is None else 2
+        self.register_data(train_loader=DataLoader(data, batch_size=size))
+        self.steps = []
+
+    def train_batch(self, batch, batch_info):
+        metrics = super().train_batch(batch, batch_info)
+        self.steps.append((time.monotonic(), self.world_size))
+        return metrics
+
+
+def make_trainer(side, floats, num_workers, optimizer="AdamW"):
+    return TorchTrainer(
+        training_operator_cls=Timed,
+        config={"side": side, "floats": floats, "optimizer": optimizer},
+        num_workers=num_workers,
+        elastic=ElasticConfig(grow=False, snapshot_every=None),
+    )
+
+
+def epochs(num_workers, runs):
+    """Return for each side the ratio of its epochs to those not divided, and what a copy costs."""
+    trainers = {side: make_trainer(side, None, num_workers) for side in SIDES}
+    try:
+
+        def epoch(trainer):
+            started = time.perf_counter()
+            trainer.train()
+            return time.perf_counter() - started
+
+        sides = {side: lambda _, trainer=t: epoch(trainer) for side, t in trainers.items()}
+        seconds = in_turn(runs, sides)
+    finally:
+        for trainer in trainers.values():
+            trainer.shutdown()
+
+    def ratio(side, to):
+        return spread([a / b for a, b in zip(seconds[side], seconds[to], strict=True)])
+
+    return {side: ratio(side, "not divided") for side in SIDES}, ratio("one copy", "no copy")
+
+
+def memory_of_process():
+    """Return the most bytes of memory that this process has held, and what it holds now."""
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, held
+
+
+def memory(num_workers, floats):
+    """Return for each side the most bytes that the workers have held, and those of the state."""
+    most, held = {}, {}
+    for side, optimizer in [("not divided", "SGD"), *((side, "AdamW") for side in SIDES)]:
+        with make_trainer(side, floats, num_workers, optimizer) as trainer:
+            trainer.train(num_steps=4)
+            most[side], held[side, optimizer] = zip(
+                *trainer.apply_all_workers(memory_of_process), strict=True
+            )
+    without = statistics.median(held["not divided", "SGD"])
+    state = {side: [each - without for each in held[side, "AdamW"]] for side in SIDES}
+    return {side: spread(most[side]) for side in SIDES}, {s: spread(state[s]) for s in SIDES}
+
+
+def next_step(num_workers, floats, runs):
+    """Return for each side the seconds from a kill to the next step."""
+    seconds = {side: [] for side in SIDES if side != "no copy"}  # which would start anew
+    for _ in range(runs):
+        for side, measured in seconds.items():
+            with make_trainer(side, floats, num_workers) as trainer:
+                trainer.train(num_steps=4)
+                killed = []
+
+                def kill(trainer=trainer, killed=killed):
+                    killed.append(time.monotonic())
+                    chaos.kill(trainer, 1)
+
+                timer = threading.Timer(1.0, kill)
+                timer.start()
+                while trainer.num_workers == num_workers:
+                    trainer.train(num_steps=20)
+                timer.join()
+                steps = trainer.apply_all_operators(lambda operator: operator.steps)[0]
+                measured.append(next(t for t, size in steps if size < num_workers) - killed[0])
+    return {side: spread(measured) for side, measured in seconds.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--smoke-test", action="store_true", help="one run of small models")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    args = parser.parse_args()
+    runs = 1 if args.smoke_test else args.runs
+    large, middle = (10_000, 10_000) if args.smoke_test else (25_000_000, 10_000_000)
+    ray.init("local", num_cpus=3 * args.num_workers, include_dashboard=False)
+    epoch, copy = epochs(args.num_workers, runs)
+    most, state = memory(args.num_workers, large)
+    result = {
+        "machine": machine(),
+        "workers": args.num_workers,
+        "floats": {"memory": large, "next_step": middle},
+        "epoch": epoch,
+        "copy": copy,
+        "memory": most,
+        "state": state,
+        "next_step_s": next_step(args.num_workers, middle, runs),
+    }
+    for side in SIDES:
+        ratio, step = result["epoch"][side], result["next_step_s"].get(side)
+        print(
+            f"{side:12} epoch {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})   "
+            f"memory {most[side]['max'] / 2**20:.0f} MiB, state {state[side]['max'] / 2**20:.0f}"
+            + (f"   next step {1e3 * step['median']:.0f} ms" if step else "")
+        )
+    print(f"an epoch with one copy takes {copy['median']:.2f} of one without")
+    print(f"{args.num_workers} workers, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
