@@ -66,7 +66,7 @@ class Timed(TrainingOperator):
         )
         # resnet has the batches of two workers, which those there are share
         size = BATCH_SIZE * NUM_WORKERS // self.world_size if floats is None else 2
-        self.register_data(train_loader=DataLoader(data, batch_size=size))
+        self.register_data(train_loader=DataLoader(data, batch_size=size, shuffle=True))
         self.steps = []
 
     def train_batch(self, batch, batch_info):

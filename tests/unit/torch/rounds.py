@@ -5,6 +5,7 @@ the midst of a step and join again; in the end it is compared with one process.
 """
 
 import copy
+import datetime
 import functools
 import itertools
 import json
@@ -384,6 +385,7 @@ def play_round(store, number, given):
     """Let the four processes play a round."""
     store.set(f"rounds/{number}", pickle.dumps(given))
     if given is not None:
+        store.set_timeout(datetime.timedelta(seconds=60))
         said = [store.get(f"said/{number}/{n}").decode() for n in range(NUM_WORKERS)]
         assert not any(said), "\n".join(said)
 
