@@ -75,7 +75,6 @@ def trained(make, compile=False):
         return parameters(trainer.get_local_operator()), model
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("make", "regional", "num_graphs"),
     [(make_model, False, 1), (Deep, False, 1), (Deep, True, 2)],
@@ -109,7 +108,6 @@ class Noisy(Deep):
         return super().forward(self.drop(self.norm(features)))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("regional", [False, True])
 def test_what_others_have_compiled_is_compiled_ahead_and_changes_nothing(regional):
     config = {"make": Noisy, "compile": {"backend": count, "regional": regional}}
