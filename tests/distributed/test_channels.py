@@ -110,7 +110,8 @@ def test_connections_that_break_cost_no_step(two):
     assert metrics["num_samples"] == left
     assert ledger_of(trainer).eq(1).all()
     assert trainer.global_step == NUM_SAMPLES // 10
-    assert two.kinds == []
+    # pulses break with them: a worker for which that lasts two seconds may stop once, as cut off
+    assert {*two.kinds} <= {"resumed"}
 
 
 def test_workers_that_cannot_connect_are_called_by_ray(module_cluster, monkeypatch, caplog):
