@@ -434,6 +434,7 @@ class OperatorTrainer:
         Raises:
             WorkerLostError: if workers are lost more than three times meanwhile.
         """
+        self._controller.snapshots.outdate()  # they are without this metric
         arguments = {"call": self._calls.next_number(), "metric": metric}
         call = Call(method="update_schedulers", arguments=arguments, max_losses=3, is_frequent=True)
         self._call(call)

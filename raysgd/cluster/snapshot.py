@@ -37,6 +37,10 @@ class SnapshotKeeper:
         self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
+    def outdate(self) -> None:
+        """Fetch the next snapshot in any case: of as many steps there will be another one."""
+        self._step, self._coming = -1, None
+
     def follow(
         self, member: Member, progress: Progress, others: Mapping[Member, Progress] | None = None
     ) -> None:

@@ -98,6 +98,7 @@ class TorchRunner(OperatorRunner):
                 scheduler.step(metric)
         loop.scheduled = call
         loop.snapshots.clear()  # what it holds is from before
+        loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""

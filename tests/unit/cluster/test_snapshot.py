@@ -80,6 +80,10 @@ def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
         if step is not None:
             member.send(state)
     assert keeper.state() == "after"
+    keeper.outdate()
+    keeper.follow(member, at(5))
+    member.send("after that")
+    assert keeper.state() == "after that"
 
 
 def divided(step):

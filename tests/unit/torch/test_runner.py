@@ -725,6 +725,8 @@ def test_metrics_reach_every_scheduler():
         runner.update_schedulers(call=call, metric=1.0)
     rates = [o.param_groups[0]["lr"] for o in runner.operator._registration.optimizers]
     assert rates == [0.5, 0.5]
+    kept = runner.snapshot()["optimizers"]  # if all workers are lost now, they start from it
+    assert [each["param_groups"][0]["lr"] for each in kept] == rates
 
 
 def test_setup_that_seeds_decides_the_order():
