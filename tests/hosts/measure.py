@@ -126,8 +126,11 @@ def redone(steps):
     return max(0, most - 1)  # workers are up to one step apart
 
 
-def cut_for(seconds, host):
-    def fault(run):
+def cut_for(seconds, host=None):
+    """Cut a host off; by default one that has a single worker."""
+
+    def fault(run, host=host):
+        host = alone(run)[0] if host is None else host
         run.hosts.cut(host)
         time.sleep(seconds)
         run.hosts.heal(host)
@@ -143,9 +146,10 @@ def power_off(run):
 
 
 def part(run):
-    run.hosts.part([1, 2])
+    parted = [host for host in (1, 2, 3) if run.hosts.processes(host, run.WORKER)][:2]
+    run.hosts.part(parted)
     time.sleep(12)
-    run.hosts.part([1, 2], parted=False)
+    run.hosts.part(parted, parted=False)
 
 
 def stop_head(run):
@@ -187,10 +191,10 @@ def drain(*hosts, notice_s=15):
 
 
 FAULTS = {
-    "cut for 1 s": (ROOM, cut_for(1, 2)),
-    "cut for 5 s": (ROOM, cut_for(5, 2)),
-    "cut for 20 s": (ROOM, cut_for(20, 2)),
-    "cut for 90 s": (ROOM, cut_for(90, 2)),
+    "cut for 1 s": (ROOM, cut_for(1)),
+    "cut for 5 s": (ROOM, cut_for(5)),
+    "cut for 20 s": (ROOM, cut_for(20)),
+    "cut for 90 s": (ROOM, cut_for(90)),
     "power off": (ROOM, power_off),
     "two hosts do not reach each other": (ROOM, part),
     "driver's host cut off for 5 s": (ROOM, cut_for(5, 0)),
@@ -222,6 +226,9 @@ def row(side, name, run):
     try:
         FAULTS[name][1](run)
         over = time.time()
+        for host in (1, 2, 3):
+            if not run.hosts.processes(host, "raylet"):  # Ray has taken it for dead meanwhile
+                run.hosts.start_ray(host)
         wait_until(lambda: any(num == NUM_WORKERS for _, num, _ in run.steps(over)), RECOVER_S)
         events = run.end()
     except AssertionError as error:
