@@ -108,10 +108,10 @@ for reports in trainer.run_iterator(
     if len(lives) == 1 and now["step"] == 5:
         cluster.remove_node(other)
     elif len(lives) == 2 and now["step"] == lives[1]["step"] + 5:
-        cluster.add_node(num_cpus=1)
+        other = cluster.add_node(num_cpus=1)
     elif len(lives) == 3 and now["step"] == lives[2]["step"] + 5:
-        node = trainer.events[-1].nodes[0]
-        ray._raylet.GcsClient(address=cluster.address).drain_node(node, 2, "tested", 0)
+        gcs = ray._raylet.GcsClient(address=cluster.address)
+        gcs.drain_node(other.node_id, 2, "tested", 0)
     elif len(lives) == 4:
         break
 kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
