@@ -21,19 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch import optim
 
 from raysgd.errors import CheckpointError
 from raysgd.torch import collectives
@@ -50,17 +38,17 @@ __all__ = [
 ]
 
 ELEMENTWISE = (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
+    optim.ASGD,
+    optim.SGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
 )
 """Optimizers that update each element by its own gradient and state, so that any part can be
 updated by itself."""
@@ -449,7 +437,7 @@ class DividedOptimizer:
         What a worker has it keeps until all have what they lack.
 
         Args:
-            leader: the rank whose parameters all have now.
+            leader: the rank whose parameters all have, or get when this is done.
             device: this rank's.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -457,7 +445,6 @@ class DividedOptimizer:
         told: list[Any] = [None] * size
         dist.all_gather_object(told, (self._token, self._version, own))
         token, version, _ = told[leader]
-        self._version = self._committed = version
         copies = self._num_copies(size)
         held = [blocks if of == token else [] for of, _, blocks in told]
         planned = transfers(self._total, size, copies, version, held)
@@ -475,7 +462,7 @@ class DividedOptimizer:
                 self._add(state, blocks, start, stop, newest, contents)
         collectives.minimum(0, device)  # from now on nobody needs what the others had
         self._state, self._blocks, self._buffers = state, blocks, {}
-        self._token = token
+        self._token, self._version, self._committed = token, version, version
         self._lay_out()
         self.settled = all(each.version == version for each in planned)
 
