@@ -43,6 +43,8 @@ class Attempt:
         self.first_error: tuple[Member, Outcome] | None = None
         self.interrupted_by_us = False
         """Whether the workers were stopped though none had failed."""
+        self.unanswered: BaseException | None = None
+        """Why the outcome of a worker will never come that may live, and is to be asked again."""
 
     @property
     def pending(self) -> dict[Member, Future[Outcome]]:
@@ -57,7 +59,7 @@ class Attempt:
     @property
     def failed(self) -> bool:
         """Whether a worker has failed."""
-        return bool(self.lost) or any(
+        return bool(self.lost or self.unanswered) or any(
             o.kind not in ("ok", "paused") for o in self.outcomes.values()
         )
 
@@ -89,6 +91,8 @@ class Attempt:
                     self.first_error = (member, outcome)
                 elif outcome.kind == "cut off":
                     self.interrupted_by_us = True
+            elif member.may_live(error):
+                self.unanswered, self.interrupted_by_us = error, True
             elif is_loss(error):
                 self.lost[member] = error
             else:
@@ -124,10 +128,9 @@ class Attempt:
         """Return the exception to raise for a failure that is no loss."""
         if self.first_error is not None:
             return self.first_error[1].exception()
-        reasons = (
-            o for o in self.outcomes.values() if o.kind in ("communication", "stopped", "cut off")
-        )
-        reason = next(reasons).exception()
+        stopped = ("communication", "stopped", "cut off")
+        reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
+        reason = next(reasons, self.unanswered)
         error = CollectiveError(
             f"Workers could not communicate, though all of them are alive: {reason}"
         )

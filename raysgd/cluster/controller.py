@@ -796,6 +796,8 @@ class Controller:
     ) -> tuple[dict[Member, Progress], dict[Member, BaseException]]:
         """Return how far workers are, and who is lost: those that do not answer are ended."""
         asked = {member: member.control("progress") for member in members}
+        while self._group.is_cut_off and self._clock.wait(asked.values(), _TICK_S):
+            self._check_open()
         self._clock.wait(asked.values(), _SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         for member, error in lost.items():

@@ -58,6 +58,10 @@ class Member(ABC):
         """Whether its host is there, as far as the driver can tell."""
         return self.pulse is None or self.pulse.is_heard
 
+    def may_live(self, error: BaseException) -> bool:
+        """Whether a worker may be there though a call on it failed by this error of Ray's."""
+        return False
+
     @abstractmethod
     def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
         """Start a call in the work thread.
@@ -242,6 +246,16 @@ class ActorMember(Member):
             self._hang_up()
             self._check_alive()
             return self.actor.execute.remote(function, *args, **kwargs)
+
+    def may_live(self, error: BaseException) -> bool:
+        """Whether Ray has given up its connection to the worker, and the pulse has not.
+
+        That is about operators. Nobody could make the call of a training function again.
+        """
+        import ray.exceptions
+
+        stops = self.pulse is not None and self._pulses is not None and self._pulses.terms.stops
+        return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def _check_alive(self) -> None:
         if not self.alive:

@@ -393,7 +393,9 @@ def _actor_class() -> Any:
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
             group = "control" if name in CONTROL_METHODS else "work"
-            ray.method(concurrency_group=group)(method)
+            # answers are lost with Ray's connection to a worker, after 20 s without a link
+            retries = -1 if name in ("interrupt", "progress") else 0
+            ray.method(concurrency_group=group, max_task_retries=retries)(method)
     remote: Any = ray.remote  # its types do not know concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 

@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 
 import pytest
+import ray.exceptions
 
 from raysgd.cluster import attempt as attempt_module
 from raysgd.cluster.attempt import Attempt
@@ -23,8 +24,15 @@ def outcome(kind, payload=None):
     return Outcome(kind, payload, Progress())
 
 
+class Named(str):
+    """A worker that may live until Ray says that it has died."""
+
+    def may_live(self, error):
+        return isinstance(error, ray.exceptions.ActorUnavailableError)
+
+
 def attempt_of(*names):
-    futures = {name: Future() for name in names}
+    futures = {Named(name): Future() for name in names}
     return Attempt(futures, Clock()), futures
 
 
@@ -51,6 +59,26 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
     attempt.settle(0)
     assert attempt.first_error[0] == "b"
     assert isinstance(attempt.error(), ValueError)
+
+
+def test_an_answer_that_is_gone_is_no_loss_and_stops_the_others():
+    attempt, futures = attempt_of("a", "b")
+    futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
+    attempt.settle(0)
+    assert attempt.failed
+    assert attempt.interrupted_by_us  # so that the call is made again, if it may be
+    attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
+    assert not attempt.lost
+    assert not attempt.pending
+
+
+def test_where_all_answers_are_gone_the_error_says_why():
+    attempt, futures = attempt_of("a")
+    futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
+    attempt.settle(0)
+    error = attempt.error()
+    assert isinstance(error, CollectiveError)
+    assert "reset" in str(error)
 
 
 def test_a_failed_collective_waits_for_its_reason():

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -21,6 +22,7 @@ from raysgd.cluster.members import (
     is_loss,
     loss_cause,
 )
+from raysgd.cluster.pulses import Terms
 from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
 from tests.unit.cluster.serving import serve
@@ -383,3 +385,12 @@ def test_what_ray_says_about_a_death_comes_in_one_line():
 )
 def test_a_loss_is_told_from_other_errors(error, lost):
     assert is_loss(error) is lost
+
+
+@pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
+def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, stops, lives):
+    if stops is not None:  # its calls, when it hears nothing of the driver
+        member._pulses = SimpleNamespace(terms=Terms(2.0, 60.0, stops))
+        member.pulse = object()
+    assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
+    assert not member.may_live(ray.exceptions.ActorDiedError())
