@@ -118,14 +118,6 @@ def _train(config):
                     train.report({"step": step}, checkpoint=saved)
 
 
-def redone(steps):
-    """How many steps had been done already when others went on after the longest pause."""
-    ahead, most = 0, 0
-    for _, _, step in steps:
-        most, ahead = max(most, ahead - step), max(ahead, step)
-    return max(0, most - 1)  # workers are up to one step apart
-
-
 def cut_for(seconds, host=None):
     """Cut a host off; by default one that has a single worker."""
 
@@ -236,7 +228,7 @@ def row(side, name, run):
         return False
     said = run.said(events)
     pause = f"{run.pause(began):.1f} s"
-    print(f"| {side} | {name} | {pause} | {redone(run.steps(began))} |", flush=True)
+    print(f"| {side} | {name} | {pause} | {run.redone(began)} |", flush=True)
     for line in [*said, *run.log.read_text(errors="replace")[logged:].splitlines()]:
         print(f"    {line}", flush=True)
     return True

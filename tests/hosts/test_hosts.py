@@ -117,6 +117,13 @@ class Run:
         wait_until(lambda: any(num == size for _, num, _ in self.steps(since)), 60)
         return next(moment for moment, num, _ in self.steps(since) if num == size)
 
+    def redone(self, since):
+        """How many steps since then had been done already when others went on."""
+        ahead, most = 0, 0
+        for _, _, step in self.steps(since):
+            most, ahead = max(most, ahead - step), max(ahead, step)
+        return max(0, most - 1)  # workers are up to one step apart
+
     def pause(self, since):
         """The longest time without a step since then, in seconds."""
         times = [since, *(moment for moment, *_ in self.steps(since))]
@@ -240,27 +247,30 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
     run.await_nobody_else()
 
 
-def test_workers_that_are_to_go_hand_over_before_and_it_costs_nothing(run):
-    """One is sent SIGTERM, and a node is drained by Ray; each time there is room elsewhere."""
+def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
+    """Ray drains a node, and there is room elsewhere; one is sent SIGTERM, and there is none."""
     began = time.time()
-    first = min(run.alone())
-    run.alone()[first].send_signal(signal.SIGTERM)
-    wait_until(lambda: not run.hosts.processes(first, "ray::Worker"), 30)
-    drained = min(run.alone().keys() - {first})
+    drained = min(run.alone())  # it has one CPU, as many as are left
     run.hosts.drain(drained, 30)
     wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
+    moved = run.await_size(NUM_WORKERS, time.time())
+    terminated = next(iter(run.alone().values()))
+    terminated.send_signal(signal.SIGTERM)
+    wait_until(lambda: not terminated.is_running(), 30)
+    run.await_size(NUM_WORKERS - 1, moved)
     events = run.end()
-    moved, late = ["moved"], ["resumed", "grown"]  # a busy machine has no successor within 7 s
-    assert kinds(events) in [["draining", *how, "draining", "moved"] for how in (moved, late)]
-    assert [events[0][1], events[-2][1]] == ["its process was sent SIGTERM", "Ray drains its node"]
-    assert run.pause(began) < 1.0
+    assert kinds(events) == ["draining", "moved", "draining", "resumed", "grown"]
+    assert [events[0][1], events[2][1]] == ["Ray drains its node", "its process was sent SIGTERM"]
+    assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
+    assert run.redone(began) == 0
     assert run.hosts.address(drained) not in run.call("workers")
 
 
 def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):
+    time.sleep(2 * IN_SOAK)  # for Ray's connections to be in use, which it gives up within 20 s
     cut = time.time()
     run.hosts.cut(0)
-    time.sleep(20 if IN_SOAK else 4.5)  # by then Ray has given its connections up
+    time.sleep(20 if IN_SOAK else 4.5)
     healed = time.time()
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
