@@ -89,6 +89,10 @@ _of_parent: list[WorkerGroup] = []
 """In a fork, for good: Ray ends an actor also where a fork lets go of the last handle of it."""
 
 
+class _CutOffError(Exception):
+    """Workers that were about to be a group were stopped, since the driver's host was cut off."""
+
+
 class Controller:
     """Runs calls on all workers of a group, through failures.
 
@@ -911,7 +915,7 @@ class Controller:
                 continue
             try:
                 self._found(joining)
-            except WorkerLostError as failure:
+            except (WorkerLostError, _CutOffError) as failure:
                 self._part(joining, failure)
             else:
                 self._scale_up.joined(ready)
@@ -925,6 +929,7 @@ class Controller:
 
         Raises:
             WorkerLostError: if one of them is lost meanwhile.
+            _CutOffError: if they did not reach the driver for a while.
         """
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._contexts(members)
@@ -945,13 +950,13 @@ class Controller:
         if leader is None:
             self._load_snapshot(members)
 
-    def _part(self, joining: Mapping[Member, Replacement], error: WorkerLostError) -> None:
+    def _part(self, joining: Mapping[Member, Replacement], error: Exception) -> None:
         """Give up who was lost as a group was to begin; the others stay where they can."""
         # nobody knows what `on_start` has done to a process, and some can be in one group only
         are_used = bool(self.members) or not self._recovery.rejoins
         self.members.clear()
         _, lost = self._reached(joining)
-        if not lost:
+        if not lost and not isinstance(error, _CutOffError):
             raise error
         busy = self._broken().busy
         for member, replacement in joining.items():
@@ -1197,7 +1202,8 @@ class Controller:
                 node_id=member.info.node_id,
             ) from error
         if attempt.failed:
-            raise attempt.error()
+            is_cut_off = attempt.interrupted_by_us and attempt.first_error is None
+            raise _CutOffError if is_cut_off else attempt.error()
 
     def _number(self, members: Sequence[Member]) -> None:
         self._ranks = {member: rank for rank, member in enumerate(members)}

@@ -267,6 +267,23 @@ def test_nobody_is_paused_while_a_worker_does_not_answer(world):
     assert [member.interruptions for member in first_two] == [0, 0]
 
 
+def test_a_driver_that_is_cut_off_as_all_begin_anew_keeps_those_that_have_come_up(world):
+    controller = world.drive(3).controller
+
+    def stop():
+        next(m for m in world.workers if m.is_at("enter")).end("cut off", ConnectionError())
+
+    def lose_all():
+        world.on_meeting.append(stop)
+        for member in list(controller.members):
+            member.die("power off")
+
+    world.at_step(20, lose_all)
+    assert steps_of(run_until(controller, 100, max_losses=3)) == [100] * 3
+    assert kinds(controller).count("restarted") == 1
+    assert len(world.workers) == 3 + 3
+
+
 # ---- replacement workers that fail
 
 
