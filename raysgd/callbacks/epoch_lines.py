@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -85,8 +86,10 @@ def in_notebook() -> bool:
 
 
 def is_interactive() -> bool:
-    """Whether what is written to standard error can be redrawn in place."""
-    return sys.stderr.isatty() or in_notebook()
+    """Whether a bar can be redrawn in place: a notebook needs ipywidgets for it."""
+    if in_notebook():
+        return importlib.util.find_spec("ipywidgets") is not None
+    return sys.stderr.isatty()
 
 
 def _seconds_of(trainer: Trainer) -> float:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from raysgd.callbacks.base import Trainer
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, means_in, place_of
 from raysgd.context import Progress
@@ -23,11 +21,11 @@ _MOST = 4
 class ProgressBar(EpochLines):
     """Shows batches, newest metrics, samples a second and live workers of each call.
 
-    In a terminal or a notebook it is a bar that is redrawn in place; its last state stays, or in
-    ``fit()`` gives way to the line of the epoch. Where standard error goes to a file, it is a line
-    now and then, and one at the end of a call or of an epoch of ``fit()``.
-    ``TorchTrainer(use_tqdm=True)`` has one, ``fit()`` in a terminal or a notebook as well. Give it
-    as the first callback where others print: its line is done then.
+    In a terminal, or a notebook with ipywidgets, it is a bar that is redrawn in place; its last
+    state stays, or in ``fit()`` gives way to the line of the epoch. Elsewhere it is a line now and
+    then, and one at the end of a call or of an epoch of ``fit()``. ``TorchTrainer(use_tqdm=True)``
+    has one, ``fit()`` as well where it is a bar. Give it as the first callback where others print:
+    its line is done then.
 
     Args:
         every_s: seconds between two lines where there is no terminal.
@@ -143,6 +141,8 @@ class _Bar:
     """A bar of tqdm."""
 
     def __init__(self, label: str, stays: bool) -> None:
+        from tqdm.auto import tqdm  # in a notebook without widgets this warns
+
         self.label = label
         self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tqdm.auto
 
 from raysgd.callbacks import EarlyStopping, ProgressBar, epoch_lines
 from raysgd.callbacks import progress as module
@@ -107,7 +108,7 @@ def notebook(monkeypatch):
     for name in ("IProgress", "HTML", "TqdmHBox"):
         monkeypatch.setattr(notebook, name, widget, raising=False)
     monkeypatch.setattr(notebook, "display", lambda container: None, raising=False)
-    monkeypatch.setattr(module, "tqdm", notebook.tqdm)
+    monkeypatch.setattr(tqdm.auto, "tqdm", notebook.tqdm)
     monkeypatch.setattr(module, "is_interactive", lambda: True)
 
 
@@ -126,7 +127,7 @@ def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
 
 def test_bars_that_are_turned_off_are_no_error(terminal, monkeypatch):
     """As ``TQDM_DISABLE=1`` does, which tqdm reads when it is imported."""
-    monkeypatch.setattr(module, "tqdm", functools.partial(module.tqdm, disable=True))
+    monkeypatch.setattr(tqdm.auto, "tqdm", functools.partial(tqdm.auto.tqdm, disable=True))
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "train", [progress(2)])
     bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99})
@@ -202,7 +203,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_call(make_trainer, monkeypat
     assert trainer.global_step == 5
 
 
-def test_a_notebook_is_no_file(monkeypatch):
+def test_a_notebook_has_bars_where_it_has_widgets(monkeypatch):
     class Shell:
         config = {"IPKernelApp": {}}  # noqa: RUF012
 
@@ -216,6 +217,9 @@ def test_a_notebook_is_no_file(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert not module.is_interactive()
     IPython.shell = Shell()
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert not module.is_interactive()
+    monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(__spec__=()))
     assert module.is_interactive()
 
 
