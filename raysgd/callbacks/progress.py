@@ -116,7 +116,7 @@ class ProgressBar(EpochLines):
             num_batches = None if counted is None else round(counted)
             shown = self._told(trainer, metrics.get(NUM_SAMPLES), means_in(metrics))
             self._display.finish(label, num_batches, shown)
-        self._close()
+        self._close(is_done=True)
 
     def _told(
         self, trainer: Trainer, num_samples: float | None, means: Mapping[str, float]
@@ -131,10 +131,10 @@ class ProgressBar(EpochLines):
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
         return shown
 
-    def _close(self) -> None:
+    def _close(self, is_done: bool = False) -> None:
         display, self._display = self._display, None
         if display is not None:
-            display.close()
+            display.close(is_done)
 
 
 class _Bar:
@@ -164,7 +164,9 @@ class _Bar:
         num_shown = int(known) if num_batches is None else num_batches
         self.show(num_shown, num_shown or None, shown)
 
-    def close(self) -> None:
+    def close(self, is_done: bool) -> None:
+        if is_done:  # a notebook takes a bar that is not full for one of a failure, and keeps it
+            self._bar.total = self._bar.n
         self._bar.close()
 
 
@@ -184,7 +186,7 @@ class _Lines:
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
         self._write(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
 
-    def close(self) -> None:
+    def close(self, is_done: bool) -> None:
         pass
 
     def _write(self, label: str, done: str | None, shown: dict[str, str]) -> None:
