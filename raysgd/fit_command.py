@@ -19,6 +19,7 @@ from raysgd.trees import map_leaves
 
 __all__ = ["fit", "load_operator", "read_settings"]
 
+_logger = logging.getLogger(__name__)
 _SECTIONS = ("config", "trainer", "fit")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -111,6 +112,12 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> History
     module = importlib.import_module(name)
     trainer_cls = module.TFTrainer if name == "raysgd.tf" else module.TorchTrainer
     arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
+    if "runtime_resources" in Path(arguments["logdir"]).absolute().parts:
+        _logger.warning(
+            "The run folder %s is in the copy of your code that Ray made for this job, and is gone "
+            "with it: give --logdir the full path of a folder that all nodes see.",
+            arguments["logdir"],
+        )
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],

@@ -54,12 +54,17 @@ def test_the_same_command_again_goes_on(folder, place):
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
 
-def test_the_example_trains(folder):
+def test_the_example_trains_and_says_that_ray_takes_a_copy_of_it_away(folder, caplog, monkeypatch):
     examples = Path(__file__).parents[2] / "examples"
     place = f"{examples / 'digits.py'}:DigitClassifier"
     little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.limit_train_batches=0.2"]
     done = fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
     assert json.loads(done.stdout.splitlines()[-1])["batch_count"] == 4, done.output
+    assert "run folder" not in caplog.text
+    (folder / "runtime_resources").mkdir()
+    monkeypatch.chdir(folder / "runtime_resources")
+    fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
+    assert "give --logdir the full path" in caplog.text
 
 
 def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
