@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 import traceback
 
@@ -500,7 +501,10 @@ def test_fit_logs_by_the_step_while_the_epoch_goes_on(make_trainer, tmp_path):
         assert point["seconds"] > 0
     trainer.shutdown()
     report = (tmp_path / "report.html").read_text()
-    assert "train_loss, by the step" in report
+    drawn = report.partition('"name":"train_loss, by the step"')[2]
+    x, y = (re.search(rf'"{axis}":\[(.*?)\]', drawn).group(1).split(",") for axis in "xy")
+    told = [(point["global_step"], point["metrics"]["train_loss"]) for point in points()]
+    assert [*zip(map(float, x), map(float, y), strict=True)] == told
     assert '<td class="text">step</td>' not in report, "the table is of calls"
     assert [step for step, _ in scalars(tmp_path / "tensorboard", "step/twice")] == [2, 4, 6, 8, 10]
     assert len(scalars(tmp_path / "tensorboard", "train/twice")) == 3
