@@ -35,14 +35,18 @@ MOST_WORKERS = 10_000
 
 
 def suggests(method: _Method) -> _Method:
-    """Let a method, such as ``__init__``, say of an unknown argument which one may be meant."""
+    """Let a method, such as ``__init__``, say of an unknown argument which one may be meant.
+
+    One with ``**arguments`` says so itself. What it raises has the frames of the user alone.
+    """
     own = inspect.signature(method).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in own.values())
     is_init = method.__name__ == "__init__"
 
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name not in own:
+            if name not in own and not takes_any:
                 if not is_init:
                     raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
                 # a subclass that passes it on may take more

@@ -80,7 +80,7 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
         warnings.warn(
             f"config[BATCH_SIZE]={size} does not divide by {world_size} workers; the global "
             f"batch is {rounded} ({rounded // world_size} a worker).",
-            stacklevel=4,
+            stacklevel=5,  # the line that makes the trainer
         )
 
 

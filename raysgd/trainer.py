@@ -509,6 +509,7 @@ class OperatorTrainer:
         state["data"]["rng"] = generators
         return state
 
+    @suggests
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Take over a state, on any number of workers.
 
@@ -615,6 +616,7 @@ class OperatorTrainer:
         models = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
         return models[0] if len(models) == 1 else models
 
+    @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over the state in a file that `save` wrote. No code from the file is run.
 

@@ -229,8 +229,8 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
     if lost and frequency in ("batch", "epoch"):
         logger.warning(
             "%s registered a %s and keeps it in no attribute: with scheduler_step_freq=%r it steps "
-            "all the same, which one of RaySGD v1 did not. Pass "
-            'scheduler_step_freq="manual" if it shall not step by itself.',
+            "all the same, which one of RaySGD v1 did not. Keep it, as self.scheduler, and this is "
+            'not said; pass scheduler_step_freq="manual" if it shall not step by itself.',
             type(operator).__name__,
             type(lost[0]).__name__,
             frequency,

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback
 from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
@@ -98,6 +99,7 @@ class TorchTrainer(OperatorTrainer):
 
     _trainable = "BaseTorchTrainable"
 
+    @suggests
     def __init__(
         self,
         *,

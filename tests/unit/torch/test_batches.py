@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd import TrainingOperator
+from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 
 FEATURES, TARGET = (
@@ -144,6 +145,23 @@ def test_an_error_in_a_batch_leads_to_it_and_shows_no_frames_of_libraries(
     with pytest.raises(RuntimeError) as whole:
         make_trainer(Wrong).fit(1)
     assert "linear.py" in "".join(traceback.format_exception(whole.value))
+
+
+def test_an_error_of_setup_or_of_a_file_shows_no_frames_of_libraries(make_trainer, tmp_path):
+    class Wrong(Trained):
+        def setup(self, config):
+            self.register_data(train_loader=(batch for batch in ()))
+
+    def lines_of(error):
+        return "".join(traceback.format_exception(error)).splitlines()
+
+    with pytest.raises(TypeError, match="has no second epoch") as caught:
+        make_trainer(Wrong)
+    assert len(lines_of(caught.value)) < 18
+    assert "in setup" in "".join(lines_of(caught.value))
+    with pytest.raises(CheckpointError, match="there is no such file") as caught:
+        make_trainer(Trained, {"model": Model}).load(tmp_path / "nothing.ckpt")
+    assert len(lines_of(caught.value)) < 8
 
 
 def test_what_was_given_as_none_is_returned_as_none():
