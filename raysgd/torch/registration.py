@@ -627,15 +627,12 @@ class TorchRegistration(Registration):
         to = collectives.fewest_receivers(lacking, device)
         if lacking and (to is None or lacks or collectives.rank() == leader):
             state = collectives.broadcast_state(self.training_state, leader, device, to)
-        if self._divided:  # each worker's share is one of the leader's parameters
-            if lacks:
-                self._load(state)
-            for divided in self._divided:
-                divided.redivide(leader, device)
         buffers = self.from_rank(self._buffers.tensors, leader)
+        for divided in self._divided:
+            divided.redivide(leader, device)
         # all has come: whoever has a part of a step's state would do the step again if `leader`
         # was lost before the rest had come
-        if lacks and not self._divided:
+        if lacks:
             self._load(state)
         if follows:
             self._buffers.set(buffers)
