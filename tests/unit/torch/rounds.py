@@ -182,6 +182,7 @@ class Player:
         runner = self.runner = make_runner(given, self.at, divides=True)
         self.enter(members)
         runner.setup(self.context)
+        self.gather("set up", members, None)  # nobody leaves while another sets up
         call = 0
         while True:
             goal = NUM_STEPS if given.joins_at is None or not absent else given.joins_at
@@ -386,7 +387,12 @@ def play_round(store, number, given):
     store.set(f"rounds/{number}", pickle.dumps(given))
     if given is not None:
         store.set_timeout(datetime.timedelta(seconds=60))
-        said = [store.get(f"said/{number}/{n}").decode() for n in range(NUM_WORKERS)]
+        keys = [f"said/{number}/{n}" for n in range(NUM_WORKERS)]
+        try:
+            store.wait(keys)
+        except dist.DistStoreError:  # they wait for one that has failed
+            keys = [key for key in keys if store.check([key])] or keys
+        said = [store.get(key).decode() for key in keys]
         assert not any(said), "\n".join(said)
 
 

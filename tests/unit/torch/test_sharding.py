@@ -161,8 +161,9 @@ def rounds(draw):
 
 
 @pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.timeout(900 if IN_SOAK else 300)
 @settings(
-    max_examples=500 if IN_SOAK else 5,
+    max_examples=100 if IN_SOAK else 5,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # one that fails may leave others waiting
     suppress_health_check=list(HealthCheck),
     deadline=None,
