@@ -262,6 +262,8 @@ class ScaleUp:
 
     def drop(self, replacement: Replacement) -> None:
         """End a replacement worker."""
+        if replacement not in self._replacements:
+            return  # a call that `shutdown` in another thread ends has done it
         self._replacements.remove(replacement)
         if replacement.member is not None:
             self._group.discard(replacement.member)
