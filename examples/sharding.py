@@ -1,12 +1,14 @@
-"""Divide an optimizer's state over the workers, lose one of them, and go on.
+"""Divide an optimizer's state, or the model, over the workers, lose one of them, and go on.
 
     python examples/sharding.py
+    python examples/sharding.py --sharding full
     python examples/sharding.py --num-workers 4 --copies 0 --num-floats 25000000
     python examples/sharding.py --num-workers 1 --smoke-test
 
 Each worker updates its share of the model, with AdamW's state for that alone. With a copy the next
 worker updates it too, so that nothing is lost with one: here worker 1 is killed, and the rest
-divide its share among them. With many floats the memory of the workers shows what is divided.
+divide its share among them. With ``--sharding full`` parameters and gradients are divided as well.
+With many floats the memory of the workers shows what is divided.
 """
 
 import argparse
@@ -31,12 +33,15 @@ class Wide(TrainingOperator):
         size = math.isqrt(config["num_floats"] // NUM_LAYERS)
         layers = [torch.nn.Linear(size, size, bias=False) for _ in range(NUM_LAYERS)]
         model = torch.nn.Sequential(*layers)
+        sharding_args = {} if config["copies"] is None else {"copies": config["copies"]}
+        if config["sharding"] == "full":
+            sharding_args["wrap"] = torch.nn.Linear
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
             criterion=torch.nn.MSELoss(),
-            sharding="optimizer",
-            sharding_args={} if config["copies"] is None else {"copies": config["copies"]},
+            sharding=config["sharding"],
+            sharding_args=sharding_args,
         )
         features = torch.randn(96, size)
         data = TensorDataset(features, features.roll(1, dims=1))
@@ -63,6 +68,7 @@ def report(trainer):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=3)
+    parser.add_argument("--sharding", choices=["optimizer", "full"], default="optimizer")
     parser.add_argument("--copies", type=int, help="default: 1 from three workers on, else 0")
     parser.add_argument("--num-floats", type=int, default=1_000_000)
     parser.add_argument("--smoke-test", action="store_true", help="a small model")
@@ -73,6 +79,7 @@ def main():
         config={
             "num_floats": 10_000 if args.smoke_test else args.num_floats,
             "copies": args.copies,
+            "sharding": args.sharding,
         },
         num_workers=args.num_workers,
         use_local=args.num_workers == 1,  # then it needs no Ray

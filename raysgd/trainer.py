@@ -613,8 +613,13 @@ class OperatorTrainer:
 
     def _saved_weights(self) -> Any:
         """Return the models, or their arrays by name, for `save_model`."""
-        models = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
+        models = self._worker_models()
         return models[0] if len(models) == 1 else models
+
+    def _worker_models(self) -> Any:
+        """Return what rank 0 has of the models; those that are divided all workers bring there."""
+        rank = None if self._controller.progress.divided else 0
+        return self._call(Call(method="models", rank=rank, max_losses=3, any_size=True))[0]
 
     @suggests
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -19,6 +19,7 @@ from raysgd.torch.sharding import ELEMENTWISE, is_dense
 
 __all__ = [
     "check_divisible",
+    "check_shardable",
     "check_static_graphs",
     "check_step_freq",
     "check_untrained",
@@ -33,6 +34,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_SHARDING_ARGS = {
+    "optimizer": ("copies",),
+    "full": ("copies", "reshard_after_forward", "wrap"),
+}
 
 
 def has_static_graph(models: list[torch.nn.Module]) -> bool:
@@ -124,29 +130,29 @@ def checked_sharding(
     options: TorchOptions,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Any:
-    """Return ``copies`` of ``sharding_args``, None where it is not given.
+    """Return ``sharding_args``, without what is None in them.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if it has another value, or something that was asked for does not go with it.
     """
-    if sharding not in (None, "optimizer"):
-        raise ValueError(
-            f'register(sharding={sharding!r}): must be None or "optimizer". Models themselves are '
-            "not divided yet: each worker holds all parameters."
-        )
+    if sharding not in (None, *_SHARDING_ARGS):
+        raise ValueError(f'register(sharding={sharding!r}): must be "optimizer", "full" or None.')
     if arguments is not None and not isinstance(arguments, dict):
         raise TypeError(f"register(sharding_args=...) must be a dict, but it is {arguments!r}.")
     given = dict(arguments or {})
     if given and sharding is None:
         raise ValueError(
-            f'register(sharding_args={given!r}): these are for sharding="optimizer"; pass it too.'
+            f'register(sharding_args={given!r}): these are for sharding="optimizer" or "full"; '
+            "pass it too."
         )
-    copies = given.pop("copies", None)
-    if given:
+    allowed = _SHARDING_ARGS.get(sharding, ())
+    if unknown := sorted(str(name) for name in given if name not in allowed):
         raise ValueError(
-            f"register(sharding_args=...) has {sorted(map(str, given))}; it takes 'copies' alone."
+            f"register(sharding_args=...) has {unknown}; with sharding={sharding!r} it takes "
+            f"{', '.join(map(repr, allowed))} alone."
         )
+    copies, reshard = given.get("copies"), given.get("reshard_after_forward")
     if copies is not None:
         if isinstance(copies, bool) or not isinstance(copies, int):
             raise TypeError(f"register(sharding_args={{'copies': {copies!r}}}): must be an int.")
@@ -155,8 +161,13 @@ def checked_sharding(
                 f"register(sharding_args={{'copies': {copies}}}): must be at least 0, the number "
                 "of other workers that hold the state of a share."
             )
+    if not isinstance(reshard, bool | None):
+        raise TypeError(
+            f"register(sharding_args={{'reshard_after_forward': {reshard!r}}}): must be a bool."
+        )
+    _check_wrap(given.get("wrap"))
     if sharding is None:
-        return None
+        return {}
     others = {
         'backend="horovod"': options.use_horovod,
         'use_fp16="apex"': options.use_fp16 == "apex",
@@ -164,30 +175,76 @@ def checked_sharding(
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ValueError(
-            f'register(sharding="optimizer") does not work with {name} of the trainer: it divides '
-            "updates from gradients that DistributedDataParallel has averaged, for the optimizer's "
+            f'register(sharding="{sharding}") does not work with {name} of the trainer: it divides '
+            "updates from gradients that the workers have averaged by torch, for the optimizer's "
             "own parameters. Leave out one of the two."
         )
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise ValueError(
-                f'register(sharding="optimizer") does not know {type(optimizer).__name__}: it '
+                f'register(sharding="{sharding}") does not know {type(optimizer).__name__}: it '
                 "divides tensors between workers, so that an update must be one of each element "
                 f"by itself. Use one of torch.optim's {names}, or leave sharding out."
             )
-    return copies
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_wrap(wrap: Any) -> None:
+    kinds = wrap if isinstance(wrap, list | tuple) else [wrap]
+    if not (wrap is None or callable(wrap) or (kinds and all(isinstance(k, type) for k in kinds))):
+        raise TypeError(
+            f"register(sharding_args={{'wrap': {wrap!r}}}): must be a class of modules, a list of "
+            "them, or a function that is given a module and returns whether to gather it by itself."
+        )
+
+
+def check_shardable(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    compile: bool,
+    ddp_args: bool,
+    scales: bool,
+) -> None:
+    """Refuse what does not go with models that are divided."""
+    given = 'register(sharding="full")'
+    if len(optimizers) != 1:
+        raise ValueError(f"{given} takes one optimizer, with groups, and got {len(optimizers)}.")
+    if compile:
+        raise ValueError(
+            f"{given} does not work with register(compile=...): parameters become others as the "
+            "group changes. Leave out one of the two."
+        )
+    if ddp_args or any(isinstance(model, DistributedDataParallel) for model in models):
+        raise ValueError(f"{given} uses no DistributedDataParallel: leave it, and ddp_args, out.")
+    if scales:
+        raise ValueError(
+            f"{given} does not work with float16, whose gradients are scaled. Pass "
+            "amp_dtype=torch.bfloat16 to the trainer."
+        )
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
+                raise ValueError(
+                    f"{given} divides parameters by rows, and {type(model).__name__}.{name}, of "
+                    f"shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())}, has "
+                    "none that are consecutive in memory. Give it a dimension, or make it "
+                    "contiguous()."
+                )
 
 
 def check_divisible(
-    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+    sharding: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[torch.nn.Module],
 ) -> None:
     """Refuse parameters whose update cannot be divided over the workers."""
     for model in models:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
                 raise ValueError(
-                    f'register(sharding="optimizer"): {type(module).__name__}(sparse=True) has '
+                    f'register(sharding="{sharding}"): {type(module).__name__}(sparse=True) has '
                     "sparse gradients, which cannot be divided. Leave sparse out."
                 )
     registered = {id(parameter) for model in models for parameter in model.parameters()}
@@ -195,14 +252,14 @@ def check_divisible(
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
-                f'register(sharding="optimizer"): {type(optimizer).__name__} has '
+                f'register(sharding="{sharding}"): {type(optimizer).__name__} has '
                 f"{len(strangers)} parameters that are in no registered model, so that the workers "
                 "do not average their gradients. Register the model that has them."
             )
         for parameter in trained:
             if not is_dense(parameter):
                 raise ValueError(
-                    f'register(sharding="optimizer"): a parameter of shape '
+                    f'register(sharding="{sharding}"): a parameter of shape '
                     f"{tuple(parameter.shape)} and strides {tuple(parameter.stride())} does not "
                     "fill its memory, and cannot be divided. Make it contiguous()."
                 )

@@ -106,7 +106,7 @@ class CompiledModel:
         self.is_compiling = False
         """Whether the newest call was the first of its kind."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
-        blocks = list(_repeated_blocks(model)) if arguments.get(_REGIONAL, False) else [model]
+        blocks = list(repeated_blocks(model)) if arguments.get(_REGIONAL, False) else [model]
         if not blocks:
             raise ValueError(
                 f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
@@ -185,7 +185,7 @@ def _has_own_code(module: torch.nn.Module) -> bool:
     return any(not type(p).forward.__module__.startswith("torch.nn.") for p in module.modules())
 
 
-def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the outermost blocks of which a list has several of one class."""
     is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     kinds = Counter(type(child) for child in module.children())
@@ -193,7 +193,7 @@ def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if is_list and kinds[type(child)] > 1 and next(child.children(), None) is not None:
             yield child
         else:
-            yield from _repeated_blocks(child)
+            yield from repeated_blocks(child)
 
 
 def left_eager() -> Iterator[str]:

@@ -358,10 +358,12 @@ class TrainingOperator(OperatorBase):
                 DistributedDataParallel; or a dict of its arguments, and ``"regional": True`` to
                 compile blocks that a model has several of, one by one.
             sharding: "optimizer" divides the work and the state of the optimizers over the workers,
-                see the guide on sharding; None, the default, lets each worker have all of it.
+                "full" also models and gradients, by ``fully_shard``; see the guide on sharding.
+                None, the default, lets each worker have all of it.
             sharding_args: of it, ``copies``: how many other workers hold the state of each
                 worker's share, so that none is lost with it. Default: 1 where there are three
-                workers or more, else 0.
+                workers or more, else 0. Of "full" also ``wrap`` (module classes or a predicate;
+                default: blocks that a model has several of) and ``reshard_after_forward``.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, be it as

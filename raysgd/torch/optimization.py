@@ -29,6 +29,13 @@ _CLOSURE = (
     "accumulation or clipping."
 )
 
+_UNEVEN = (
+    "The batches of an accumulation group have other numbers of samples than expected, and with "
+    'register(sharding="full") the gradients of those before are summed over the workers already, '
+    "so that they cannot be weighted anew. Use a loader that raysgd shares out, with drop_last="
+    "True, and backward(loss) without num_samples; or do not accumulate."
+)
+
 
 class Group:
     """Weighs the losses of the batches of a group, so that they add up to one mean.
@@ -183,6 +190,12 @@ class Optimization:
         self._used = False
         self._scheduled = False
         self._checks_steps = False
+        self.rows: Callable[[Any], Any] = lambda parameters: parameters
+        """Of parameters, what has the gradients that this worker holds of them."""
+        self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
+        """From the norm of these, that of all workers'."""
+        self.sums_each_batch = False
+        """Whether each batch's gradients are summed over the workers, also within a group."""
         self.measures_norms = False
         """Whether steps note the norm of their gradients, as it is before these are clipped."""
         self.norms: dict[int, torch.Tensor] = {}
@@ -348,6 +361,9 @@ class Optimization:
         else:
             correction, weight = 1.0, self.group.place.share
         if correction != 1.0:
+            if self.sums_each_batch:
+                self._refuse_parts("a batch has another number of samples than was planned")
+                raise RuntimeError(_UNEVEN)
             self._multiply_gradients(correction)
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
@@ -380,9 +396,9 @@ class Optimization:
                 exchange.synchronize()
             if self.max_grad_norm is not None or self.measures_norms:
                 self.precision.unscale(optimizer)
-                parameters = self.precision.parameters(optimizer)
+                parameters = self.rows(self.precision.parameters(optimizer))
                 gradients = [p.grad for p in parameters if p.grad is not None]
-                norm = torch.nn.utils.get_total_norm(gradients)
+                norm = self.whole_norm(torch.nn.utils.get_total_norm(gradients))
                 if self.max_grad_norm is not None:
                     torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
                 if self.measures_norms:

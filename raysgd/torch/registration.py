@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import SyncBatchNorm
@@ -23,6 +23,7 @@ from raysgd.torch import collectives, ddp
 from raysgd.torch.averages import Averages, averages_problem
 from raysgd.torch.checks import (
     check_divisible,
+    check_shardable,
     check_static_graphs,
     check_step_freq,
     check_untrained,
@@ -46,10 +47,22 @@ from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_m
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
+from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.sharding import DividedOptimizer
-from raysgd.torch.state import copied, model_state, on_cpu, renamed, state_problem, to_cpu
+from raysgd.torch.state import (
+    copied,
+    copied_to_cpu,
+    model_state,
+    on_cpu,
+    renamed,
+    state_problem,
+    to_cpu,
+)
 from raysgd.torch.undo import BufferLog
 from raysgd.trees import loading
+
+if TYPE_CHECKING:
+    from raysgd.torch.full import FullyDivided
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
 
@@ -97,6 +110,7 @@ class TorchRegistration(Registration):
         """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._half_made: tuple[int, BaseException] | None = None
         self._divided: list[DividedOptimizer] = []
+        self._full: FullyDivided | None = None
         self.optimization = Optimization(
             create_precision(
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
@@ -141,7 +155,8 @@ class TorchRegistration(Registration):
                 raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
         modules = checked("models", models, torch.nn.Module)
         self.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-        copies = checked_sharding(sharding, sharding_args, self.settings.options, self.optimizers)
+        options = self.settings.options
+        sharding_args = checked_sharding(sharding, sharding_args, options, self.optimizers)
         warn_of_strangers(self.optimizers, [*modules, *criteria])
         trained = [each for each in criteria if is_trained(each, self.optimizers, modules)]
         self._num_criteria = len(trained)
@@ -154,7 +169,19 @@ class TorchRegistration(Registration):
                 self.optimization.precision.name,
             )
         if sharding is not None:
-            check_divisible(self.optimizers, self.models)
+            check_divisible(sharding, self.optimizers, self.models)
+        if sharding == "full":
+            check_shardable(
+                self.models,
+                self.optimizers,
+                compile=compile_args is not None,
+                ddp_args=bool(ddp_args),
+                scales=self.optimization.precision.scales,
+            )
+            if self.context.distributed:
+                self._divide_models(sharding_args)
+        elif sharding is not None:
+            copies = sharding_args.get("copies")
             if self.context.distributed:
                 self._divided = [
                     DividedOptimizer(optimizer, copies, lambda: self.optimization.in_helper)
@@ -163,7 +190,6 @@ class TorchRegistration(Registration):
                 ]
         if schedulers is not None:
             self.schedulers = checked("schedulers", schedulers, None)
-            options = self.settings.options
             check_step_freq(self.schedulers, options.scheduler_step_freq, options.monitor)
         may_come_in_parts = (self.settings.full_size or 1) > 1
         self.optimization.register(
@@ -192,6 +218,10 @@ class TorchRegistration(Registration):
         self._buffers = BufferLog(self.models)
         for model in self._replicated_models:
             model.ask_before_broadcast(self._buffers)
+        if self._full is not None:
+            for each in self.models:
+                if not ddp.only_running_statistics(each):
+                    self._full.models.call_before(each, self._share_buffers)
         self.registered = True
         given = [shaped_like(models, self.given_models), optimizers]
         return tuple(
@@ -214,7 +244,7 @@ class TorchRegistration(Registration):
                 )
                 for optimizer in self.optimizers
             }
-        elif self.settings.options.wrap_ddp:
+        elif self.settings.options.wrap_ddp and self._full is None:
             device, count = self.settings.device, len(self.given_models)
             self.models = [
                 *(ddp.wrapped(model, device, ddp_args) for model in self.models[:count]),
@@ -224,6 +254,35 @@ class TorchRegistration(Registration):
                 ),
             ]
             ddp.check_exchanged(self.optimizers, self.models)
+
+    def _divide_models(self, arguments: dict[str, Any]) -> None:
+        """Divide the models over the workers, and the optimizer with them."""
+        from raysgd.torch.full import FullyDivided  # takes a second to import
+
+        precision, (optimizer,) = self.optimization.precision, self.optimizers
+        self._full = FullyDivided(
+            optimizer,
+            self.models,
+            arguments,
+            precision.dtype if isinstance(precision, NativeAmp) else None,
+            lambda: self.optimization.in_helper,
+        )
+        self._divided = [self._full]
+        self.optimization.rows = self._full.rows
+        self.optimization.whole_norm = self._full.whole_norm
+        self.optimization.sums_each_batch = True
+        if self._batch_norms:
+            self.parts.why_not = "batch normalization may need other parts on other workers"
+
+    def _share_buffers(self, model: torch.nn.Module, *_: Any) -> None:
+        """Do before a forward pass what DistributedDataParallel does, where a rank has changes."""
+        if not torch.is_grad_enabled():
+            return
+        # what batch normalization has measured is not among them: training does not read it
+        slots = self._buffers.slots_of(m for m in model.modules() if not isinstance(m, _BatchNorm))
+        if self.minimum(0 if self._buffers.have_changed(slots) else 1) == 0:
+            collectives.broadcast_tensors(list(model.buffers()), source=0)
+            self._buffers.note_overwritten(slots)
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""
@@ -246,7 +305,7 @@ class TorchRegistration(Registration):
         ]
         if self.context.world_rank == 0:
             warn_of_idle_compilers(self.models)
-        wraps = self.settings.options.wrap_ddp and self.context.distributed
+        wraps = self.settings.options.wrap_ddp and self.context.distributed and self._full is None
         self._frozen = self._not_averaged() if wraps and not self.optimization.exchanges else []
         if self.accumulation_steps > 1:
             check_static_graphs(self.models)
@@ -274,6 +333,8 @@ class TorchRegistration(Registration):
         unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
         if unfrozen:
             check_untrained(unfrozen, [ddp.unwrap(m) for m in self.models], self.optimizers)
+        if self._full is not None:
+            self._full.check_trained()
 
     def share_initial_state(self) -> None:
         """Give every rank the state of rank 0 that DistributedDataParallel has not shared yet.
@@ -285,6 +346,9 @@ class TorchRegistration(Registration):
             return
         for divided in self._divided:
             divided.begin_together()
+        if self._full is not None:
+            self._buffers.set(self.from_rank(self._buffers.tensors, 0))
+            return
         models = [model for model in self.models if not ddp.replicated(model)]
         if self.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
@@ -406,6 +470,11 @@ class TorchRegistration(Registration):
 
     def average(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or go on with what is there of the same kind."""
+        if self._full is not None:
+            raise ValueError(
+                'Averages of the models do not work with register(sharding="full"): no worker has '
+                "the whole models. Leave out the callback, or the sharding."
+            )
         if self.averages is None or (self.averages.decay is None) != (decay is None):
             self.averages = Averages(self._unwrapped, decay, start_epoch)
         else:
@@ -444,7 +513,7 @@ class TorchRegistration(Registration):
         for model in self.models:
             if isinstance(model, ddp.ReplicatedModel) and model.lacks_changes:
                 buffers += ddp.running_statistics(model)
-            elif with_horovod or ddp.replicated(model):
+            elif with_horovod or ddp.replicated(model) or self._full is not None:
                 buffers += model.buffers()
             elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)
@@ -472,7 +541,8 @@ class TorchRegistration(Registration):
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
-        with ddp.no_forward_sync(self.models), self.with_averages():
+        gathered = contextlib.nullcontext() if self._full is None else self._full.gathered()
+        with ddp.no_forward_sync(self.models), self.with_averages(), gathered:
             yield
 
     # ---- memory
@@ -646,7 +716,8 @@ class TorchRegistration(Registration):
     @property
     def replicated(self) -> bool:
         """Whether the models are the same on every rank."""
-        return bool(self.optimization.exchanges) or any(map(ddp.replicated, self.models))
+        exchanges = bool(self.optimization.exchanges) or self._full is not None
+        return exchanges or any(map(ddp.replicated, self.models))
 
     @property
     def divided(self) -> bool:
@@ -662,9 +733,22 @@ class TorchRegistration(Registration):
 
     # ---- state
 
+    def whole_models(self) -> list[torch.nn.Module]:
+        """Return copies of the given models on CPU; where they are divided, rank 0 does.
+
+        All ranks must call it then.
+        """
+        if self._full is not None:
+            return self._full.copies(len(self.given_models))
+        if self._divided and self.context.world_rank != 0:
+            return []
+        with self.with_averages():
+            return [copied_to_cpu(ddp.plain(model)) for model in self.given_models]
+
     def share_of_state(self) -> list[Any]:
         parts = {id(divided.optimizer): divided.parts() for divided in self._divided}
-        return [parts.get(id(optimizer), []) for optimizer in self.optimizers]
+        found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
+        return found if self._full is None else [*found, *self._full.model_parts()]
 
     def held_state(self) -> list[Any]:
         return [divided.held() for divided in self._divided]
@@ -683,7 +767,11 @@ class TorchRegistration(Registration):
 
     def training_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "models": [model_state(ddp.unwrap(model)) for model in self.models],
+            "models": (
+                [model_state(ddp.unwrap(model)) for model in self.models]
+                if self._full is None
+                else [each.state_dict() for each in self._full.undivided()]
+            ),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.schedulers:
@@ -714,6 +802,9 @@ class TorchRegistration(Registration):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
         self._load(state)
+        if self._full is not None:
+            self._full.take_values(self._saved("models", self._unwrapped, state))
+            return
         for divided in self._divided:
             divided.take_state()
 
@@ -721,6 +812,8 @@ class TorchRegistration(Registration):
         with contextlib.ExitStack() as undoing:
             # models last: they take content in place, which giving back what they had does not undo
             for name, objects in reversed(self._stateful(state)):
+                if name == "models" and self._full is not None:
+                    objects = self._full.undivided()[: len(objects)]
                 parts = zip(objects, self._saved(name, objects, state), strict=True)
                 for index, (held, saved) in enumerate(parts):
                     place = f"{name}[{index}]"

@@ -46,7 +46,7 @@ def _step(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     twin = copy.copy(optimizer)  # without hooks
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**group, "params": [_shadow(each.detach()) for each in group["params"]]}
+        {**group, "params": [_whole_shadow(each) for each in group["params"]]}
         for group in optimizer.param_groups
     ]
     groups = [
@@ -63,6 +63,14 @@ def _step(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         for shadow in group["params"]:
             shadow.grad = torch.zeros_like(shadow)
     twin.step()
+
+
+def _whole_shadow(parameter: torch.Tensor) -> torch.Tensor:
+    """Return such a tensor for a parameter, of all of it where it is divided."""
+    if not parameter.dim():
+        return parameter.detach().cpu().clone()
+    shape, stride = parameter.shape, parameter.stride()
+    return torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
 
 
 def _shadow(leaf: Any) -> Any:

@@ -15,13 +15,11 @@ from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch import ddp
 from raysgd.torch.checks import needs_metric, warn_of_own_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.sharding import whole
-from raysgd.torch.state import copied_to_cpu
 
 __all__ = ["TorchRunner"]
 
@@ -102,8 +100,7 @@ class TorchRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""
-        with self._registration.with_averages():
-            return [copied_to_cpu(ddp.plain(model)) for model in self._registration.given_models]
+        return self._registration.whole_models()
 
     def rng_state(self) -> dict[str, Any]:
         state = super().rng_state()

@@ -12,10 +12,11 @@ had made the update of a share is *ahead* in it, and does not make it twice.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from raysgd.torch.undo import UpdateWatch
 
 __all__ = [
     "ELEMENTWISE",
+    "PARAMETER",
     "DividedOptimizer",
     "Transfer",
     "is_dense",
@@ -54,6 +56,8 @@ ELEMENTWISE = (
 updated by itself."""
 _ALIGNMENT = 16
 """Bytes, a multiple of the size of every type."""
+PARAMETER = "parameter"
+"""Under what name a model's parameter is in a worker's share of the state."""
 _HALF_MADE = -1
 """The version of state that nobody can use."""
 
@@ -81,8 +85,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(
-    total: int,
-    size: int,
+    shares: Sequence[Sequence[tuple[int, int]]],
     copies: int,
     lowest: int,
     held: Sequence[Iterable[tuple[int, int, int]]],
@@ -90,8 +93,7 @@ def transfers(
     """Return what is to be sent so that each rank has its share, and copies of the ones before it.
 
     Args:
-        total: number of elements.
-        size: of the group.
+        shares: for each rank the elements that it shall have, from and to; together all there are.
         copies: so many ranks have a share besides its own.
         lowest: the version of the parameters; state of an older one is worth nothing.
         held: for each rank what it has: from which element to which, in which version.
@@ -99,28 +101,33 @@ def transfers(
     Returns:
         The transfers, in one order for all ranks; None if there are elements that nobody has.
 
-    >>> transfers(6, 2, 0, 1, [[(0, 6, 1)], []])
+    >>> transfers([[(0, 3)], [(3, 6)]], 0, 1, [[(0, 6, 1)], []])
     [Transfer(start=0, stop=3, version=1, source=0, to=(0,)), \
 Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
-    >>> transfers(6, 2, 0, 1, [[(0, 4, 1)], []]) is None
+    >>> transfers([[(0, 3)], [(3, 6)]], 0, 1, [[(0, 4, 1)], []]) is None
     True
     """
-    valid = [[each for each in of_rank if each[2] >= lowest] for of_rank in held]
-    shares = [share_of(total, size, rank) for rank in range(size)]
-    bounds = itertools.chain(*shares, *((start, stop) for each in valid for start, stop, _ in each))
-    cuts = sorted({0, total, *bounds})
+    size = len(shares)
+    bounds = {bound for share in shares for each in share for bound in each}
+    cuts = sorted(bounds.union(*(each[:2] for of_rank in held for each in of_rank)))
+    place = {cut: number for number, cut in enumerate(cuts)}
+    owners: dict[int, int] = {}
+    for rank, share in enumerate(shares):
+        owners |= {n: rank for start, stop in share for n in range(place[start], place[stop])}
+    versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, from each cut to the next
+    for rank, of_rank in enumerate(held):
+        for start, stop, version in of_rank:
+            for number in range(place[start], place[stop]) if version >= lowest else ():
+                # the newest of what it holds, and what it was handed
+                versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
     load = [0] * size
-    for start, stop in itertools.pairwise(cuts):
-        versions: dict[int, int] = {}
-        for rank, of_rank in enumerate(valid):
-            if fitting := [v for first, end, v in of_rank if first <= start and stop <= end]:
-                versions[rank] = max(fitting)  # of what it holds, and what it was handed
-        if not versions:
+    for number, owner in sorted(owners.items()):
+        start, stop, found = cuts[number], cuts[number + 1], versions[number]
+        if not found:
             return None
-        newest = max(versions.values())
-        sources = [rank for rank, version in versions.items() if version == newest]
-        owner = next(rank for rank, (first, end) in enumerate(shares) if first <= start < end)
+        newest = max(found.values())
+        sources = [rank for rank, version in found.items() if version == newest]
         holders = [(owner + each) % size for each in range(min(copies, size - 1) + 1)]
         keep = [rank for rank in holders if rank in sources]
         planned += [Transfer(start, stop, newest, rank, (rank,)) for rank in keep]
@@ -142,6 +149,8 @@ class _Piece:
     stepped: torch.Tensor
     """What the optimizer updates, by which it knows the state. Without content, but within a step
     and where it is ahead."""
+    base: torch.Tensor | None = None
+    """The elements as they are, where the parameters are divided as well."""
 
 
 @dataclass(eq=False)
@@ -174,6 +183,8 @@ class _Content(NamedTuple):
     value: torch.Tensor | None
     """The updated elements, where they are ahead."""
     state: dict[str, Any]
+    base: torch.Tensor | None = None
+    """The elements, where the parameters are divided as well."""
 
 
 class DividedOptimizer:
@@ -201,9 +212,9 @@ class DividedOptimizer:
         self._drops_gradients = drops_gradients
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._num_given = len(everything)
-        trained = [(number, p) for number, p in enumerate(everything) if p.requires_grad]
-        self._numbers = [number for number, _ in trained]
-        self._parameters: list[torch.Tensor] = [parameter for _, parameter in trained]
+        numbers = {parameter: number for number, parameter in enumerate(everything)}
+        self._parameters: list[torch.Tensor] = self._row(everything)
+        self._numbers = [numbers.get(p) if p.requires_grad else None for p in self._parameters]
         sizes = [parameter.numel() for parameter in self._parameters]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._total = self._starts[-1]
@@ -236,9 +247,7 @@ class DividedOptimizer:
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_step(args[1:], kwargs)
-        # All have the gradients: if a worker raises before this, no share has been updated.
-        if len(self._layouts) > 1:
-            collectives.minimum(self._version, self._parameters[0].device)
+        self._meet()
         params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         group_of, shares = self._groups(), self._shares()
         self._buffers = {share: self._room(share) for share, _ in shares}
@@ -248,20 +257,20 @@ class DividedOptimizer:
             places = {slot.which: slot for slot in self._layouts[share][0]}
             for block in blocks:
                 for piece in block.pieces:
-                    parameter = self._parameters[piece.which]
-                    view = _at(room, places[piece.which], piece, parameter.dtype)
+                    if (number := group_of[piece.which]) is None:
+                        continue
+                    dtype = self._parameters[piece.which].dtype
+                    view = _at(room, places[piece.which], piece, dtype)
                     into.append(view)
                     if block.version > self._version:
                         content.append(piece.stepped)
                         ahead.append((piece, view))
                         continue
-                    content.append(_flat(parameter)[piece.start : piece.stop])
+                    content.append(self._now(piece))
                     piece.stepped.grad = None
                     piece.stepped.data = view
-                    if parameter.grad is not None:
-                        gradient = _flat(parameter.grad, like=parameter)
-                        piece.stepped.grad = gradient[piece.start : piece.stop]
-                    params[group_of[piece.which]].append(piece.stepped)
+                    piece.stepped.grad = self._gradient(share, piece)
+                    params[number].append(piece.stepped)
         _copy(into, content)
         for piece, view in ahead:  # only now: what fails before leaves them as they are
             piece.stepped = self._renamed(piece.stepped, view)
@@ -270,6 +279,21 @@ class DividedOptimizer:
             group["params"] = pieces
         optimizer.state = self._state
         self._watch = UpdateWatch(optimizer)
+
+    def _meet(self) -> None:
+        """Wait until all have the gradients: if one raises before this, nobody has updated."""
+        if len(self._layouts) > 1:
+            collectives.minimum(self._version, self._parameters[0].device)
+
+    def _now(self, piece: _Piece) -> torch.Tensor:
+        """Return the elements of a piece as they are before the step."""
+        return _flat(self._parameters[piece.which])[piece.start : piece.stop]
+
+    def _gradient(self, share: int, piece: _Piece) -> torch.Tensor | None:
+        parameter = self._parameters[piece.which]
+        if parameter.grad is None:
+            return None
+        return _flat(parameter.grad, like=parameter)[piece.start : piece.stop]
 
     def _renamed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Let the state be known by another tensor."""
@@ -287,6 +311,11 @@ class DividedOptimizer:
         if self._drops_gradients():
             for parameter in self._parameters:
                 parameter.grad = None  # whose room the parameters of others can have
+        self._put_in_place()
+        self._version += 1
+
+    def _put_in_place(self) -> None:
+        """Let the parameters have the updates of all, once these are made."""
         into, content = [], []
         for share, room in self._exchanged().items():
             for slot in self._layouts[share][0]:
@@ -294,7 +323,6 @@ class DividedOptimizer:
                 into.append(_flat(parameter)[slot.start : slot.stop])
                 content.append(_at(room, slot, slot, parameter.dtype))
         _copy(into, content)
-        self._version += 1
 
     def _exchanged(self) -> dict[int, torch.Tensor]:
         """Return the updated elements of all shares, once all of them have come.
@@ -374,20 +402,23 @@ class DividedOptimizer:
     def take_state(self) -> None:
         """Divide the state that the optimizer has in whole, as on every worker."""
         whole = self.optimizer.state
-        rest = {p: whole[p] for p in whole.keys() - set(self._parameters)}
+        updated = {p for p, n in zip(self._parameters, self._numbers, strict=True) if n is not None}
+        rest = {p: whole[p] for p in whole.keys() - updated}
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
         self._state, self._blocks, self._buffers = defaultdict(dict), [], {}
         self._lay_out()
-        for share in self._held_shares():
-            start, stop = share_of(self._total, len(self._layouts), share)
+        held = [each for n in self._held_shares() for each in self._share(n, len(self._layouts))]
+        for start, stop in held:
             contents = []
-            for slot in self._layouts[share][0]:
-                parameter = self._parameters[slot.which]
+            for index, first, end in self._cuts(start, stop):
+                parameter = self._parameters[index]
                 state = {
-                    name: _cut(value, parameter, slot.start, slot.stop)
+                    name: _cut(value, parameter, first, end)
                     for name, value in whole.get(parameter, {}).items()
+                    if parameter in updated
                 }
-                contents.append(_Content(slot.which, slot.start, slot.stop, None, state))
+                base = self._given(index, first, end)
+                contents.append(_Content(index, first, end, None, state, base))
             self._add(self._state, self._blocks, start, stop, self._version, contents)
         self._token = self._token[0], self._token[1] + 1
         self.settled, self.lacks_state = True, False
@@ -412,6 +443,10 @@ class DividedOptimizer:
             for piece in block.pieces
             if piece.stepped in self._state
         ]
+
+    def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+        """Return elements of a parameter for a piece to hold, where parameters are divided."""
+        return None
 
     def held(self) -> Any:
         """Return all that this worker holds, for `take_held` of another that stays when it goes."""
@@ -447,19 +482,24 @@ class DividedOptimizer:
         token, version, _ = told[leader]
         copies = self._num_copies(size)
         held = [blocks if of == token else [] for of, _, blocks in told]
-        planned = transfers(self._total, size, copies, version, held)
+        shares = [self._share(each, size) for each in range(size)]
+        planned = transfers(shares, copies, version, held)
         self.lacks_state = planned is None
         if planned is None:
             return
+        messages: dict[tuple[int, tuple[int, ...]], list[Transfer]] = {}
+        for each in planned:
+            messages.setdefault((each.source, each.to), []).append(each)
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         blocks: list[_Block] = []
-        for start, stop, newest, source, to in planned:
-            if to == (source,):
-                contents = self._contents(start, stop, version) if rank == source else None
-            else:
-                contents = self._sent(start, stop, version, source, to, device)
-            if contents is not None and rank in to:
-                self._add(state, blocks, start, stop, newest, contents)
+        for (source, to), of_it in messages.items():
+            if to != (source,):
+                found = self._sent(of_it, version, source, to, device)
+            elif rank == source:
+                found = [self._contents(start, stop, version) for start, stop, *_ in of_it]
+            if rank in to:
+                for (start, stop, newest, *_), contents in zip(of_it, found, strict=True):
+                    self._add(state, blocks, start, stop, newest, contents)
         collectives.minimum(0, device)  # from now on nobody needs what the others had
         self._state, self._blocks, self._buffers = state, blocks, {}
         self._token, self._version, self._committed = token, version, version
@@ -468,25 +508,27 @@ class DividedOptimizer:
 
     def _sent(
         self,
-        start: int,
-        stop: int,
+        planned: Sequence[Transfer],
         version: int,
         source: int,
         to: Sequence[int],
         device: torch.device,
-    ) -> list[_Content] | None:
+    ) -> list[list[_Content]]:
         """Send, or receive, what rank `source` has of some elements."""
         rank = dist.get_rank()
         everyone = device.type != "cpu"  # who sends to a few does it by gloo
         if not everyone and rank != source and rank not in to:
-            return None
-        sent: list[tuple[Any, ...]] = collectives.broadcast_state(
-            lambda: [tuple(each) for each in self._contents(start, stop, version)],
+            return []
+        sent: list[list[tuple[Any, ...]]] = collectives.broadcast_state(
+            lambda: [
+                [tuple(each) for each in self._contents(start, stop, version)]
+                for start, stop, *_ in planned
+            ],
             source,
             device,
             None if everyone else to,
         )
-        return [_Content(*each) for each in sent]
+        return [[_Content(*each) for each in contents] for contents in sent]
 
     def _contents(self, start: int, stop: int, version: int) -> list[_Content]:
         """Return what this rank has of some elements, in their newest version."""
@@ -504,8 +546,22 @@ class DividedOptimizer:
                 for name, value in self._state.get(piece.stepped, {}).items()
             }
             value = piece.stepped[a:b].clone() if block.version > version else None
-            contents.append(_Content(piece.which, piece.start + a, piece.start + b, value, state))
+            base = self._held_base(piece, version)
+            contents.append(
+                _Content(
+                    piece.which,
+                    piece.start + a,
+                    piece.start + b,
+                    value,
+                    state,
+                    None if base is None else base[a:b].clone(),
+                )
+            )
         return contents
+
+    def _held_base(self, piece: _Piece, version: int) -> torch.Tensor | None:
+        """Return the elements of a piece in a version, where the parameters are divided."""
+        return None
 
     def _add(
         self,
@@ -517,11 +573,11 @@ class DividedOptimizer:
         contents: Sequence[_Content],
     ) -> None:
         pieces = []
-        for index, first, end, value, of_piece in contents:
-            stepped = self._parameters[index].new_empty(0) if value is None else value
+        for index, first, end, value, of_piece, base in contents:
+            stepped = self._empty(index) if value is None else value
             if of_piece:
                 state[stepped] = of_piece
-            pieces.append(_Piece(index, first, end, stepped))
+            pieces.append(_Piece(index, first, end, stepped, base))
         blocks.append(_Block(start, stop, version, pieces))
 
     # ---- the division
@@ -540,24 +596,45 @@ class DividedOptimizer:
         size = len(self._layouts)
         found = []
         for share in self._held_shares():
-            start, stop = share_of(self._total, size, share)
-            blocks = [b for b in self._blocks if start <= b.start and b.stop <= stop]
+            parts = self._share(share, size)
+            starts = [start for start, _ in parts]
+            blocks = []
+            for block in self._blocks:
+                number = bisect.bisect_right(starts, block.start) - 1
+                if number >= 0 and block.stop <= parts[number][1]:
+                    blocks.append(block)
             found.append((share, blocks))
         return found
+
+    def _share(self, number: int, size: int) -> list[tuple[int, int]]:
+        """Return the elements of a share, in their order."""
+        return [share_of(self._total, size, number)]
+
+    def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield which elements of which parameters some elements of the row are."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, end = self._starts[index], min(self._starts[index + 1], stop)
+            if start < end:
+                yield index, start - first, end - first
+            start, index = max(start, end), index + 1
+
+    def _empty(self, index: int) -> torch.Tensor:
+        parameter = self._parameters[index]
+        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _lay_out(self) -> None:
         """Note where in a buffer the elements of each share are, in the group that there is."""
         self._rank, size = dist.get_rank(), dist.get_world_size()
         self._layouts = []
         for share in range(size):
-            start, stop = share_of(self._total, size, share)
             slots, place = [], 0
-            for index, parameter in enumerate(self._parameters):
-                first, end = self._starts[index], self._starts[index + 1]
-                a, b = max(start, first) - first, min(stop, end) - first
-                if a < b:
-                    slots.append(_Slot(index, a, b, place))
-                    place += -(-(b - a) * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+            for index, a, b in (c for each in self._share(share, size) for c in self._cuts(*each)):
+                if self._numbers[index] is None:
+                    continue
+                slots.append(_Slot(index, a, b, place))
+                num_bytes = (b - a) * self._parameters[index].element_size()
+                place += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
             self._layouts.append((slots, place))
 
     def _room(self, share: int) -> torch.Tensor:
@@ -565,11 +642,15 @@ class DividedOptimizer:
         _, size = self._layouts[share]
         return torch.empty(size, dtype=torch.uint8, device=self._parameters[0].device)
 
-    def _groups(self) -> list[int]:
-        """Return the group of each parameter."""
+    def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose elements are divided."""
+        return [parameter for parameter in everything if parameter.requires_grad]
+
+    def _groups(self) -> list[int | None]:
+        """Return the group of each parameter; None for one that is not updated."""
         groups = self.optimizer.param_groups
         numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
-        return [numbers[number] for number in self._numbers]
+        return [None if number is None else numbers[number] for number in self._numbers]
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -582,16 +663,30 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
     shares = merged.pop("shares", None)
     if shares is None:
         return merged
+    count = len(state["optimizers"])
     merged["optimizers"] = [
         {**optimizer, "state": {**optimizer["state"], **_joined(itertools.chain(*parts))}}
-        for optimizer, *parts in zip(state["optimizers"], *shares, strict=True)
+        for optimizer, *parts in zip(
+            state["optimizers"], *(share[:count] for share in shares), strict=True
+        )
     ]
+    of_models = [share[count:] for share in shares]
+    if any(of_models):
+        merged["models"] = [
+            {**model, **_named(_joined(itertools.chain(*parts)))}
+            for model, *parts in zip(state["models"], *of_models, strict=True)
+        ]
     return merged
 
 
-def _joined(parts: Iterable[tuple[Any, ...]]) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    missing: dict[int, int] = {}
+def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by their names, of which a tied one has several."""
+    return {name: values[PARAMETER] for names, values in found.items() for name in names}
+
+
+def _joined(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {}
+    missing: dict[Any, int] = {}
     for number, start, stop, shape, stride, values in parts:
         of_parameter = found.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
@@ -605,7 +700,7 @@ def _joined(parts: Iterable[tuple[Any, ...]]) -> dict[int, dict[str, Any]]:
                 )
             _flat(of_parameter[name])[start:stop].copy_(value)
     if any(missing.values()):
-        raise CheckpointError("The workers' shares of the state of an optimizer do not fit.")
+        raise CheckpointError("The workers' shares of the state do not fit.")
     return found
 
 
@@ -658,7 +753,8 @@ def _on_device(content: _Content, device: torch.device) -> _Content:
         for name, value in content.state.items()
     }
     value = None if content.value is None else content.value.to(device)
-    return content._replace(value=value, state=state)
+    base = None if content.base is None else content.base.to(device)
+    return content._replace(value=value, state=state, base=base)
 
 
 def _part(value: Any, length: int, start: int, stop: int) -> Any:

@@ -13,7 +13,6 @@ import torch
 
 from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback
-from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.creators import CreatorOperator
@@ -176,8 +175,7 @@ class TorchTrainer(OperatorTrainer):
                 "v1 gave the model itself, which training went on to change: call get_model() "
                 "again after train()."
             )
-        call = Call(method="models", rank=0, max_losses=3, any_size=True)
-        models: list[torch.nn.Module] = self._call(call)[0]
+        models: list[torch.nn.Module] = self._worker_models()
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models

@@ -24,7 +24,7 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd.backends import create_backend
 from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
-from raysgd.torch import collectives
+from raysgd.torch.full import FullyDivided
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharding import DividedOptimizer, whole
@@ -53,21 +53,25 @@ class Round:
     joins_at: int | None = None
     """Step before which all that left join."""
     num_optimizers: int = 1
+    sharding: str = "optimizer"
     is_lost: bool = False
     """Whether a share is lost with all that held it."""
 
 
 class Tied(torch.nn.Module):
-    """Has tied weights, a frozen part, a buffer, several types and orders of memory."""
+    """Has tied weights, blocks, a frozen part, a buffer, and several orders of memory."""
 
-    def __init__(self):
+    def __init__(self, sharding):
         super().__init__()
         torch.manual_seed(3)
+        in_rows = sharding == "full"
+        order = torch.contiguous_format if in_rows else torch.channels_last
         self.embedding = torch.nn.Embedding(7, 5)
-        self.convolution = torch.nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.convolution = torch.nn.Conv2d(1, 3, 2).to(memory_format=order)
         self.frozen = torch.nn.Linear(5, 5)
         self.inner = torch.nn.Linear(5, 5)
-        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.scale = torch.nn.Parameter(torch.ones(1 if in_rows else ()))
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(5, 5)) for _ in "ab")
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("count", torch.zeros(()))
@@ -78,13 +82,15 @@ class Tied(torch.nn.Module):
         self.count += 1
         hidden = self.embedding(tokens) * self.scale
         image = self.convolution(hidden[:, None, :, :]).mean(dim=(1, 2, 3), keepdim=True)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
         return self.head(torch.tanh(self.inner(self.frozen(hidden)) + image[:, 0]))
 
 
 class Divided(TrainingOperator):
     def setup(self, config):
         self.at = config["at"]
-        models = [Tied() for _ in range(config["num_optimizers"])]
+        models = [Tied(config["model"]) for _ in range(config["num_optimizers"])]
         optimizers = [self.optimizer_of(model, config["optimizer"]) for model in models]
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
         self.all_models, self.optimizers, self.schedulers = self.register(
@@ -92,13 +98,17 @@ class Divided(TrainingOperator):
         )
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(0, 7, (BATCH * NUM_WORKERS * NUM_STEPS // 2, 4), generator=generator)
-        self.register_data(train_loader=DataLoader(TensorDataset(tokens), batch_size=BATCH))
+        self.register_data(
+            train_loader=DataLoader(TensorDataset(tokens), batch_size=BATCH),
+            validation_loader=DataLoader(TensorDataset(tokens[:15]), batch_size=2),
+        )
         self.num_updates = 0
 
     def optimizer_of(self, model, kind):
         groups = [
             {"params": [*model.embedding.parameters(), *model.convolution.parameters()]},
             {"params": [*model.frozen.parameters(), *model.inner.parameters(), model.scale]},
+            {"params": model.blocks.parameters()},
         ]
         groups[1]["lr"] = 0.02
         more = {"momentum": 0.9} if kind == "SGD" else {}
@@ -123,6 +133,9 @@ class Divided(TrainingOperator):
         self.num_updates += updated  # what follows an update, such as an average of the model
         return {"train_loss": loss.detach(), "num_samples": len(tokens)}
 
+    def validate_batch(self, batch, batch_info):
+        return {"val_loss": self.all_models[0](batch[0]).sum(), "num_samples": len(batch[0])}
+
     def state_dict(self):
         return {"num_updates": self.num_updates}
 
@@ -133,7 +146,7 @@ class Divided(TrainingOperator):
 def make_runner(given, at, divides):
     register = dict(given.register)
     if divides:
-        register |= {"sharding": "optimizer", "sharding_args": {"copies": given.copies}}
+        register |= {"sharding": given.sharding, "sharding_args": {"copies": given.copies}}
         if given.copies is None:
             del register["sharding_args"]
     return TorchRunner(
@@ -141,6 +154,7 @@ def make_runner(given, at, divides):
             training_operator_cls=Divided,
             config={
                 "at": at,
+                "model": given.sharding,
                 "optimizer": given.optimizer,
                 "num_optimizers": given.num_optimizers,
                 "register": register,
@@ -153,9 +167,14 @@ def make_runner(given, at, divides):
 
 
 @functools.cache
-def plain_state(optimizer, num_optimizers, register):
+def plain_state(optimizer, num_optimizers, register, sharding):
     """The state of one process that nobody leaves."""
-    given = Round(optimizer, register=json.loads(register), num_optimizers=num_optimizers)
+    given = Round(
+        optimizer,
+        register=json.loads(register),
+        num_optimizers=num_optimizers,
+        sharding=sharding,
+    )
     runner = make_runner(given, lambda moment: None, divides=False)
     runner.setup(WorkerContext())
     runner.train(call=0, until_step=NUM_STEPS)
@@ -229,21 +248,21 @@ class Player:
 
     def watch(self):
         """See the moments within a step of an optimizer."""
-        minimum, exchanged = collectives.minimum, DividedOptimizer._exchanged
 
-        def watched_minimum(*arguments):
-            self.at("barrier")
-            result = minimum(*arguments)
-            self.at("passed")
-            return result
+        def watch(kind, name, before, after):
+            method = getattr(kind, name)
 
-        def watched_exchanged(divided):
-            self.at("update")
-            found = exchanged(divided)
-            self.at("gathered")
-            return found
+            def watched(divided):
+                self.at(before)
+                result = method(divided)
+                self.at(after)
+                return result
 
-        collectives.minimum, DividedOptimizer._exchanged = watched_minimum, watched_exchanged
+            setattr(kind, name, watched)
+
+        watch(DividedOptimizer, "_meet", "barrier", "passed")
+        watch(DividedOptimizer, "_exchanged", "update", "gathered")
+        watch(FullyDivided, "_wait_for_updates", "update", "gathered")
 
     def at(self, moment):
         step = self.runner._loop.segment and self.runner._registration.global_step
@@ -334,6 +353,17 @@ class Player:
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
+        # the numbers of batches differ between workers, and then nothing may communicate
+        losses = self.runner.validate(call=-1)
+        models = self.runner.models()
+        if self.context.world_rank == 0:
+            assert models[0](torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+            held = [{k: v.detach() for k, v in model.state_dict().items()} for model in models]
+            for model, saved in zip(held, state["models"], strict=True):
+                model["count"] = saved["count"]  # which counts forward passes
+            check_equal(held, state["models"])
+        assert losses["num_samples"] > 0
+        assert len(list(self.runner.operator.validation_loader)) > 1
         return state
 
     def joined(self, own):
@@ -398,7 +428,8 @@ def play_round(store, number, given):
 
 def check(given, result):
     """Compare the result of a round with one process."""
-    expected = plain_state(given.optimizer, given.num_optimizers, json.dumps(given.register))
+    register = json.dumps(given.register)
+    expected = plain_state(given.optimizer, given.num_optimizers, register, given.sharding)
     names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
     reference = {name: copy.deepcopy(expected[name]) for name in names}
     for model in (*reference["models"], *result["models"]):

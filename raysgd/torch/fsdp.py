@@ -1,0 +1,232 @@
+"""Models whose parameters are divided over the workers, by torch's ``fully_shard``, in place.
+
+What torch has no public name for stands in this file: to take back what ``fully_shard`` has done
+to a module, so that the same module can be divided over another group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from raysgd.torch.compiling import repeated_blocks
+
+__all__ = ["SEEN_IN", "ShardedModels", "rows_of"]
+
+SEEN_IN = ("2.13",)
+"""Releases of torch that had the private names below, and in which the tests passed."""
+
+
+def rows_of(num_rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the rows of a parameter that ``fully_shard`` gives a rank.
+
+    >>> [rows_of(10, 4, rank) for rank in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    chunk = -(-num_rows // size)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A module whose parameters are gathered together."""
+
+    module: torch.nn.Module
+    which: list[int]
+    """Its parameters, but for those of units inside of it."""
+
+
+class ShardedModels:
+    """The parameters of models, each held in rows by the workers.
+
+    The modules stay the same objects; their parameters are others after each division.
+
+    Args:
+        models: as the user made them.
+        wrap: which modules are gathered by themselves: classes, or a predicate; None for the
+            blocks that a model has several of.
+        reshard_after_forward: see ``fully_shard``.
+        dtype: in which the forward and backward passes compute; None for that of the parameters.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        wrap: Any,
+        reshard_after_forward: bool | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.models = models
+        self.reshard_after_forward = reshard_after_forward
+        self._policy = (
+            MixedPrecisionPolicy()
+            if dtype is None
+            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        )
+        found: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        modules = list(dict.fromkeys(m for model in models for m in model.modules()))
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, []).append((module, name))
+        self.parameters: list[torch.nn.Parameter] = list(found)
+        self._places = list(found.values())
+        index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self._index = index
+        self.trained = [parameter.requires_grad for parameter in self.parameters]
+        self.names: list[dict[str, int]] = [
+            {
+                name: index[id(parameter)]
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
+            for model in models
+        ]
+        """Of each model, which parameter each name is of."""
+        self._before: list[tuple[torch.nn.Module, Any]] = []
+        self._handles: list[Any] = []
+        self._units: list[_Unit] = []
+        seen: set[int] = set()
+        for module in self._divided(wrap):
+            inside = [index[id(p)] for p in module.parameters()]
+            self._units.append(_Unit(module, [each for each in inside if each not in seen]))
+            seen.update(inside)
+
+    def _divided(self, wrap: Any) -> Iterator[torch.nn.Module]:
+        """Yield what is to be gathered by itself, and the models, the inner ones first."""
+        inside = dict.fromkeys(module for model in self.models for module in model.modules())
+        if wrap is None:
+            blocks = {block for model in self.models for block in repeated_blocks(model)}
+            chosen = {block for block in blocks if not self._shared(block)}
+        else:
+            kinds = tuple(wrap) if isinstance(wrap, list | tuple) else wrap
+            if isinstance(kinds, type | tuple):
+                chosen = {module for module in inside if isinstance(module, kinds)}
+            else:
+                chosen = {module for module in inside if kinds(module)}
+            for block in chosen:
+                if name := self._shared(block):
+                    raise ValueError(
+                        f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
+                        f"its parameter {name} with modules outside of it, which are gathered at "
+                        "another time. Leave it out of wrap."
+                    )
+        roots = set(self.models)
+        for module in reversed(inside):
+            if module in chosen or module in roots:
+                yield module
+
+    def _shared(self, block: torch.nn.Module) -> str:
+        """Return the name of a parameter that a block has together with modules outside."""
+        within, index = set(block.modules()), self._index
+        for name, parameter in block.named_parameters():
+            if any(module not in within for module, _ in self._places[index[id(parameter)]]):
+                return name
+        return ""
+
+    def shard(self) -> None:
+        """Divide over the group that there is; the rows of this rank have no content yet."""
+        group = dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, self.parameters[0].device.type)
+        self.strip()
+        for unit in self._units:
+            for number in unit.which:
+                old = self.parameters[number]
+                room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+                self._put(number, torch.nn.Parameter(room, self.trained[number]))
+            fully_shard(
+                unit.module,
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=self._policy,
+            )
+            for number in unit.which:
+                module, name = self._places[number][0]
+                self.parameters[number] = module._parameters[name]  # type: ignore[assignment]
+
+        self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._before]
+
+    def call_before(self, model: torch.nn.Module, hook: Any) -> None:
+        """Call a hook before each forward pass of a model, as long as it is divided."""
+        self._before.append((model, hook))
+        self._handles.append(model.register_forward_pre_hook(hook))
+
+    def _put(self, number: int, parameter: torch.nn.Parameter) -> None:
+        self.parameters[number] = parameter
+        for module, name in self._places[number]:
+            module._parameters[name] = parameter
+
+    def put_whole(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the models have whole parameters, until `shard`."""
+        self.strip()
+        for number, value in enumerate(values):
+            self._put(number, torch.nn.Parameter(value, self.trained[number]))
+
+    def strip(self) -> None:
+        """Make plain modules of the models again, whose parameters are of no use."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module in (module for model in self.models for module in model.modules()):
+            vars(module).pop("_is_fsdp_managed_module", None)
+            vars(module).pop("_fsdp_use_orig_params", None)
+        for unit in self._units:
+            module = unit.module
+            if not isinstance(module, FSDPModule):
+                continue
+            state = module._get_fsdp_state()
+            handles: list[Any] = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+            for group in state._fsdp_param_groups:
+                handles += group._module_to_pre_save_state_dict_hook_handle.values()
+                handles += group._module_to_pre_load_state_dict_hook_handle.values()
+                handles += [each._post_load_hook_handle for each in group.fsdp_params]
+            for handle in handles:
+                handle.remove()
+            _module_state_mapping.pop(module, None)
+            vars(module).pop(STATE_KEY, None)
+            vars(module).pop(REGISTRY_KEY, None)
+            module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
+
+    def local(self, number: int) -> torch.Tensor:
+        """Return this rank's rows of a parameter, in one row."""
+        held: Any = self.parameters[number]
+        rows: torch.Tensor = held.detach().to_local()
+        return rows.view(-1)
+
+    def gradient(self, number: int) -> torch.Tensor | None:
+        """Return the gradient of these."""
+        held: Any = self.parameters[number].grad
+        return None if held is None else held.detach().to_local().view(-1)
+
+    def reset(self) -> None:
+        """Forget a forward or backward pass that has failed."""
+        for model in self.models:
+            if isinstance(model, FSDPModule):
+                with contextlib.suppress(RuntimeError):  # a work that failed in another thread
+                    model.reset_iter_state()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Return a context in which forward passes do not communicate. All ranks must enter it."""
+        units = [unit.module for unit in self._units if isinstance(unit.module, FSDPModule)]
+        for module in units:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            self.reset()
+            given, models = self.reshard_after_forward, set(self.models)
+            for module in units:
+                again = module not in models if given is None else given
+                module.set_reshard_after_forward(again, recurse=False)
+                module.reshard()

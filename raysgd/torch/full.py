@@ -1,0 +1,308 @@
+"""Parameters, gradients and optimizer state divided over the workers: ``sharding="full"``.
+
+torch's ``fully_shard`` gathers parameters where a module needs them, and leaves each worker the
+gradients of its rows. The rest is as for an optimizer that is divided: a share is updated in memory
+of its own, with copies on other workers, who get the gradients for that. What is more:
+
+- A worker holds the elements of its share as well, and those of the copies.
+- The elements change when all workers have made their updates, which they tell each other.
+- In a new generation the same modules are divided anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.torch import collectives
+from raysgd.torch.fsdp import ShardedModels, rows_of
+from raysgd.torch.sharding import PARAMETER, DividedOptimizer, _at, _copy, _Piece
+from raysgd.torch.state import copied_to_cpu, model_state
+
+__all__ = ["FullyDivided"]
+
+
+class FullyDivided(DividedOptimizer):
+    """Divides models, and the optimizer that updates them.
+
+    Args:
+        optimizer: of a kind that updates each element by itself; it gets the parameters that the
+            models have after each division.
+        models: as the user made them; they stay the same modules.
+        arguments: ``wrap`` and ``reshard_after_forward``, see `ShardedModels`, and ``copies``.
+        dtype: in which the models compute; None for that of their parameters.
+        drops_gradients: whether nobody needs the gradients after the step under way.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[torch.nn.Module],
+        arguments: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        drops_gradients: Callable[[], bool],
+    ) -> None:
+        self.models = ShardedModels(
+            models, arguments.get("wrap"), arguments.get("reshard_after_forward"), dtype
+        )
+        self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
+        self._received: dict[int, torch.Tensor] = {}
+        if dist.get_world_size() > 1:
+            collectives.broadcast_tensors(self._values, source=0)
+        super().__init__(optimizer, arguments.get("copies"), drops_gradients)
+
+    # ---- a step
+
+    def _meet(self) -> None:
+        super()._meet()
+        self._received = {}
+        size, rank = len(self._layouts), self._rank
+        room = self._room(rank)
+        for slot in self._layouts[rank][0]:
+            if (gradient := self.models.gradient(slot.which)) is not None:
+                _at(room, slot, slot, gradient.dtype).copy_(gradient)
+        sent = []
+        for each in range(1, self._num_copies(size) + 1):
+            to, source = (rank + each) % size, (rank - each) % size
+            received = self._received[source] = self._room(source)
+            if len(room):
+                sent.append(dist.P2POp(dist.isend, room, to))
+            if len(received):
+                sent.append(dist.P2POp(dist.irecv, received, source))
+        for work in dist.batch_isend_irecv(sent) if sent else ():
+            work.wait()
+
+    def _now(self, piece: _Piece) -> torch.Tensor:
+        assert piece.base is not None
+        return piece.base
+
+    def _gradient(self, share: int, piece: _Piece) -> torch.Tensor | None:
+        gradient = self.models.gradient(piece.which)
+        if gradient is None:  # of a parameter that the loss has not reached, on any worker
+            return None
+        if share == self._rank:
+            first, _ = self._part(piece.which, share, len(self._layouts))
+            return gradient[piece.start - first : piece.stop - first]
+        slot = next(s for s in self._layouts[share][0] if s.which == piece.which)
+        return _at(self._received[share], slot, piece, gradient.dtype)
+
+    def _put_in_place(self) -> None:
+        """Let the elements have the updates, once all workers have made theirs."""
+        self._wait_for_updates()
+        pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
+        _copy([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
+        self._received = {}
+
+    def rows(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """Return for each parameter that has a gradient an object with that of this worker's."""
+        held: list[Any] = [p.grad for p in parameters if p.grad is not None]
+        return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
+
+    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all workers' gradients, from that of this one's."""
+        squared = norm.square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    def _wait_for_updates(self) -> None:
+        if len(self._layouts) > 1:
+            collectives.minimum(self._version, self._parameters[0].device)
+
+    def abandon(self) -> None:
+        """Do so, also with what the models have under way."""
+        super().abandon()
+        self._received = {}
+        self.models.reset()
+
+    # ---- what this worker holds
+
+    def take_values(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Divide what whole states of the models have, and the state of the optimizer."""
+        values: list[Any] = [None] * len(self._parameters)
+        for names, state in zip(self.models.names, states, strict=False):
+            for name, which in names.items():
+                values[which] = state[name]
+        held = [p if v is None else v for p, v in zip(self._parameters, values, strict=True)]
+        self._values = [value.detach() for value in held]
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Do so, and put it in its place."""
+        super().take_state()
+        self._values = ()
+        self._place()
+
+    def redivide(self, leader: int, device: torch.device) -> None:
+        """Do so, and divide the models over the group that there is."""
+        super().redivide(leader, device)
+        if not self.lacks_state:
+            self._place()
+
+    def take_held(self, held: Any) -> None:
+        """Do so, if it is of the same step."""
+        (version, content) = held
+        if version == self._version:
+            super().take_held(content)
+
+    def held(self) -> Any:
+        """Return it with the step that it is of."""
+        return self._version, super().held()
+
+    def model_parts(self) -> list[list[tuple[Any, ...]]]:
+        """Return this worker's share of the parameters of each model, for `whole`."""
+        (_, blocks), *_ = self._shares()
+        pieces: dict[int, list[_Piece]] = defaultdict(list)
+        for block in blocks:
+            for piece in block.pieces:
+                pieces[piece.which].append(piece)
+        found = []
+        for names in self.models.names:
+            of_model: dict[int, tuple[str, ...]] = defaultdict(tuple)
+            for name, which in names.items():
+                of_model[which] += (name,)
+            found.append(
+                [
+                    (
+                        known_as,
+                        piece.start,
+                        piece.stop,
+                        tuple(self._parameters[which].shape),
+                        tuple(self._parameters[which].stride()),
+                        {PARAMETER: self._now(piece)},
+                    )
+                    for which, known_as in of_model.items()
+                    for piece in pieces[which]
+                ]
+            )
+        return found
+
+    def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+        parameter = self._parameters[index]
+        given = self._values[index].to(parameter.device, parameter.dtype)
+        return given.reshape(-1)[start:stop].clone()
+
+    def _held_base(self, piece: _Piece, version: int) -> torch.Tensor | None:
+        # one that is behind has made the update, as all have, and not put it in its place
+        is_behind = self._version < version and len(piece.stepped)
+        return piece.stepped if is_behind else self._now(piece)
+
+    # ---- the division
+
+    def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self.models.parameters)
+
+    def _part(self, index: int, number: int, size: int) -> tuple[int, int]:
+        """Return which elements of a parameter are in a share."""
+        num_rows, *rest = self._parameters[index].shape
+        width = math.prod(rest)
+        start, stop = rows_of(num_rows, size, number)
+        return start * width, stop * width
+
+    def _share(self, number: int, size: int) -> list[tuple[int, int]]:
+        found = []
+        for index, first in enumerate(self._starts[:-1]):
+            start, stop = self._part(index, number, size)
+            if start < stop:
+                found.append((first + start, first + stop))
+        return found
+
+    def _place(self) -> None:
+        """Divide the models over the group that there is, and put what is held in its place."""
+        new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
+        self.models.shard()
+        parameters = self.models.parameters
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[new[id(each)]] for each in group["params"]]
+        kept: dict[torch.Tensor, Any] = {
+            parameters[new[id(p)]]: state for p, state in self._undivided.items()
+        }
+        self._undivided = self.optimizer.state = defaultdict(dict, kept)
+        self._parameters = list(parameters)
+        self.bind()
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Let the models have the memory in which this worker's share is, with its content."""
+        (_, blocks), *_ = self._shares()
+        for block in blocks:
+            for piece in block.pieces:
+                first, _ = self._part(piece.which, self._rank, len(self._layouts))
+                room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+                piece.base = room.copy_(self._now(piece))
+
+    # ---- whole models
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Return a context in which forward passes do not communicate. All ranks must enter it."""
+        with self.models.gathered():
+            yield
+
+    def copies(self, count: int) -> list[torch.nn.Module]:
+        """Return copies of the first models, whole, on rank 0. All ranks must call it."""
+        # not by DTensor's collectives: they hold Python's lock as they wait, and gloo's threads,
+        # which end the wait, need it
+        size, is_first = len(self._layouts), self._rank == 0
+        values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
+        for number in range(size):
+            parts = [self._part(index, number, size) for index in range(len(values))]
+            rows = [self.models.local(index) for index in range(len(values))]
+            if number != self._rank:
+                rows = [
+                    own.new_empty(stop - start)
+                    for own, (start, stop) in zip(rows, parts, strict=True)
+                ]
+            collectives.broadcast_tensors(rows, source=number)
+            for value, (start, stop), content in zip(values, parts, rows, strict=True):
+                if is_first:
+                    value.view(-1)[start:stop] = content
+        if not is_first:
+            return []
+        try:
+            self.models.put_whole(values)
+            return [copied_to_cpu(model) for model in self.models.models[:count]]
+        finally:
+            self._place()
+
+    def check_trained(self) -> None:
+        """Refuse other parameters to train than at `register`."""
+        for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(parameter.shape)} had requires_grad={trained} "
+                    f'at register(sharding="full"), and has not now. Parameters are divided as '
+                    "they are there: freeze them before register."
+                )
+
+    def undivided(self) -> list[Undivided]:
+        """Return what models have beside parameters, as objects that load it."""
+        return [
+            Undivided(model, names, self)
+            for model, names in zip(self.models.models, self.models.names, strict=True)
+        ]
+
+
+class Undivided:
+    """What a model has beside the parameters that are divided."""
+
+    def __init__(
+        self, model: torch.nn.Module, names: Mapping[str, int], divided: FullyDivided
+    ) -> None:
+        self._model, self._names, self._divided = model, names, divided
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rest of the model's state."""
+        return {k: v for k, v in model_state(self._model).items() if k not in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the rest of a state."""
+        rest = {key: value for key, value in state.items() if key not in self._names}
+        self._model.load_state_dict(rest, strict=False)
+        self._divided.bind()  # torch may have given parameters other memory
