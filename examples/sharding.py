@@ -8,7 +8,7 @@
 Each worker updates its share of the model, with AdamW's state for that alone. With a copy the next
 worker updates it too, so that nothing is lost with one: here worker 1 is killed, and the rest
 divide its share among them. With ``--sharding full`` parameters and gradients are divided as well.
-With many floats the memory of the workers shows what is divided.
+The memory that is printed is the most that a worker has held, in its setup as well.
 """
 
 import argparse
