@@ -5,6 +5,8 @@ from concurrent.futures import Future
 
 import pytest
 import ray.exceptions
+import ray.util.client
+from ray.util.client.api import _ClientAPI
 
 from raysgd.cluster import worker_group as group_module
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
@@ -42,6 +44,13 @@ def test_what_an_actor_does_beside_its_work_has_threads_of_its_own():
     }
     assert {name for name, group in groups.items() if group == "control"} == set(CONTROL_METHODS)
     assert groups["call"] == groups["execute"] == "work"
+
+
+def test_ray_client_takes_the_actor(monkeypatch):
+    """Its decorator knows fewer arguments, and refuses others."""
+    monkeypatch.setattr(ray, "method", _ClientAPI(None).method)
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    group_module._actor_class.__wrapped__()
 
 
 def test_an_inline_group_starts_and_ends_without_anything():
