@@ -152,7 +152,6 @@ class ShardedModels:
             for number in unit.which:
                 module, name = self._places[number][0]
                 self.parameters[number] = module._parameters[name]  # type: ignore[assignment]
-
         self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._before]
 
     def call_before(self, model: torch.nn.Module, hook: Any) -> None:

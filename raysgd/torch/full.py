@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from raysgd.torch import collectives
 from raysgd.torch.fsdp import ShardedModels, rows_of
-from raysgd.torch.sharding import PARAMETER, DividedOptimizer, _at, _copy, _Piece
+from raysgd.torch.sharding import PARAMETER, DividedOptimizer, Piece, copy_all, placed
 from raysgd.torch.state import copied_to_cpu, model_state
 
 __all__ = ["FullyDivided"]
@@ -53,7 +53,8 @@ class FullyDivided(DividedOptimizer):
             models, arguments.get("wrap"), arguments.get("reshard_after_forward"), dtype
         )
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
-        self._received: dict[int, torch.Tensor] = {}
+        self._received: dict[tuple[int, int], torch.Tensor] = {}
+        """By share and parameter, the gradients of the copies."""
         if dist.get_world_size() > 1:
             collectives.broadcast_tensors(self._values, source=0)
         super().__init__(optimizer, arguments.get("copies"), drops_gradients)
@@ -67,11 +68,14 @@ class FullyDivided(DividedOptimizer):
         room = self._room(rank)
         for slot in self._layouts[rank][0]:
             if (gradient := self.models.gradient(slot.which)) is not None:
-                _at(room, slot, slot, gradient.dtype).copy_(gradient)
+                placed(room, slot, slot, gradient.dtype).copy_(gradient)
         sent = []
         for each in range(1, self._num_copies(size) + 1):
             to, source = (rank + each) % size, (rank - each) % size
-            received = self._received[source] = self._room(source)
+            received = self._room(source)
+            for slot in self._layouts[source][0]:
+                dtype = self._parameters[slot.which].dtype
+                self._received[source, slot.which] = placed(received, slot, slot, dtype)
             if len(room):
                 sent.append(dist.P2POp(dist.isend, room, to))
             if len(received):
@@ -79,25 +83,24 @@ class FullyDivided(DividedOptimizer):
         for work in dist.batch_isend_irecv(sent) if sent else ():
             work.wait()
 
-    def _now(self, piece: _Piece) -> torch.Tensor:
+    def _now(self, piece: Piece) -> torch.Tensor:
         assert piece.base is not None
         return piece.base
 
-    def _gradient(self, share: int, piece: _Piece) -> torch.Tensor | None:
+    def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.models.gradient(piece.which)
         if gradient is None:  # of a parameter that the loss has not reached, on any worker
             return None
-        if share == self._rank:
-            first, _ = self._part(piece.which, share, len(self._layouts))
-            return gradient[piece.start - first : piece.stop - first]
-        slot = next(s for s in self._layouts[share][0] if s.which == piece.which)
-        return _at(self._received[share], slot, piece, gradient.dtype)
+        if share != self._rank:
+            gradient = self._received[share, piece.which]
+        first, _ = self._part(piece.which, share, len(self._layouts))
+        return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
         """Let the elements have the updates, once all workers have made theirs."""
         self._wait_for_updates()
         pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
-        _copy([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
+        copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
         self._received = {}
 
     def rows(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
@@ -158,7 +161,7 @@ class FullyDivided(DividedOptimizer):
     def model_parts(self) -> list[list[tuple[Any, ...]]]:
         """Return this worker's share of the parameters of each model, for `whole`."""
         (_, blocks), *_ = self._shares()
-        pieces: dict[int, list[_Piece]] = defaultdict(list)
+        pieces: dict[int, list[Piece]] = defaultdict(list)
         for block in blocks:
             for piece in block.pieces:
                 pieces[piece.which].append(piece)
@@ -188,7 +191,7 @@ class FullyDivided(DividedOptimizer):
         given = self._values[index].to(parameter.device, parameter.dtype)
         return given.reshape(-1)[start:stop].clone()
 
-    def _held_base(self, piece: _Piece, version: int) -> torch.Tensor | None:
+    def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
         # one that is behind has made the update, as all have, and not put it in its place
         is_behind = self._version < version and len(piece.stepped)
         return piece.stepped if is_behind else self._now(piece)

@@ -32,8 +32,11 @@ __all__ = [
     "ELEMENTWISE",
     "PARAMETER",
     "DividedOptimizer",
+    "Piece",
     "Transfer",
+    "copy_all",
     "is_dense",
+    "placed",
     "share_of",
     "transfers",
     "whole",
@@ -139,7 +142,7 @@ Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
 
 
 @dataclass(eq=False)
-class _Piece:
+class Piece:
     """Consecutive elements of one parameter, in the order of memory."""
 
     which: int
@@ -161,7 +164,7 @@ class _Block:
     stop: int
     version: int
     """How many updates they have had."""
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
 
 class _Slot(NamedTuple):
@@ -260,7 +263,7 @@ class DividedOptimizer:
                     if (number := group_of[piece.which]) is None:
                         continue
                     dtype = self._parameters[piece.which].dtype
-                    view = _at(room, places[piece.which], piece, dtype)
+                    view = placed(room, places[piece.which], piece, dtype)
                     into.append(view)
                     if block.version > self._version:
                         content.append(piece.stepped)
@@ -271,7 +274,7 @@ class DividedOptimizer:
                     piece.stepped.data = view
                     piece.stepped.grad = self._gradient(share, piece)
                     params[number].append(piece.stepped)
-        _copy(into, content)
+        copy_all(into, content)
         for piece, view in ahead:  # only now: what fails before leaves them as they are
             piece.stepped = self._renamed(piece.stepped, view)
         self._swapped = [group["params"] for group in optimizer.param_groups]
@@ -285,11 +288,11 @@ class DividedOptimizer:
         if len(self._layouts) > 1:
             collectives.minimum(self._version, self._parameters[0].device)
 
-    def _now(self, piece: _Piece) -> torch.Tensor:
+    def _now(self, piece: Piece) -> torch.Tensor:
         """Return the elements of a piece as they are before the step."""
         return _flat(self._parameters[piece.which])[piece.start : piece.stop]
 
-    def _gradient(self, share: int, piece: _Piece) -> torch.Tensor | None:
+    def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
         parameter = self._parameters[piece.which]
         if parameter.grad is None:
             return None
@@ -321,8 +324,8 @@ class DividedOptimizer:
             for slot in self._layouts[share][0]:
                 parameter = self._parameters[slot.which]
                 into.append(_flat(parameter)[slot.start : slot.stop])
-                content.append(_at(room, slot, slot, parameter.dtype))
-        _copy(into, content)
+                content.append(placed(room, slot, slot, parameter.dtype))
+        copy_all(into, content)
 
     def _exchanged(self) -> dict[int, torch.Tensor]:
         """Return the updated elements of all shares, once all of them have come.
@@ -559,7 +562,7 @@ class DividedOptimizer:
             )
         return contents
 
-    def _held_base(self, piece: _Piece, version: int) -> torch.Tensor | None:
+    def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
         """Return the elements of a piece in a version, where the parameters are divided."""
         return None
 
@@ -577,7 +580,7 @@ class DividedOptimizer:
             stepped = self._empty(index) if value is None else value
             if of_piece:
                 state[stepped] = of_piece
-            pieces.append(_Piece(index, first, end, stepped, base))
+            pieces.append(Piece(index, first, end, stepped, base))
         blocks.append(_Block(start, stop, version, pieces))
 
     # ---- the division
@@ -730,13 +733,14 @@ def _flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tenso
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _at(room: torch.Tensor, slot: _Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
+def placed(room: torch.Tensor, slot: _Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a part of a slot in a buffer."""
     first = slot.place + (part.start - slot.start) * dtype.itemsize
     return room[first : first + (part.stop - part.start) * dtype.itemsize].view(dtype)
 
 
-def _copy(into: list[torch.Tensor], content: list[torch.Tensor]) -> None:
+def copy_all(into: list[torch.Tensor], content: list[torch.Tensor]) -> None:
+    """Copy tensors into others, in one go."""
     if into:
         torch._foreach_copy_(into, content)
 
