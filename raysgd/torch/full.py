@@ -140,7 +140,8 @@ class FullyDivided(DividedOptimizer):
         """Do so, and put it in its place."""
         super().take_state()
         self._values = ()
-        self._place()
+        if dist.is_initialized():  # else `redivide` does, when there is a group
+            self._place()
 
     def redivide(self, leader: int, device: torch.device) -> None:
         """Do so, and divide the models over the group that there is."""

@@ -628,7 +628,9 @@ class DividedOptimizer:
 
     def _lay_out(self) -> None:
         """Note where in a buffer the elements of each share are, in the group that there is."""
-        self._rank, size = dist.get_rank(), dist.get_world_size()
+        # a worker that takes over a snapshot before it enters a group may have lost its last one
+        is_in_group = dist.is_initialized()
+        self._rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
         self._layouts = []
         for share in range(size):
             slots, place = [], 0

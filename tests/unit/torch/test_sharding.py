@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
 from raysgd import TrainingOperator
+from raysgd.backends import create_backend
+from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.torch.fsdp import SEEN_IN, ShardedModels
@@ -25,7 +27,7 @@ from raysgd.torch.sharding import (
 )
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import register_all
-from tests.unit.torch.rounds import Round, play_round
+from tests.unit.torch.rounds import Round, check_equal, make_runner, play_round
 
 PLAY = """
 import datetime
@@ -266,6 +268,29 @@ def test_what_fills_its_memory_in_any_order_is_dense():
     assert is_dense(torch.ones(()))
     assert not is_dense(image[:, :, ::2])
     assert not is_dense(torch.ones(3).expand(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # about operations in place
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_a_state_can_be_loaded_between_two_groups(sharding):
+    """As the leader does of workers that were to begin as a group, and one was lost."""
+    backend, context = create_backend("gloo", 30), WorkerContext(distributed=True)
+    rendezvous = backend.prepare(["127.0.0.1"])
+    backend.setup(context, rendezvous)
+    runner = make_runner(Round(sharding=sharding), lambda moment: None, divides=True)
+    runner.setup(context)
+    runner.train(call=0, until_step=3)
+    state = whole(with_shares([runner.state_dict()]))
+    runner.train(call=0, until_step=5)
+    backend.teardown()
+    runner.load_state_dict(copy.deepcopy(state))
+    context = replace(context, generation=1)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    runner.rejoin(context, 0)
+    check_equal(whole(with_shares([runner.state_dict()])), state)
+    runner.teardown()
+    backend.teardown()
+    backend.close()
 
 
 # ---- modules that are divided
