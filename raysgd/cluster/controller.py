@@ -800,9 +800,20 @@ class Controller:
     ) -> tuple[dict[Member, Progress], dict[Member, BaseException]]:
         """Return how far workers are, and who is lost: those that do not answer are ended."""
         asked = {member: member.control("progress") for member in members}
-        while self._group.is_cut_off and self._clock.wait(asked.values(), _TICK_S):
+        deadline = self._clock.monotonic() + _SILENCE_S
+        while True:
+            self._clock.wait(asked.values(), _TICK_S)
+            if self._group.is_cut_off:
+                deadline = self._clock.monotonic() + _SILENCE_S
+            # answers are lost with Ray's connection to a worker, after 20 s without a link
+            again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
+            is_done = not again and all(f.done() for f in asked.values())
+            if is_done or self._clock.monotonic() >= deadline:
+                break
+            if again:
+                self._clock.sleep(_BUSY_TICK_S)
+            asked |= {member: member.control("progress") for member in again}
             self._check_open()
-        self._clock.wait(asked.values(), _SILENCE_S)
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         for member, error in lost.items():
             if not is_loss(error):  # it may be stopped

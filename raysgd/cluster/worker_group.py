@@ -387,20 +387,13 @@ class _LocalSlot:
 
 @functools.cache
 def _actor_class() -> Any:
-    import ray.util.client
+    import ray
 
-    is_client = ray.util.client.ray.is_connected()
     # with the methods, and not with each call, since Ray Client knows no groups of calls
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
-            options: dict[str, Any] = {
-                "concurrency_group": "control" if name in CONTROL_METHODS else "work"
-            }
-            # answers are lost with Ray's connection to a worker, after 20 s without a link, and
-            # these calls may come twice; Ray Client cannot ask for that
-            if name in ("interrupt", "progress") and not is_client:
-                options["max_task_retries"] = -1
-            ray.method(**options)(method)
+            group = "control" if name in CONTROL_METHODS else "work"
+            ray.method(concurrency_group=group)(method)
     remote: Any = ray.remote  # its types do not know concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 
