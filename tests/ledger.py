@@ -41,7 +41,9 @@ class Ledger(TrainingOperator):
     def setup(self, config):
         model = Weights(config["num_samples"])
         self.model, self.optimizer = self.register(
-            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
+            **config.get("register", {}),
         )
         self.register_data(train_loader=self.make_loader(config))
 
