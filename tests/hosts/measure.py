@@ -212,6 +212,7 @@ def measure(side, faults):
 
 def row(side, name, run):
     """Print the row of one fault; return whether the run goes on."""
+    started = time.time()
     run.train()
     time.sleep(2)
     began, logged = time.time(), run.log.stat().st_size
@@ -225,10 +226,11 @@ def row(side, name, run):
         events = run.end()
     except AssertionError as error:
         print(f"| {side} | {name} | not survived: {str(error)[-300:]!r} |", flush=True)
+        print(run.log.read_text(errors="replace")[logged:], flush=True)
         return False
     said = run.said(events)
     pause = f"{run.pause(began):.1f} s"
-    print(f"| {side} | {name} | {pause} | {run.redone(began)} |", flush=True)
+    print(f"| {side} | {name} | {pause} | {run.redone(started)} |", flush=True)
     for line in [*said, *run.log.read_text(errors="replace")[logged:].splitlines()]:
         print(f"    {line}", flush=True)
     return True
