@@ -10,6 +10,7 @@ and an interruption completes it too.
 from __future__ import annotations
 
 import datetime
+import functools
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -26,7 +27,6 @@ __all__ = ["SMALL_BYTES", "Entry", "GlooGroup"]
 
 _COLLECTIVES = (
     "_allgather_base",
-    "_reduce_scatter_base",
     "allgather",
     "allgather_coalesced",
     "allreduce_coalesced",
@@ -154,6 +154,32 @@ class GlooGroup(ProcessGroup):
             self._running, self._mesh, tensors, combine, timeout, options.asyncOp
         )
 
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
+    ) -> Work:
+        """Start a sum or mean of which each rank gets its part.
+
+        gloo would reduce all of it on every rank, which sends twice as much.
+        """
+        options = options or dist.ReduceScatterOptions()
+        operation, size = options.reduceOp.op, self.size()
+        known = operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if not known or tensor.dtype not in _SMALL_TYPES or tensor.device.type != "cpu":
+            start = functools.partial(self._gloo._reduce_scatter_base, output, tensor, options)
+            return _Operation(self._running, start, output)
+        found = torch.empty_like(tensor)
+
+        def add(_: Any) -> list[torch.Tensor]:
+            with torch.inference_mode():  # or tensors of that could not be written
+                parts = found.view(size, *output.shape)
+                torch.sum(parts, dim=0, out=output)
+                if operation == dist.ReduceOp.AVG:
+                    output.div_(size)
+            return [output]
+
+        start = functools.partial(self._gloo.alltoall_base, found, tensor, [], [])
+        return _Operation(self._running, start, [output], then=add)
+
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
         if self._mesh is not None:
@@ -270,7 +296,10 @@ class _Running:
 
 
 class _Operation(Work):
-    """A collective or a transfer under way; its future holds what gloo returned, or an error."""
+    """A collective or a transfer under way; its future holds what gloo returned, or an error.
+
+    Where something is made of that, `then` does so.
+    """
 
     def __init__(
         self,
@@ -278,10 +307,11 @@ class _Operation(Work):
         start: Callable[[], Any],
         output: Any = None,
         is_collective: bool = True,
+        then: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
-        self._outputs: list[Any] | None = None
+        self._outputs: list[Any] | None = None if then is None else output
         ended = self._ended
         key = id(ended)  # which lives until gloo is done; the work may be dropped before
         running.begin(key, ended.set_result, is_collective)
@@ -294,7 +324,7 @@ class _Operation(Work):
         # Nothing here may hold the group: this runs in a thread of gloo's, which cannot outlive it.
         def finish(value: Callable[[], Any]) -> None:
             try:
-                found = value()
+                found = value() if then is None else then(value())
             except Exception as error:
                 found = error.with_traceback(None)  # whose frames hold tensors
             if running.finish(key):
