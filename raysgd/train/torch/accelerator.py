@@ -104,31 +104,80 @@ def get_device() -> torch.device:
 
 def prepare_model(
     model: torch.nn.Module,
-    move_to_device: bool = True,
+    move_to_device: bool | torch.device = True,
     wrap_ddp: bool = True,
     ddp_kwargs: dict[str, Any] | None = None,
+    parallel_strategy: str | None = "ddp",
+    parallel_strategy_kwargs: dict[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Return a model as the workers train it together.
 
     Args:
         model: the model.
-        move_to_device: whether to move it to `get_device`.
-        wrap_ddp: whether to wrap it in DistributedDataParallel, where there are several workers.
-        ddp_kwargs: arguments for that.
+        move_to_device: whether to move it to `get_device`; or a device to move it to.
+        wrap_ddp: False is the same as ``parallel_strategy=None``.
+        ddp_kwargs: the same as ``parallel_strategy_kwargs``, for "ddp".
+        parallel_strategy: in what to wrap it, where there are several workers: "ddp" in
+            DistributedDataParallel; "fsdp" in FullyShardedDataParallel, which divides parameters,
+            gradients and the state of an optimizer that is made after it, also on CPUs; None in
+            nothing.
+        parallel_strategy_kwargs: arguments for the wrapper.
+
+    Raises:
+        ValueError: if the strategy is another, or does not go with the other arguments.
+        TypeError: if ``wrap_ddp`` is no bool.
     """
-    accelerator, device = _accelerator(), get_device()
+    strategy, kwargs = _checked_strategy(
+        wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs
+    )
+    accelerator = _accelerator()
+    device = move_to_device if isinstance(move_to_device, torch.device) else get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if move_to_device:
         model = model.to(device)
     if accelerator.amp:
         model.forward = _Autocast(accelerator.precision, model.forward)
-    if not wrap_ddp or world_size() <= 1:
+    if strategy is None or world_size() <= 1:
         return model
+    if strategy == "fsdp":
+        from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to import
+
+        place = {"device_id": device} if device.type == "cpu" else {}  # else it asks for a GPU
+        return FullyShardedDataParallel(model, **{**place, **kwargs})
     arguments: dict[str, Any] = {"device_ids": [device]} if device.type == "cuda" else {}
     if move_to_device is False and next(model.parameters()).device.type == "cpu":
         arguments = {}
-    return DistributedDataParallel(model, **{**arguments, **(ddp_kwargs or {})})
+    return DistributedDataParallel(model, **{**arguments, **kwargs})
+
+
+def _checked_strategy(
+    wrap_ddp: Any,
+    ddp_kwargs: dict[str, Any] | None,
+    strategy: str | None,
+    kwargs: dict[str, Any] | None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the strategy that `prepare_model` is asked for, and the arguments of the wrapper."""
+    if not isinstance(wrap_ddp, bool):
+        raise TypeError(
+            f"prepare_model(wrap_ddp={wrap_ddp!r}): must be a bool. Pass "
+            "parallel_strategy=... and parallel_strategy_kwargs=... by name."
+        )
+    if strategy not in ("ddp", "fsdp", None):
+        raise ValueError(
+            f'prepare_model(parallel_strategy={strategy!r}): must be "ddp", "fsdp" or None.'
+        )
+    if strategy == "fsdp" and not (wrap_ddp and ddp_kwargs is None):
+        raise ValueError(
+            'prepare_model(parallel_strategy="fsdp") uses no DistributedDataParallel: leave '
+            "wrap_ddp and ddp_kwargs out, and pass parallel_strategy_kwargs."
+        )
+    if ddp_kwargs is not None and kwargs is not None:
+        raise ValueError(
+            "prepare_model(ddp_kwargs=..., parallel_strategy_kwargs=...): both are arguments for "
+            "the wrapper. Leave out one of the two."
+        )
+    return (strategy if wrap_ddp else None), dict(kwargs or ddp_kwargs or {})
 
 
 def prepare_data_loader(

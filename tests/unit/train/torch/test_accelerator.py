@@ -398,6 +398,21 @@ def test_accelerate_after_a_model_is_an_error():
         train.torch.accelerate(amp=True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"wrap_ddp": "fsdp"}, TypeError, "Pass parallel_strategy=... and"),
+        ({"parallel_strategy": "zero"}, ValueError, 'must be "ddp", "fsdp" or None'),
+        ({"parallel_strategy": "fsdp", "wrap_ddp": False}, ValueError, "leave wrap_ddp and"),
+        ({"parallel_strategy": "fsdp", "ddp_kwargs": {}}, ValueError, "leave wrap_ddp and"),
+        ({"parallel_strategy_kwargs": {}, "ddp_kwargs": {}}, ValueError, "Leave out one"),
+    ],
+)
+def test_arguments_of_a_model_that_say_two_things_are_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        train.torch.prepare_model(torch.nn.Linear(1, 1), **arguments)
+
+
 def test_with_mixed_precision_a_model_computes_in_it_and_returns_float32():
     train.torch.accelerate(amp=True)
     seen = []
