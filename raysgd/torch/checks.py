@@ -211,10 +211,12 @@ def check_shardable(
     given = 'register(sharding="full")'
     if len(optimizers) != 1:
         raise ValueError(f"{given} takes one optimizer, with groups, and got {len(optimizers)}.")
-    if compile:
+    is_compiled = any(hasattr(model, "_orig_mod") for model in models)
+    if compile or is_compiled:
+        what = "torch.compile(model)" if is_compiled else "register(compile=...)"
         raise ValueError(
-            f"{given} does not work with register(compile=...): parameters become others as the "
-            "group changes. Leave out one of the two."
+            f"{given} does not work with {what}: parameters become others as the group changes. "
+            "Leave out one of the two."
         )
     if ddp_args or any(isinstance(model, DistributedDataParallel) for model in models):
         raise ValueError(f"{given} uses no DistributedDataParallel: leave it, and ddp_args, out.")

@@ -14,8 +14,11 @@ from raysgd import TrainingOperator
 from raysgd.backends import create_backend
 from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
+from raysgd.data.shard import Place
 from raysgd.errors import CheckpointError
 from raysgd.torch.fsdp import SEEN_IN, ShardedModels
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.registration import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding import (
     ELEMENTWISE,
@@ -388,11 +391,22 @@ def scalar():
     return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
 
 
+def compiled():
+    model = torch.compile(torch.nn.Linear(2, 2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
+
+
+def wrapped():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
+
+
 ON = {"sharding": "optimizer"}
 FULL = {"sharding": "full"}
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # by torch.compile
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
@@ -408,6 +422,9 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         (FULL, HALF, ValueError, "amp_dtype=torch.bfloat16"),
         (several, {}, ValueError, "takes one optimizer"),
         (scalar, {}, ValueError, r"divides parameters by rows, and Linear\.scale"),
+        (compiled, {}, ValueError, "does not work with torch.compile"),
+        (wrapped, {}, ValueError, "uses no DistributedDataParallel"),
+        (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
         ({**ON, "sharding_args": {"copies": True}}, {}, TypeError, "must be an int"),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
         (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
@@ -418,10 +435,9 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         (strided, {}, ValueError, "does not fill its memory"),
     ],
 )
-def test_what_does_not_go_together_is_refused_at_register(arguments, options, error, match):
-    from raysgd.torch.options import TorchOptions
-    from raysgd.torch.registration import OperatorSettings
-
+def test_what_does_not_go_together_is_refused_at_register(
+    process_group, arguments, options, error, match
+):
     def given():
         return {**ON, **arguments()} if callable(arguments) else arguments
 
@@ -430,3 +446,30 @@ def test_what_does_not_go_together_is_refused_at_register(arguments, options, er
     )
     with pytest.raises(error, match=match):
         build_operator(Refused, {"register": given}, settings)
+
+
+@pytest.fixture
+def in_rows(process_group):
+    """An operator whose model is divided, over a group of one."""
+    context = WorkerContext(distributed=True)
+    settings = OperatorSettings(
+        options=TorchOptions(training_operator_cls=Refused), context=context
+    )
+    given = {**FULL, "gradient_accumulation_steps": 2}
+    return build_operator(Refused, {"register": lambda: given}, settings)
+
+
+def test_what_shows_after_register_alone_is_refused_when_it_does(in_rows):
+    registration, model = in_rows._registration, in_rows.model
+    with pytest.raises(ValueError, match="Leave out the callback, or the sharding"):
+        registration.average(0.9, start_epoch=0)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="freeze them before register"):
+        registration.check_averaged()
+    model[0].weight.requires_grad_(True)
+    optimization = registration.optimization
+    optimization.begin_batch(registration.models, Place(0, 2, is_last=False))
+    in_rows.backward(model(torch.ones(3, 8)).sum(), num_samples=3)
+    optimization.begin_batch(registration.models, Place(1, 2))
+    with pytest.raises(RuntimeError, match="are summed over the workers already"):
+        in_rows.backward(model(torch.ones(2, 8)).sum(), num_samples=2)
