@@ -354,7 +354,8 @@ group = GlooGroup.init(store, rank, 2, datetime.timedelta(seconds=60))
 part = torch.zeros(2)
 dist.reduce_scatter_tensor(part, torch.arange(4.0))
 assert part.tolist() == [[0, 2], [4, 6]][rank]
-work = dist.reduce_scatter_tensor(part, (rank + 1) * torch.arange(4.0), dist.ReduceOp.AVG, None, True)
+given = (rank + 1) * torch.arange(4.0)
+work = dist.reduce_scatter_tensor(part, given, dist.ReduceOp.AVG, async_op=True)
 assert work.get_future().wait()[0] is part is work.result()[0]
 assert part.tolist() == [[0, 1.5], [3, 4.5]][rank]
 dist.reduce_scatter_tensor(part, rank * torch.arange(4.0), dist.ReduceOp.MAX)
