@@ -42,7 +42,6 @@ _COLLECTIVES = (
 _NEWER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
 }
 """What torch.distributed calls on a group, by what a group calls on its backend."""
 _NAME = "raysgd_gloo"
@@ -179,6 +178,8 @@ class GlooGroup(ProcessGroup):
 
         start = functools.partial(self._gloo.alltoall_base, found, tensor, [], [])
         return _Operation(self._running, start, [output], then=add)
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
