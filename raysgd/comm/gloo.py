@@ -179,7 +179,7 @@ class GlooGroup(ProcessGroup):
         start = functools.partial(self._gloo.alltoall_base, found, tensor, [], [])
         return _Operation(self._running, start, [output], then=add)
 
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
