@@ -190,7 +190,7 @@ class Calls:
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         # what was measured may be lost in these
-        num_breaks = call.num_losses + num_lost_paused + call.num_splits
+        num_breaks = call.num_losses + num_lost_paused + call.num_splits + call.num_unheard
         results += [outcome.value() for outcome in call.left]
         merged = self._merged("train", results, num_breaks > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))

@@ -57,6 +57,8 @@ class Call:
     is in its process alone, and lost with it."""
     left: list[Any] = field(default_factory=list)
     """What workers that have left in it had measured."""
+    num_unheard: int = 0
+    """How many left without a word of that, as they had ended already."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

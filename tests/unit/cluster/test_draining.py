@@ -57,6 +57,17 @@ def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers
     assert call.num_losses == 0
 
 
+def test_one_that_ends_before_it_has_said_what_it_measured_is_counted(start):
+    """For its samples are counted by the steps that are done, then."""
+    world, controller = start(room=6)
+    before = controller.members[0]
+    world.at_step(20, lambda: controller.drain(None, 0, 60.0))
+    world.on_meeting.append(lambda: before.die("its time is over"))
+    call = train(controller, 200)
+    assert kinds(controller) == ["draining", "moved"]
+    assert (call.left, call.num_losses, call.num_unheard) == ([], 0, 1)
+
+
 def test_who_leaves_hands_its_share_of_a_divided_state_to_one_that_stays(start):
     world, controller = start(room=6)
     for member in (before := list(controller.members)):
