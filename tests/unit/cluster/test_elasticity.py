@@ -4,6 +4,7 @@ import itertools
 import logging
 import random
 import re
+from concurrent.futures import Future
 
 import pytest
 
@@ -46,6 +47,28 @@ def every_new(world, **values):
 
 
 # ---- lost workers are replaced
+
+
+def test_a_worker_that_lives_is_asked_again_when_its_answer_was_lost(world, monkeypatch):
+    """As Ray's connection to it was, after some time without a link."""
+    controller = world.drive(3).controller
+    (survivor, gone, _), lost = controller.members, []
+    control = survivor.control
+
+    def lose_one(method, *arguments):
+        if method != "progress" or lost or not gone.dead:
+            return control(method, *arguments)
+        lost.append(Future())
+        lost[0].set_exception(LostError("its connection"))
+        return lost[0]
+
+    monkeypatch.setattr(survivor, "control", lose_one)
+    monkeypatch.setattr(survivor, "may_live", lambda error: not survivor.dead)
+    world.at_step(20, lambda: world.lose(1))
+    run_until(controller, 100, max_losses=1)
+    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
+    assert lost
+    assert survivor in controller.members
 
 
 def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
