@@ -76,15 +76,17 @@ async def attack_all(driver, at_workers):
     known = {inode for inode, _ in listening()}
     print("here", flush=True)
     left = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    attacks, attacked, pids, looked = set(), [], [], 0.0
+    attacks, attacked, pids, looked, of_others = set(), [], [], 0.0, set()
     while not left.done():
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             pids = [driver, *(workers_of(driver) if at_workers else ())]
-        if new := {inode: port for inode, port in listening() if inode not in known}:
-            known.update(new)
+            of_others = set()  # some may be of a worker that was not known yet
+        if new := {i: port for i, port in listening() if i not in known and i not in of_others}:
             owners = sockets_of(pids)
+            of_others |= new.keys() - owners.keys()
             for inode in new.keys() & owners.keys():
+                known.add(inode)
                 attacked.append(owners[inode])
                 attacks |= {asyncio.create_task(attack(new[inode], say)) for say in ways()}
         await asyncio.sleep(POLL_S)

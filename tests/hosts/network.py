@@ -119,7 +119,7 @@ class Hosts:
         command += ["--disable-usage-stats", "--include-log-monitor=false"]
         log = self.folder / f"ray{host}.log"
         with log.open("w") as output:
-            self.spawn(host, command, stdout=output, stderr=output).wait(60)
+            self.spawn(host, command, stdout=output, stderr=output).wait(180)
         assert "Ray runtime started" in log.read_text(), log.read_text()
 
     def spawn(self, host, command, **options):
@@ -168,7 +168,7 @@ class Hosts:
         command = [ray, "drain-node", f"--node-id={node_id}", "--reason-message=tested"]
         command += ["--reason=DRAIN_NODE_REASON_PREEMPTION"]
         command += [f"--deadline-remaining-seconds={deadline_s}"]
-        assert self.spawn(0, command).wait(60) == 0
+        assert self.spawn(0, command).wait(180) == 0
 
     def power_off(self, host):
         self.cut(host)
