@@ -20,6 +20,7 @@ import psutil
 from tests.conftest import wait_until
 
 PORT = 6380
+START_S, START_TRIES = 60.0, 3
 _numbers = iter(range(100))
 
 
@@ -118,8 +119,15 @@ class Hosts:
         command += [f"--num-cpus={self.cpus[host]}", "--object-store-memory=80000000"]
         command += ["--disable-usage-stats", "--include-log-monitor=false"]
         log = self.folder / f"ray{host}.log"
-        with log.open("w") as output:
-            self.spawn(host, command, stdout=output, stderr=output).wait(180)
+        for _ in range(START_TRIES):
+            with log.open("w") as output:
+                started = self.spawn(host, command, stdout=output, stderr=output)
+            try:
+                started.wait(START_S)
+                break
+            except subprocess.TimeoutExpired:  # Ray's own start hangs, once in hundreds of times
+                print(f"no node of Ray's on host {host} within {START_S} s:", log.read_text())
+                self._kill_all(host)
         assert "Ray runtime started" in log.read_text(), log.read_text()
 
     def spawn(self, host, command, **options):
