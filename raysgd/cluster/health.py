@@ -18,7 +18,7 @@ from raysgd.cluster.worker import Outcome
 from raysgd.context import Progress
 from raysgd.errors import WorkerTimeoutError
 
-__all__ = ["HealthMonitor", "Heartbeats", "await_stragglers"]
+__all__ = ["IN_COMPILER", "HealthMonitor", "Heartbeats", "await_stragglers"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _IN_COLLECTIVE = (
     "mpi_ops.py",  # Horovod's
     "quick_execute",  # TensorFlow's; from outside a collective in a graph looks like the rest of it
 )
+
+IN_COMPILER = ("convert_frame.py", "compile_fx.py")  # torch's, forward and backward
 
 
 class Heartbeats:
@@ -142,7 +144,7 @@ class HealthMonitor:
     def stuck(self, progress: Mapping[Member, Progress]) -> list[Member] | None:
         """Return None as long as the call moves; else log every stack, and return who is stuck.
 
-        The list is empty where all wait for each other.
+        The list is empty where all wait for each other. Nobody is stuck while one compiles.
         """
         if not self._has_batches:
             return None
@@ -167,8 +169,10 @@ class HealthMonitor:
         logger.warning("No batch finished for %.0f s. %s", seconds, text)
         return stacks
 
-    def _find_stuck(self) -> list[Member]:
+    def _find_stuck(self) -> list[Member] | None:
         stacks = self._show_stacks()
+        if any(sign in text for text in stacks.values() if text for sign in IN_COMPILER):
+            return None
         silent = [member for member, text in stacks.items() if text is None]
         apart = [
             member

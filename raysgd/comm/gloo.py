@@ -113,7 +113,6 @@ class GlooGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._mesh: Mesh | None = None
-        self._timeout = timeout
         entry, GlooGroup.entry = GlooGroup.entry, Entry()
         self._gloo: Any = entry.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
@@ -139,16 +138,17 @@ class GlooGroup(ProcessGroup):
         groups[group] = (dist.Backend.GLOO, groups[group][1])
         return group
 
-    def use(self, mesh: Mesh, timeout: datetime.timedelta) -> None:
+    def use(self, mesh: Mesh) -> None:
         """Reduce small tensors by a mesh of the same ranks from now on, all ranks alike."""
-        self._mesh, self._timeout = mesh, timeout
+        self._mesh = mesh
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
         """Start gloo's allreduce, or one by the mesh."""
         if self._mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
-        timeout = options.timeout if options.timeout > datetime.timedelta() else self._timeout
+        given = options.timeout > datetime.timedelta()
+        timeout = options.timeout if given else self._gloo.options._timeout
         return _SmallReduction(
             self._running, self._mesh, tensors, combine, timeout, options.asyncOp
         )

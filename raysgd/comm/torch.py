@@ -136,7 +136,7 @@ class TorchBackend(Backend):
                 self._mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, entry)
             if self._mesh is not None and is_meshed:
-                self._group.use(self._mesh, self._timeout)
+                self._group.use(self._mesh)
         else:
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
         dist.distributed_c10d._set_pg_timeout(self._timeout)

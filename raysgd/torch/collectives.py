@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import io
 import math
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from raysgd.trees import map_leaves
 
 __all__ = [
+    "bound",
     "broadcast",
     "broadcast_object",
     "broadcast_state",
@@ -50,6 +52,12 @@ def rank() -> int:
     """Return this worker's rank in the group."""
     hvd = _horovod()
     return dist.get_rank() if hvd is None else int(hvd.rank())
+
+
+def bound(timeout_s: float) -> None:
+    """Let each collective from now on take so many seconds at the most; Horovod knows no bound."""
+    if _horovod() is None:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def minimum(value: int, device: torch.device) -> int:

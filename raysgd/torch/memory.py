@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from raysgd.data.shard import even_part
 
-__all__ = ["batch_parts", "free_memory", "num_rows", "ran_out_of_memory"]
+__all__ = ["batch_parts", "concatenated", "free_memory", "num_rows", "ran_out_of_memory"]
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """Of it torch has no error class."""
@@ -65,6 +65,12 @@ def batch_parts(batch: Any, number: int) -> list[Any]:
         return _mapped(batch, lambda tensor: tensor[start:stop])
 
     return [part(index) for index in range(number)]
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Join tensors, or arrays, along their first dimension."""
+    is_tensor = isinstance(parts[0], torch.Tensor)
+    return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
 
 
 def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:

@@ -18,6 +18,7 @@ Override any of these, or none.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,10 @@ from raysgd.torch.batches import (
 from raysgd.torch.checks import needs_metric
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.memory import free_memory
+from raysgd.torch.memory import concatenated, free_memory
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
+from raysgd.trees import joined
 
 if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
@@ -186,7 +188,7 @@ class TrainingOperator(OperatorBase):
         The numbers of batches may differ between workers: nothing here may communicate.
         """
         self.train_mode(False)
-        self._registration.validation_split = 1
+        self._registration.evaluation_split = 1
         meters = self._registration.new_meters()
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
@@ -201,25 +203,32 @@ class TrainingOperator(OperatorBase):
     def _evaluated(
         self, batch: Any, batch_info: dict[str, Any]
     ) -> list[tuple[Mapping[str, Any], float, bool]]:
-        """Evaluate a batch, in parts where memory asks for it; return what meters take of each."""
+        """Evaluate a batch; return what meters take of each part that it came in."""
+        method = self.validate_batch
+        found = [
+            checked_metrics(method, metrics, weight)
+            for metrics, weight in self._of_parts(
+                batch, method, lambda part: self._with_logged(method, part, batch_info)
+            )
+        ]
+        return [(*each, index == len(found)) for index, each in enumerate(found, start=1)]
+
+    def _of_parts(
+        self, batch: Any, method: Callable[..., Any], evaluate: Callable[[Any], Any]
+    ) -> list[tuple[Any, float]]:
+        """Evaluate a batch, in parts where memory asks for it.
+
+        Returns what each part gave, and the share of the batch that it is.
+        """
         registration = self._registration
         while True:
-            parts = registration.validation_parts(batch)
             try:
                 return [
-                    (
-                        *checked_metrics(
-                            self.validate_batch,
-                            self._with_logged(self.validate_batch, part, batch_info),
-                            weight,
-                        ),
-                        index == len(parts),
-                    )
-                    for index, (part, weight) in enumerate(parts, start=1)
+                    (evaluate(part), share) for part, share in registration.evaluation_parts(batch)
                 ]
             except Exception as error:
-                if not registration.splits_validation_after(error, batch):
-                    self._note_batch(error, "validate_batch", batch)
+                if not registration.splits_evaluation_after(error, batch):
+                    self._note_batch(error, method.__name__, batch)
                     raise
             free_memory()
 
@@ -276,14 +285,21 @@ class TrainingOperator(OperatorBase):
         with self.autocast():
             return scores_in(model(*given.arguments, **given.keywords))
 
+    def _predicted(self, batch_info: dict[str, Any], batch: Any) -> Any:
+        return self._registration.to_cpu(self.predict_batch(batch, batch_info))
+
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield what `predict_batch` returns for each batch."""
         self.train_mode(False)
+        registration = self._registration
+        registration.evaluation_split = 1
         for batch_idx, batch in enumerate(iterator):
-            yield self.predict_batch(
-                batch, self._batch_info(None, batch_idx, self._registration.epoch)
-            )
+            info = self._batch_info(None, batch_idx, registration.epoch)
+            predict = functools.partial(self._predicted, info)
+            found = self._of_parts(batch, self.predict_batch, predict)
+            outputs = [output for output, _ in found]
+            yield outputs[0] if len(outputs) == 1 else joined(outputs, concatenated)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state of your own that is saved with the models and given to new workers."""

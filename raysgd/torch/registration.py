@@ -68,6 +68,8 @@ __all__ = ["OperatorSettings", "TorchRegistration"]
 
 logger = logging.getLogger(__name__)
 
+_COMPILES_S = 86400.0
+"""How long collectives may wait for workers that compile; who dies is noticed at once."""
 _NOT_SPLIT = "The step is not done again with each batch in parts: {}."
 _HALF_MADE = (
     "memory ran out in the midst of the update, which cannot be taken back, and no worker has made "
@@ -106,7 +108,8 @@ class TorchRegistration(Registration):
         self.averages: Averages | None = None
         """Averages of the models, where a callback has asked for them."""
         self._compiled: list[CompiledModel] = []
-        self.validation_split = 1
+        self._awaits_compilers = False
+        self.evaluation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._half_made: tuple[int, BaseException] | None = None
         self._divided: list[DividedOptimizer] = []
@@ -201,6 +204,7 @@ class TorchRegistration(Registration):
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
         if compile_args is not None:
             self._compiled = [CompiledModel(m, compile_args) for m in self.given_models]
+            self._await_compilers()
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
@@ -462,6 +466,9 @@ class TorchRegistration(Registration):
         self.optimization.commit()
         for divided in self._divided:
             divided.commit()
+        if self._awaits_compilers:
+            self._awaits_compilers = False
+            collectives.bound(self.settings.options.timeout_s)
         self.global_step += num_batches
         self.split = self.split.eased(self.global_step, self.epoch)
         self._buffers.remember_step()
@@ -617,27 +624,27 @@ class TorchRegistration(Registration):
                 "result is another than with more memory.",
             )
 
-    def validation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
+    def evaluation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
         """Return the parts in which to evaluate a batch, and what each counts for."""
-        if self.validation_split == 1:
+        if self.evaluation_split == 1:
             return [(batch, 1)]
-        parts = batch_parts(batch, min(self.validation_split, num_rows(batch)))
+        parts = batch_parts(batch, min(self.evaluation_split, num_rows(batch)))
         rows = [num_rows(part) for part in parts]
         return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]
 
-    def splits_validation_after(self, error: BaseException, batch: Any) -> bool:
+    def splits_evaluation_after(self, error: BaseException, batch: Any) -> bool:
         """Whether a batch is evaluated again, in more parts, after an error."""
         if not self.settings.options.split_on_oom or not ran_out_of_memory(error):
             return False
-        if why_not := self._why_not_split(batch, self.validation_split, smallest=1):
+        if why_not := self._why_not_split(batch, self.evaluation_split, smallest=1):
             error.add_note(f"The batch is not evaluated in parts: {why_not}.")
             return False
-        self.validation_split *= 2
+        self.evaluation_split *= 2
         logger.warning(
-            "Worker %d ran out of memory in a validation, which goes on with each batch in %d "
+            "Worker %d ran out of memory as it evaluated a batch, and goes on with each in %d "
             "parts: %r",
             self.context.world_rank,
-            self.validation_split,
+            self.evaluation_split,
             error,
         )
         return True
@@ -648,6 +655,12 @@ class TorchRegistration(Registration):
     def compiling(self) -> bool:
         """Whether a model is being compiled, most likely."""
         return any(compiled.is_compiling for compiled in self._compiled)
+
+    def _await_compilers(self) -> None:
+        """Let nobody give up a collective of the group's first step while others compile for it."""
+        if self._compiled and self.context.distributed:
+            self._awaits_compilers = True
+            collectives.bound(_COMPILES_S)
 
     def seen_calls(self) -> dict[str, Any] | None:
         """Return which calls of the models were compiled here, and what torch keeps of that."""
@@ -671,6 +684,7 @@ class TorchRegistration(Registration):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Enter a new generation: rebuild the models' wrappers, share data out anew."""
         super().enter(context, batch_share)
+        self._await_compilers()
         for exchange in self.optimization.exchanges.values():
             exchange.rebuild()
         wrapped = zip(self.models, self._averaged, self._comm_hooks, strict=True)

@@ -17,6 +17,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.creators import CreatorOperator
 from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
+from raysgd.torch.memory import concatenated
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -221,9 +222,7 @@ class TorchTrainer(OperatorTrainer):
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:
-        """Join tensors, or arrays, along their first dimension."""
-        is_tensor = isinstance(parts[0], torch.Tensor)
-        return torch.cat(list(parts)) if is_tensor else OperatorTrainer._concatenate(parts)
+        return concatenated(parts)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return whole(state)

@@ -80,6 +80,17 @@ def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
     assert members[0].num_asked == 0
 
 
+@pytest.mark.parametrize("compiler", ["_dynamo/convert_frame.py", "_inductor/compile_fx.py"])
+def test_nobody_is_stuck_while_torch_compiles_in_one(clock, compiler):
+    members = [FakeMember(f'File "torch/{compiler}", in __call__'), FakeMember(WAITING)]
+    monitor, *_ = watched(clock, *members)
+    for _ in range(3):
+        assert monitor.stuck(steps(members, 3, 3)) is None
+        clock.now += TIMEOUT_S
+    members[0].stack = WORKING
+    assert monitor.stuck(steps(members, 3, 3)) == [members[0]]
+
+
 def test_without_a_timeout_nobody_is_ever_stuck(clock):
     member = FakeMember()
     monitor, *_ = watched(clock, member, hang_timeout_s=None)

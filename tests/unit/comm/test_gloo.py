@@ -243,7 +243,7 @@ def trained():
 
 by_gloo = trained()
 mesh.connect(addresses)
-group.use(mesh, patience)
+group.use(mesh)
 by_mesh = trained()
 assert torch.equal(by_gloo, by_mesh)
 assert mesh._num_started >= 5 * 2, mesh._num_started  # several buckets a step

@@ -1,12 +1,16 @@
 """What ``register(compile=...)`` compiles, and what is said where nothing is compiled."""
 
+import dataclasses
 import pickle
+import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.cluster.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
 from tests.operators import make_data, make_model, parameters
@@ -95,6 +99,37 @@ def test_it_is_compiled_inside_of_its_wrapper(process_group):
     wrapped(torch.ones(3, 8)).sum().backward()
     assert len(GRAPHS) == 1
     assert all(parameter.grad is not None for parameter in operator.model.parameters())
+
+
+def test_who_compiles_can_be_told_by_the_stack():
+    stacks = []
+
+    def compile_here(graph, inputs):
+        stacks.append("".join(traceback.format_stack()))
+        return graph.forward
+
+    operator = run_operator(Compiled, {"make": make_model, "compile": {"backend": compile_here}})
+    operator.model(torch.ones(3, 8))
+    assert any(sign in stacks[0] for sign in IN_COMPILER)
+
+
+def test_nobody_gives_up_a_collective_while_others_compile_for_the_first_step(process_group):
+    def bound_s():
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    with TorchTrainer(
+        training_operator_cls=Compiled,
+        config={"make": make_model, "compile": {"backend": count}},
+        use_local=True,
+        timeout_s=20,
+    ) as trainer:
+        registration = trainer.get_local_operator()._registration
+        context = dataclasses.replace(registration.context, distributed=True)
+        registration.settings.context = context
+        registration._await_compilers()
+        assert bound_s() > 3600
+        registration.commit()
+        assert bound_s() == 20
 
 
 class Noisy(Deep):

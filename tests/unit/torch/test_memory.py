@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback
@@ -66,6 +67,11 @@ class Scarce(Exact):
         if len(batch[1]) > self.config.get("room_to_validate", 100):
             raise MemoryError
         return super().validate_batch(batch, batch_info)
+
+    def predict_batch(self, batch, batch_info):
+        if len(batch[1]) > self.config.get("room_to_validate", 100):
+            raise MemoryError
+        return {"output": self.model(*batch[:2]), "ids": batch[1].tolist()}
 
 
 def local(operator_cls=Scarce, config=None, **arguments):
@@ -195,10 +201,23 @@ def test_a_validation_is_in_parts_where_it_has_to_be(caplog):
         assert trainer.validate()["batch_count"] == expected["batch_count"]
     del expected["last_val_loss"], measured["last_val_loss"]
     assert measured == pytest.approx(expected, rel=1e-12)
-    assert "goes on with each batch in 4 parts: MemoryError()" in caplog.text
+    assert "goes on with each in 4 parts: MemoryError()" in caplog.text
 
 
 # ---- what is done about it later
+
+
+def test_predictions_are_joined_from_parts_where_they_have_to_be(caplog):
+    loader = DataLoader(make_data(61), batch_size=8)
+    with local() as trainer:
+        expected = trainer.predict(loader)
+    with local(config={"room_to_validate": 1}) as trainer:
+        found = trainer.predict(loader)
+    assert torch.equal(found["output"], expected["output"])
+    assert found["ids"] == expected["ids"]
+    assert "goes on with each in 4 parts: MemoryError()" in caplog.text
+    with local(config={"room_to_validate": 1}, split_on_oom=False) as t, pytest.raises(MemoryError):
+        t.predict(loader)
 
 
 def test_fewer_parts_are_tried_every_200_steps_and_once_an_epoch_where_that_fails():
