@@ -100,7 +100,9 @@ class ConfiguredOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Read the options, and register models and loaders."""
-        self.options = read_options(type(self).__name__, self.OPTIONS, config)
+        self.options = read_options(
+            type(self).__name__, self.OPTIONS, config, warns=self.world_rank == 0
+        )
         if BATCH_SIZE in config and "batch_size" in config:
             raise ValueError(
                 f"{type(self).__name__}: config has both 'batch_size'="

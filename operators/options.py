@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ __all__ = [
     "read_options",
     "shown",
 ]
+
+logger = logging.getLogger(__name__)
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 """The default of an option that has none."""
@@ -103,7 +105,7 @@ def any_of(default: Any, fits: Callable[[Any], bool], allowed: str) -> Option:
 
 
 def read_options(
-    owner: str, options: Mapping[str, Option], config: Mapping[str, Any]
+    owner: str, options: Mapping[str, Option], config: Mapping[str, Any], warns: bool = True
 ) -> dict[str, Any]:
     """Return the value of each option: that of `config`, or its default.
 
@@ -112,6 +114,7 @@ def read_options(
         options: the options by key.
         config: what the user gave. Keys that are no options are the user's own business; one
             that looks like an option with a typing error is warned of.
+        warns: whether to do so.
 
     Raises:
         ValueError: if a value is missing or not allowed. It names key, value and what is allowed.
@@ -127,10 +130,8 @@ def read_options(
         if key in options or key == BATCH_SIZE or not isinstance(key, str):
             continue
         meant = difflib.get_close_matches(key, options.keys() - config.keys(), n=1, cutoff=0.85)
-        if meant:
-            warnings.warn(
-                f"{owner} has no option {key!r}: is {meant[0]!r} meant?", UserWarning, stacklevel=2
-            )
+        if meant and warns:
+            logger.warning("%s has no option %r: is %r meant?", owner, key, meant[0])
     return {key: _plain(config.get(key, option.default)) for key, option in options.items()}
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.base import History, Trainer
+from raysgd.callbacks.values import numbers_in
 from raysgd.context import Progress
 
-__all__ = ["Limits", "Validations", "run_epochs"]
+__all__ = ["Limits", "Validations", "check_monitored", "run_epochs"]
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +196,7 @@ def run_epochs(
             train()
             if it is time to: validate()
     """
-    history = History()
+    history, is_spoilt = History(), False
 
     def end() -> str | None:
         return trainer.stop_reason or limits.reached(trainer.global_step)
@@ -214,8 +216,44 @@ def run_epochs(
         history.append(train())
         if completed() > epoch and validations.due:
             history[-1] = {**validate(), **history[-1]}
+        if not is_spoilt and end() is None:
+            is_spoilt = _warn_of_nan(completed(), history[-1])
     if (reason := end()) is not None and completed() < num_epochs:
         history.stop_reason = reason
         level = logging.INFO if history else logging.WARNING
         logger.log(level, "fit() ends after %d epochs: %s", completed(), reason)
     return history
+
+
+def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
+    """Warn where a loss is no finite number; return whether one is not."""
+    losses = {name: value for name, value in numbers_in(metrics).items() if "loss" in name}
+    for name, value in losses.items():
+        if not math.isfinite(value):
+            logger.warning(
+                "%s is %s in epoch %d, and training goes on. callbacks=[TerminateOnNaN()] ends it.",
+                name,
+                value,
+                epoch,
+            )
+            return True
+    return False
+
+
+def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
+    """Refuse a metric of validation that a validation does not have.
+
+    Args:
+        monitored: names of metrics, by what was given them.
+        metrics: the names of those that a validation has.
+
+    Raises:
+        ValueError: if one of them is not there.
+    """
+    for given, name in monitored.items():
+        if name.startswith("val") and name not in metrics:
+            meant = difflib.get_close_matches(name, metrics, n=1)
+            raise ValueError(
+                f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
+                + f" Is {meant[0]!r} meant?" * bool(meant)
+            )

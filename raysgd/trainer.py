@@ -21,7 +21,7 @@ import numpy as np
 
 from raysgd import checkpoint
 from raysgd.arguments import check_hook, checked_config, suggests, unknown_argument, whole
-from raysgd.callbacks.base import Callback, History, LastCall
+from raysgd.callbacks.base import Callback, History, LastCall, adds_metrics
 from raysgd.callbacks.callback_list import CallbackList, checked_callbacks
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
@@ -40,7 +40,7 @@ from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError, WorkerLostError
-from raysgd.fit import Limits, Validations, run_epochs
+from raysgd.fit import Limits, Validations, check_monitored, run_epochs
 from raysgd.metrics import renamed
 from raysgd.options import Options
 from raysgd.trainer_calls import CallResult, Calls
@@ -228,7 +228,7 @@ class OperatorTrainer:
             info: as in `validate`.
 
         Returns:
-            What `validate` returns, as ``test_loss`` and the like.
+            What `validate` returns, as ``test_loss`` and the like, without the ``last_`` ones.
 
         Raises:
             TypeError: if `loader` is none, or there are several workers and it cannot be shared
@@ -241,7 +241,8 @@ class OperatorTrainer:
         result = self._calls.validate(
             self, None, profile=False, info=info, from_start=True, loader=loader
         )
-        return dict(renamed(result.merged, "test"))
+        found = renamed(result.merged, "test")
+        return {name: value for name, value in found.items() if not name.startswith("last_")}
 
     @suggests
     def predict(self, loader: Any) -> Any:
@@ -413,11 +414,28 @@ class OperatorTrainer:
         arguments = {"num_steps": num_steps, "info": dict(info or {})}
         call = Call(method="rehearse", arguments=arguments, max_losses=3, has_batches=True)
         try:
-            self._call(call)
+            names = self._call(call)[0]
+            if names is not None:
+                check_monitored(self._monitored(), names)
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
         self._has_validated = True
+
+    def _monitored(self) -> dict[str, str]:
+        """Return which metrics are waited for, by who does; none where others may add metrics."""
+        given = self._callback_list.callbacks
+        if self._own_epochs or any(adds_metrics(each) for each in given):
+            return {}
+        found = [(type(each).__name__, each.monitor) for each in given]
+        found.append((type(self).__name__, getattr(self._options, "monitor", None)))
+        return {f"{who}(monitor={name!r})": name for who, name in found if name is not None}
+
+    @property
+    def _own_epochs(self) -> bool:
+        """Whether the operator has a ``train_epoch`` of its own, which may validate by itself."""
+        given = getattr(self._options.training_operator_cls, "train_epoch", None)
+        return not getattr(given, "__module__", "raysgd.").startswith("raysgd.")
 
     def request_stop(self, reason: str) -> None:
         """Ask `fit` to end after the epoch under way. Other calls take no notice.

@@ -130,6 +130,9 @@ class Callback:
     of one stage in the order in which they were given. What adds metrics has -1, what saves 1."""
     needs_logdir: bool = False
     """Whether it writes into the trainer's ``logdir``, so that a trainer without one refuses it."""
+    monitor: str | None = None
+    """The metric that it cannot do without, if there is one: ``fit()`` refuses one that validation
+    lacks before it trains."""
     saves_state: bool = False
     """Whether `on_pause` saves the state: it is called at once where workers are to be taken away
     and none can take over."""
@@ -222,3 +225,9 @@ class History(list[dict[str, Any]]):
 
     stop_reason: str | None = None
     """Why ``fit()`` ended before its last epoch; None if it did not."""
+
+
+def adds_metrics(callback: Callback) -> bool:
+    """Whether a callback of a user's may add metrics to those of a validation."""
+    hook = type(callback).on_validation_end
+    return not hook.__module__.startswith("raysgd.")

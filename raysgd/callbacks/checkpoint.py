@@ -74,7 +74,7 @@ class CheckpointCallback(Callback):
         self._folder = folder
         self.needs_logdir = not folder
         self._every = every
-        self._monitor = monitor
+        self.monitor = monitor
         self._blocking = blocking
         self._resume = resume
         self._on_exception = on_exception
@@ -144,29 +144,29 @@ class CheckpointCallback(Callback):
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Save, unless the metric that judges it is still to come."""
-        if self._monitor in metrics or (self._monitor is None and self._every == "epoch"):
+        if self.monitor in metrics or (self.monitor is None and self._every == "epoch"):
             # a validation that is to come may have the metric too, and then rates
             self._save(trainer, metrics, of_training=True)
-        elif self._monitor is not None:
+        elif self.monitor is not None:
             self._num_epochs_missing += 1
             self._unjudged = self._every == "epoch"
             if self._num_epochs_missing == 2:
                 logger.warning(
                     "CheckpointCallback(monitor=%r): two epochs are over without it, and nothing "
                     "is saved before it is measured. There are: %s.",
-                    self._monitor,
+                    self.monitor,
                     ", ".join(trainer.latest_metrics),
                 )
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Save with the metric that judges it."""
-        if self._monitor is None:
+        if self.monitor is None:
             return
-        if self._monitor in metrics:
+        if self.monitor in metrics:
             self._save(trainer, {**trainer.latest_metrics, **metrics})
-        elif self._monitor not in trainer.latest_metrics:
+        elif self.monitor not in trainer.latest_metrics:
             raise ValueError(
-                f"CheckpointCallback(monitor={self._monitor!r}): there is no such metric. There "
+                f"CheckpointCallback(monitor={self.monitor!r}): there is no such metric. There "
                 f"are: {', '.join(trainer.latest_metrics)}."
             )
 
@@ -200,8 +200,8 @@ class CheckpointCallback(Callback):
         self._writer.wait()  # before the state is copied, so that there is one at a time
         state = trainer.state_dict(copy=False) if state is None else state
         self._unjudged, self._saved_at = False, trainer.global_step
-        if self._monitor is not None:
-            metrics = {self._monitor: math.nan, **metrics}  # in mid-epoch it is not known
+        if self.monitor is not None:
+            metrics = {self.monitor: math.nan, **metrics}  # in mid-epoch it is not known
         save = functools.partial(
             self._store.save,
             state,

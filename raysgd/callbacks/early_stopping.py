@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
             raise ValueError(f"EarlyStopping(patience={patience!r}): must be an int from 1 on.")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): must be at least 0.")
-        self._monitor = monitor
+        self.monitor = monitor
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = patience
         self._min_delta = min_delta
@@ -74,31 +74,31 @@ class EarlyStopping(Callback):
             if self._num_epochs_missing == 2:
                 logger.warning(
                     "EarlyStopping(monitor=%r): two epochs are over without it. There are: %s.",
-                    self._monitor,
+                    self.monitor,
                     ", ".join(trainer.latest_metrics),
                 )
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Look at the metrics of validation."""
-        if self._monitor in metrics and not self._of_validation:
+        if self.monitor in metrics and not self._of_validation:
             # what training has of that name is another matter
             self._of_validation, self.best, self.num_waited = True, None, 0
-        if not self._look(trainer, metrics) and self._monitor not in trainer.latest_metrics:
+        if not self._look(trainer, metrics) and self.monitor not in trainer.latest_metrics:
             raise ValueError(
-                f"EarlyStopping(monitor={self._monitor!r}): there is no such metric. There are: "
+                f"EarlyStopping(monitor={self.monitor!r}): there is no such metric. There are: "
                 f"{', '.join(trainer.latest_metrics)}."
             )
 
     def _look(self, trainer: Trainer, metrics: dict[str, Any]) -> bool:
         """Note the value, if there is one."""
-        if self._monitor not in metrics:
+        if self.monitor not in metrics:
             return False
         self._num_epochs_missing = 0
-        value = numbers_in({"value": metrics[self._monitor]}).get("value")
+        value = numbers_in({"value": metrics[self.monitor]}).get("value")
         if value is None:
             raise ValueError(
-                f"EarlyStopping(monitor={self._monitor!r}): it must be a number, but it is "
-                f"{metrics[self._monitor]!r}."
+                f"EarlyStopping(monitor={self.monitor!r}): it must be a number, but it is "
+                f"{metrics[self.monitor]!r}."
             )
         if self._is_better(value):
             self.best, self.num_waited = value, 0
@@ -117,13 +117,13 @@ class EarlyStopping(Callback):
     def _stop(self, trainer: Trainer) -> None:
         best = "it was nan each time" if self.best is None else f"it is {self.best:.6g} at best"
         trainer.request_stop(
-            f"{self._monitor} has not improved for {self.num_waited} values in a row; {best}."
+            f"{self.monitor} has not improved for {self.num_waited} values in a row; {best}."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and how long ago it was."""
         return {
-            "monitor": self._monitor,
+            "monitor": self.monitor,
             "best": self.best,
             "num_waited": self.num_waited,
             "of_validation": self._of_validation,
@@ -134,6 +134,6 @@ class EarlyStopping(Callback):
         best, num_waited = state["best"], state["num_waited"]
         if not isinstance(best, float | int | None) or not isinstance(num_waited, int):
             raise ValueError(f"This is no state of EarlyStopping: {state!r}.")
-        if state["monitor"] == self._monitor:
+        if state["monitor"] == self.monitor:
             self.best, self.num_waited = best, num_waited
             self._of_validation = state.get("of_validation", False)

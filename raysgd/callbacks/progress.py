@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -98,9 +99,10 @@ class ProgressBar(EpochLines):
         self._kind = kind
         label = kind
         if trainer.num_epochs is not None:
-            # of training the workers say which epoch it is
-            epoch = f"{trainer.epoch}" if kind == "validate" else "?"
-            label = place_of(trainer, epoch) + ", validation" * (kind == "validate")
+            is_validation = kind == "validate"
+            # of training the workers say which epoch it is, as soon as they have a batch
+            label = place_of(trainer, trainer.epoch + (not is_validation))
+            label += ", validation" * is_validation
         stays = trainer.num_epochs is None
         self._label = label
         self._display = _Bar(label, stays) if is_interactive() else _Lines(label, self._every_s)
@@ -142,8 +144,11 @@ class _Bar:
 
     def __init__(self, label: str, stays: bool) -> None:
         from tqdm.auto import tqdm  # in a notebook without widgets this warns
+        from tqdm.contrib.logging import logging_redirect_tqdm
 
         self.label = label
+        self._logs_above = contextlib.ExitStack()
+        self._logs_above.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
         self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
@@ -168,6 +173,7 @@ class _Bar:
         if is_done:  # a notebook takes a bar that is not full for one of a failure, and keeps it
             self._bar.total = self._bar.n
         self._bar.close()
+        self._logs_above.close()
 
 
 class _Lines:

@@ -507,23 +507,27 @@ class Loop:
         for source in sources.values():
             source.close_workers()
 
-    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> None:
+    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> list[str] | None:
         """Validate so many batches to see that it can be done, and leave all as it was.
 
-        What can be read once only, or counts how often it is read, is left alone.
+        What can be read once only, or counts how often it is read, is left alone: then it is None.
+
+        Returns:
+            The names of the metrics.
         """
         registration = self._registration
         sources = registration.validation_sources()
         if not all(source.can_be_tried for source in sources.values()):
-            return
+            return None
         with (
             unchanged(self),
             unchanged(self.operator),
             unchanged(registration),
             registration.rehearsing(),
         ):
-            self.validate(-1, num_steps, info, profile=False, from_start=True)
+            metrics = self.validate(-1, num_steps, info, profile=False, from_start=True)
         self._close(sources)
+        return list(metrics)
 
     # ---- results
 

@@ -322,11 +322,14 @@ class OperatorRunner(ABC):
         """Return this worker's predictions, batch by batch, with their places in the loader."""
         return self._running.predict(loader)
 
-    def rehearse(self, num_steps: int, info: dict[str, Any]) -> None:
-        """See that validation works, on some batches, and leave all as it was."""
+    def rehearse(self, num_steps: int, info: dict[str, Any]) -> list[str] | None:
+        """See that validation works, on some batches, and leave all as it was.
+
+        Returns the names of its metrics; None where it was not tried.
+        """
         generators = self.rng_state()
         try:
-            self._running.rehearse(num_steps, info)
+            return self._running.rehearse(num_steps, info)
         finally:
             self.set_rng_state(generators)
 

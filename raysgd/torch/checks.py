@@ -288,8 +288,8 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
     if lost and frequency in ("batch", "epoch"):
         logger.warning(
             "%s registered a %s and keeps it in no attribute: with scheduler_step_freq=%r it steps "
-            "all the same, which one of RaySGD v1 did not. Keep it, as self.scheduler, and this is "
-            'not said; pass scheduler_step_freq="manual" if it shall not step by itself.',
+            'all the same. Keep it as self.scheduler if that is meant; else pass "manual". (In '
+            "RaySGD v1 it would not have stepped.)",
             type(operator).__name__,
             type(lost[0]).__name__,
             frequency,
@@ -301,9 +301,8 @@ def warn_of_order(source: Source) -> None:
     if source.sharded and type(source.loader.sampler) is SequentialSampler:
         logger.warning(
             "The train loader gives its samples in the order of the data set, the same in every "
-            "epoch. RaySGD v1 shuffled every train loader of several workers, without being asked. "
-            "Write DataLoader(..., shuffle=True), unless this order is meant: data that are sorted "
-            "by class train badly."
+            "epoch: data that are sorted by class train badly. Write DataLoader(..., "
+            "shuffle=True), unless this order is meant. (RaySGD v1 shuffled by itself.)"
         )
 
 

@@ -328,7 +328,16 @@ class TrainingOperator(OperatorBase):
                 raise no_loss(output, batch)
         criterion = self._default("criterion")
         # one of the user's may take the output as it is
-        return criterion(scores_in(output) if is_torchs(criterion) else output, batch.target)
+        given = scores_in(output) if is_torchs(criterion) else output
+        try:
+            return criterion(given, batch.target)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # classes of the user's may refuse
+                error.add_note(
+                    f"It is the criterion, {type(criterion).__name__}, that raised this, given the "
+                    f"output {shapes_of(given)} and the target {shapes_of(batch.target)}."
+                )
+            raise
 
     # ---- what users call in setup
 

@@ -9,7 +9,14 @@ import traceback
 import pytest
 import torch
 
-from raysgd.callbacks import Callback, CheckpointCallback, History, TensorBoardLogger
+from raysgd.callbacks import (
+    Callback,
+    CheckpointCallback,
+    EarlyStopping,
+    History,
+    TensorBoardLogger,
+    TerminateOnNaN,
+)
 from raysgd.errors import CallbackError
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
@@ -108,6 +115,54 @@ def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
         trainer.fit(2)
     assert any("fit(sanity_steps=2), before any training" in n for n in caught.value.__notes__)
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("monitoring", [EarlyStopping, CheckpointCallback])
+def test_a_metric_that_validation_lacks_is_refused_before_any_training(
+    make_trainer, tmp_path, monitoring
+):
+    given = {"folder": tmp_path} if monitoring is CheckpointCallback else {}
+    trainer = make_trainer()
+    with pytest.raises(
+        ValueError, match=r"monitor='val_los'\): there is no such.*'val_loss' meant"
+    ):
+        trainer.fit(2, callbacks=[monitoring(monitor="val_los", **given)])
+    assert trainer.global_step == 0
+    trainer.fit(1, callbacks=[monitoring(monitor="val_loss", **given)])
+
+
+class Scoring(Callback):
+    stage = -1
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["val_score"] = 1.0
+
+
+def test_a_metric_that_a_callback_adds_is_none_that_validation_lacks(make_trainer):
+    make_trainer(callbacks=[Scoring()]).fit(1, callbacks=[EarlyStopping("val_score")])
+
+
+class OwnEpochs(Recorder):
+    def train_epoch(self, iterator, info):
+        return {**super().train_epoch(iterator, info), "val_own": 1.0}
+
+
+def test_nor_one_of_an_own_epoch(make_trainer):
+    make_trainer(OwnEpochs).fit(1, callbacks=[EarlyStopping("val_own")])
+
+
+class Spoilt(Recorder):
+    def train_batch(self, batch, batch_info):
+        return {**super().train_batch(batch, batch_info), "train_loss": float("nan")}
+
+
+@pytest.mark.parametrize("callbacks", [[], [TerminateOnNaN()]])
+def test_a_loss_that_is_nan_is_told_once_unless_it_ends_the_training(
+    make_trainer, callbacks, caplog
+):
+    make_trainer(Spoilt).fit(3, callbacks=callbacks)
+    told = caplog.text.count("train_loss is nan in epoch 1, and training goes on")
+    assert told == (0 if callbacks else 1)
 
 
 class Drawing(Recorder):

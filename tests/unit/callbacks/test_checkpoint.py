@@ -323,7 +323,7 @@ def test_a_metric_of_training_is_there_at_the_end_of_the_epoch(make_trainer, tmp
 
 
 def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_los")])
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="los")])
     with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
         trainer.fit(2)
     assert "val_accuracy" in str(caught.value.__cause__)

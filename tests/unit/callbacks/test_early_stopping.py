@@ -132,7 +132,7 @@ def test_the_state_of_another_metric_is_not_taken(make_trainer):
 
 def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are(make_trainer):
     with pytest.raises(CallbackError, match="EarlyStopping") as caught:
-        make_trainer(callbacks=[EarlyStopping("val_los")]).fit(2)
+        make_trainer(callbacks=[EarlyStopping("los")]).fit(2)
     assert "val_accuracy" in str(caught.value.__cause__)
 
 

@@ -2,6 +2,8 @@
 
 import functools
 import io
+import logging
+import re
 import sys
 from types import SimpleNamespace
 
@@ -68,6 +70,18 @@ def test_a_bar_shows_batches_loss_rate_and_live_workers(terminal):
     assert "5/5" in terminal.getvalue()
     assert "loss=0.25" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 1, "one line for the whole call"
+
+
+def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [progress(2)])
+    logging.getLogger("raysgd").warning("Lost worker 1.")
+    bar.on_progress(trainer, "train", [progress(3)])
+    bar.on_train_end(trainer)
+    assert re.search("\r *\rLost worker 1.\n\r", terminal.getvalue())
+    logging.getLogger("raysgd").warning("Lost worker 2.")
+    assert "Lost worker 2." not in terminal.getvalue()  # pytest's own handlers have it
 
 
 def test_no_loss_yet_is_no_loss_shown(terminal):

@@ -300,3 +300,12 @@ def test_user_state_is_empty_by_default():
     operator = run_operator(Classifier)
     assert operator.state_dict() == {}
     operator.load_state_dict({})
+
+
+def test_an_error_of_the_criterion_names_it_and_what_it_was_given():
+    with pytest.raises(RuntimeError) as caught:
+        operator_with().train_batch((BATCH[0], BATCH[1][:, None]), {})
+    assert caught.value.__notes__ == [
+        "It is the criterion, CrossEntropyLoss, that raised this, given the output float32 (4, 2) "
+        "and the target int64 (4, 1)."
+    ]
