@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import pickle
+import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,21 +169,25 @@ def _collect(found: list[torch.Tensor], leaf: Any) -> None:
 
 
 def _compile(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    if not _is_torchs(module):
+        module.compile(**options)
+        return
+
+    # torch passes over the code of its own modules, but not over a function that calls it
     def call(*arguments: Any, **keywords: Any) -> Any:
         return module._call_impl(*arguments, **keywords)
 
-    if _has_own_code(module):
-        # so that its own forward is what torch begins with: from a function of another module it
-        # would look for the globals of a script in the worker's __main__, which is not the script
-        module.compile(**options)
-    else:
-        # torch passes over the code of its own modules, but not over a function that calls it
-        module._compiled_call_impl = torch.compile(call, **options)
+    # It has the globals of the user's code that is called from there: torch would look for those of
+    # a script in the worker's __main__, which is not the script.
+    own = (type(part).forward for part in module.modules() if not _is_torchs(part))
+    of_user = next((f.__globals__ for f in own if inspect.isfunction(f)), call.__globals__)
+    begin = types.FunctionType(call.__code__, of_user, closure=call.__closure__)
+    module._compiled_call_impl = torch.compile(begin, **options)
 
 
-def _has_own_code(module: torch.nn.Module) -> bool:
-    """Whether any code that runs in its forward pass is not torch's."""
-    return any(not type(p).forward.__module__.startswith("torch.nn.") for p in module.modules())
+def _is_torchs(module: torch.nn.Module) -> bool:
+    """Whether the code of its own forward pass is torch's."""
+    return type(module).forward.__module__.startswith("torch.nn.")
 
 
 def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -227,4 +232,4 @@ def _is_idle(module: torch.nn.Module) -> bool:
     origin = getattr(compiled, "_torchdynamo_orig_callable", None)
     if getattr(origin, "__func__", None) is not torch.nn.Module._call_impl:
         return False
-    return not _has_own_code(module)
+    return all(map(_is_torchs, module.modules()))

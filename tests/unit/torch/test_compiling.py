@@ -71,6 +71,11 @@ class Compiled(TrainingOperator):
         )
 
 
+def in_torchs():
+    """Deep's blocks in a module of torch's own."""
+    return torch.nn.Sequential(*Deep().blocks, torch.nn.Linear(8, 2))
+
+
 def trained(make, compile=False):
     config = {"make": make, "compile": compile}
     with TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True) as trainer:
@@ -81,7 +86,7 @@ def trained(make, compile=False):
 
 @pytest.mark.parametrize(
     ("make", "regional", "num_graphs"),
-    [(make_model, False, 1), (Deep, False, 1), (Deep, True, 2)],
+    [(make_model, False, 1), (Deep, False, 1), (in_torchs, False, 1), (Deep, True, 2)],
 )
 def test_a_model_is_compiled_where_it_is(make, regional, num_graphs):
     """Of four blocks the first is compiled for input without gradients, the others for one with."""
