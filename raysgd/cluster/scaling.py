@@ -240,7 +240,9 @@ class ScaleUp:
             most = _MAX_DEATHS if is_late else self._config.max_attempts
             if deaths[-most:] != [replacement.step] * most:
                 return
-            if replacement.step == "set up" and self._can_join and self._is_no_chance():
+            # of a group that has trained, setup works: what kills its workers there is likely to end
+            is_reason = self._is_first and self._can_join and self._is_no_chance()
+            if replacement.step == "set up" and is_reason:
                 self.error = _died_in_setup(replacement, error)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # what took too long may have been stopped by chance
@@ -249,6 +251,8 @@ class ScaleUp:
         self._failures += 1
         if self._failures == self._config.max_attempts:
             logger.warning("Giving up on replacement workers after %d failures.", self._failures)
+            if is_loss(error) and replacement.step == "set up":
+                self.error = _died_in_setup(replacement, error)
 
     def _is_no_chance(self) -> bool:
         """Whether a setup that has lost three workers in one place is the reason, and not chance.

@@ -1072,6 +1072,36 @@ def test_setups_that_end_their_process_are_told_from_losses_by_chance(world, rej
     assert world.now < 1000.0 + 10.0
 
 
+@pytest.mark.parametrize("num_deaths", [12, 1000])
+def test_a_group_that_has_trained_and_dies_in_setup_as_it_restarts_is_tried_for_longer(
+    world, num_deaths
+):
+    def die():
+        for member in world.workers[3 : 3 + num_deaths]:
+            if member.is_at("enter"):
+                member.die("chance")
+
+    def die_alone():
+        die()
+        world.plan(0.0, die_alone)
+
+    def die_together():
+        die()
+        world.on_meeting.append(die_together)
+
+    controller = world.drive(3).controller
+    every_new(world, start_s=0.2)
+    die_alone()
+    die_together()
+    world.at_step(25, lambda: lose_all(world))
+    if num_deaths < 100:
+        assert steps_of(run_until(controller, 100, max_losses=2)) == [100] * 3
+        assert "restarted" in kinds(controller)
+    else:
+        with pytest.raises(WorkerLostError, match=r"died 3 times in a row in setup"):
+            run_until(controller, 100, max_losses=2)
+
+
 def test_a_function_that_loses_a_worker_as_all_restart_keeps_the_others(world):
     every_new(world, start_s=1.0)
     controller = world.drive(3, can_join=False, in_place=False).controller
