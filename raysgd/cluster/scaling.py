@@ -240,7 +240,7 @@ class ScaleUp:
             most = _MAX_DEATHS if is_late else self._config.max_attempts
             if deaths[-most:] != [replacement.step] * most:
                 return
-            # of a group that has trained, setup works: what kills its workers there is likely to end
+            # a group that has trained knows that setup works: what kills it there is likely to end
             is_reason = self._is_first and self._can_join and self._is_no_chance()
             if replacement.step == "set up" and is_reason:
                 self.error = _died_in_setup(replacement, error)
