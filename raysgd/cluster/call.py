@@ -58,7 +58,7 @@ class Call:
     left: list[Any] = field(default_factory=list)
     """What workers that have left in it had measured."""
     num_unheard: int = 0
-    """How many left without a word of that, as they had ended already."""
+    """How many left without a word of that: they had ended already, or had measured nothing."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

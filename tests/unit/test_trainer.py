@@ -732,8 +732,8 @@ def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
 
 
 def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
-    settings = {"scheduler_step_freq": "epoch", "monitor": "val_los"}
-    with pytest.raises(ValueError, match=r"monitor='val_los'.*There are: .*val_loss"):
+    settings = {"scheduler_step_freq": "epoch", "monitor": "los"}
+    with pytest.raises(ValueError, match=r"monitor='los'.*There are: .*val_loss"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
     with pytest.raises(ValueError, match=r"loop of your own"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).train()
