@@ -750,6 +750,9 @@ class Controller:
             else:
                 leader = first
         self.progress = answers[leader]
+        # the step is done, though not all can tell what they measured in it
+        newest = self.progress.global_step
+        self._call.num_unheard += sum(answers[m].global_step < newest for m in self.members)
         broken = self._broken()
         if self.progress.divided:
             self._hand_over([m for m in self.members if m not in staying], staying[0])

@@ -468,6 +468,7 @@ def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
     outcomes = run(controller, "work", max_losses=1)
     # rank 2 has become rank 1
     assert [outcome.value() for outcome in outcomes] == [[1], [1]]
+    assert run.call.num_unheard == 1  # has not measured that step, which is done
 
 
 def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
