@@ -113,13 +113,14 @@ def fit(
         given = {"num_workers": num_workers, "logdir": logdir}
         settings["trainer"] |= {name: v for name, v in given.items() if v is not None}
         settings["fit"] |= {} if num_epochs is None else {"num_epochs": num_epochs}
+        operator_cls = fit_command.load_operator(operator)
+        trainer_cls = fit_command.trainer_of(operator_cls, settings)
         if not settings["fit"]:
             raise ValueError("raysgd fit: say for how long, by --num-epochs or fit.max_steps=….")
-        operator_cls = fit_command.load_operator(operator)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
-    fit_command.fit(operator_cls, settings)
+    fit_command.fit(trainer_cls, operator_cls, settings)
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ from raysgd.callbacks.values import json_dict
 from raysgd.config import BATCH_SIZE
 from raysgd.trees import map_leaves
 
-__all__ = ["fit", "load_operator", "read_settings"]
+__all__ = ["fit", "load_operator", "read_settings", "trainer_of"]
 
 _logger = logging.getLogger(__name__)
 _SECTIONS = ("config", "trainer", "fit")
@@ -72,10 +74,13 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
         given = map_leaves(yaml.safe_load(text) or {}, _number)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(given, dict) or not all(
-        name in _SECTIONS and isinstance(held, dict | None) for name, held in given.items()
-    ):
-        raise ValueError(f"{path}: must have no keys but {', '.join(_SECTIONS)}, with keys below.")
+    sections = given if isinstance(given, dict) else {str(given): None}
+    for name, below in sections.items():
+        if name not in _SECTIONS or not isinstance(below, dict | None):
+            raise ValueError(
+                f"{path} has {name!r}: it must have no keys but {', '.join(_SECTIONS)}, with keys "
+                "below."
+            )
     settings: dict[str, dict[str, Any]] = {name: given.get(name) or {} for name in _SECTIONS}
     for override in overrides:
         place, is_set, value = override.partition("=")
@@ -103,14 +108,35 @@ def _number(leaf: Any) -> Any:
     return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
 
 
-def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> History:
-    """Train an operator, with checkpoints in the run folder, from the newest of them on."""
+def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> type[Any]:
+    """Return the trainer of an operator.
+
+    Raises:
+        ValueError: if the settings have an argument that the trainer, or its ``fit``, does not.
+    """
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     name = "raysgd.tf" if issubclass(operator_cls, KerasOperator) else "raysgd.torch"
     module = importlib.import_module(name)
-    trainer_cls = module.TFTrainer if name == "raysgd.tf" else module.TorchTrainer
+    trainer_cls: type[Any] = module.TFTrainer if name == "raysgd.tf" else module.TorchTrainer
+    for section, method in (("trainer", trainer_cls), ("fit", trainer_cls.fit)):
+        all_of_them = inspect.signature(method).parameters.values()
+        known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
+        for given in settings[section]:
+            if given not in known:
+                meant = difflib.get_close_matches(given, known, n=1)
+                raise ValueError(
+                    f"{section}.{given}: there is no such argument."
+                    + f" Did you mean {section}.{meant[0]}?" * bool(meant)
+                )
+    return trainer_cls
+
+
+def fit(
+    trainer_cls: type[Any], operator_cls: type[Any], settings: dict[str, dict[str, Any]]
+) -> History:
+    """Train an operator, with checkpoints in the run folder, from the newest of them on."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
     if "runtime_resources" in Path(arguments["logdir"]).absolute().parts:
         _logger.warning(
