@@ -245,13 +245,18 @@ def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> Non
 
     Args:
         monitored: names of metrics, by what was given them.
-        metrics: the names of those that a validation has.
+        metrics: the names of those that a validation has; none where there is none.
 
     Raises:
         ValueError: if one of them is not there.
     """
     for given, name in monitored.items():
         if name.startswith("val") and name not in metrics:
+            if not metrics:
+                raise ValueError(
+                    f"{given}: there is no such metric, since fit() does not validate. Register a "
+                    "validation loader, leave validate_every out, or name a metric of training."
+                )
             meant = difflib.get_close_matches(name, metrics, n=1)
             raise ValueError(
                 f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."

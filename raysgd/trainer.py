@@ -381,6 +381,8 @@ class OperatorTrainer:
             if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
+            if validate_every is None:
+                check_monitored(self._monitored(), ())
             with self._validations.of_fit(num_epochs, validate_every):
                 if validate_every and sanity_steps and self._controller.progress.epoch < num_epochs:
                     self._rehearse(sanity_steps, info)

@@ -228,6 +228,6 @@ class History(list[dict[str, Any]]):
 
 
 def adds_metrics(callback: Callback) -> bool:
-    """Whether a callback of a user's may add metrics to those of a validation."""
-    hook = type(callback).on_validation_end
-    return not hook.__module__.startswith("raysgd.")
+    """Whether a callback of a user's may add metrics, or validate by itself."""
+    hooks = (type(callback).on_epoch_end, type(callback).on_validation_end)
+    return not all(hook.__module__.startswith("raysgd.") for hook in hooks)

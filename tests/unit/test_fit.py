@@ -131,6 +131,16 @@ def test_a_metric_that_validation_lacks_is_refused_before_any_training(
     trainer.fit(1, callbacks=[monitoring(monitor="val_loss", **given)])
 
 
+@pytest.mark.parametrize(
+    ("operator_cls", "given"), [(TrainOnly, {}), (Recorder, {"validate_every": None})]
+)
+def test_so_is_one_where_nothing_validates(make_trainer, operator_cls, given):
+    trainer = make_trainer(operator_cls)
+    with pytest.raises(ValueError, match=r"since fit.. does not validate"):
+        trainer.fit(2, callbacks=[EarlyStopping()], **given)
+    assert trainer.global_step == 0
+
+
 class Scoring(Callback):
     stage = -1
 
