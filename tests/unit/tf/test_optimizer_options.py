@@ -39,10 +39,12 @@ def test_a_trial_reserves_what_its_config_asks_for():
 
 def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(monkeypatch, tmp_path):
     pytest.importorskip("tensorflow")
+    keras = pytest.importorskip("keras")
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
     trainable = TFTrainer.as_trainable(
         training_operator_cls=Digits, config={"optimizer": "SGD"}, use_local=True, use_gpu=False
     )
+    keras.utils.set_random_seed(0)
     slow, fast = trainable(config={"lr": 1e-6}), trainable(config={"lr": 0.2})
     try:
         assert slow.train()["val_accuracy"] < 0.4
