@@ -163,15 +163,23 @@ class HealthMonitor:
             self._show_stacks()
         return None
 
-    def _show_stacks(self) -> dict[Member, str | None]:
+    def _show_stacks(self) -> dict[Member, str | None] | None:
+        """Show what each worker is doing, and return it; None where torch compiles in one."""
         stacks = _ask_stacks(self._attempt.pending, self._clock)
-        seconds, text = self._clock.monotonic() - self._moved_at, _described(stacks, self._ranks)
-        logger.warning("No batch finished for %.0f s. %s", seconds, text)
+        seconds = self._clock.monotonic() - self._moved_at
+        compiling = [m for m, text in stacks.items() if any(s in (text or "") for s in IN_COMPILER)]
+        if compiling:
+            ranks = self._listed(compiling)
+            logger.info(
+                "No batch finished for %.0f s: torch compiles in workers %s.", seconds, ranks
+            )
+            return None
+        logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self._ranks))
         return stacks
 
     def _find_stuck(self) -> list[Member] | None:
         stacks = self._show_stacks()
-        if any(sign in text for text in stacks.values() if text for sign in IN_COMPILER):
+        if stacks is None:
             return None
         silent = [member for member, text in stacks.items() if text is None]
         apart = [
