@@ -23,6 +23,7 @@ __all__ = ["fit", "load_operator", "read_settings", "trainer_of"]
 
 _logger = logging.getLogger(__name__)
 _SECTIONS = ("config", "trainer", "fit")
+_SET_HERE = ("training_operator_cls", "config", "callbacks")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -123,6 +124,8 @@ def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> 
         all_of_them = inspect.signature(method).parameters.values()
         known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
         for given in settings[section]:
+            if section == "trainer" and given in _SET_HERE:
+                raise ValueError(f"trainer.{given}: raysgd fit sets this by itself.")
             if given not in known:
                 meant = difflib.get_close_matches(given, known, n=1)
                 raise ValueError(

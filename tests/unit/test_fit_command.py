@@ -92,6 +92,7 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
             ["script_of_a_test:Recorder", "trainer.num_worker=2"],
             "Did you mean trainer.num_workers?",
         ),
+        (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this by itself"),
         (["script_of_a_test:Recorder", "fit.max_epochs=2"], "Did you mean fit.num_epochs?"),
         (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is no YAML"),
         (["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"], "config.a has a value"),
