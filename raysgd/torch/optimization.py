@@ -380,6 +380,13 @@ class Optimization:
             self._check_unchanged(optimizer)
         elif id(optimizer) in self._stepped:
             self._refuse_parts("train_batch steps an optimizer twice")
+        if self._in_group and not self.group.has_backward and _has_gradients(optimizer):
+            self._refuse_parts("train_batch does not call self.backward(loss)")
+            raise RuntimeError(
+                "optimizer_step() got gradients that are not of self.backward(loss), and would "
+                "drop those of earlier batches of the accumulation group. Call self.backward(loss) "
+                "in place of loss.backward()."
+            )
         if not self.group.is_last:
             self._set_aside(optimizer)
             return False
@@ -504,6 +511,10 @@ class Optimization:
                 "Accumulate less, or step once."
             )
         self._asked.add(id(optimizer))
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:

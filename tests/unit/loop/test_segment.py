@@ -487,7 +487,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
     optimizer = registration.optimizers[0]
     for _ in range(3):
         next(steps)
-        registration.models[0].weight.sum().backward()
+        registration.optimization.backward(registration.models[0].weight.sum(), 1)
         registration.optimization.step(optimizer)
     assert steps.fail() == []
     assert (registration.global_step, registration.offset) == (3, 3)

@@ -693,6 +693,12 @@ def not_the_last(self, batch, batch_info):
     return {}
 
 
+def backward_by_hand(self, batch, batch_info):
+    self.criterion(self.model(batch[0]), batch[1]).backward()
+    self.optimizer_step(self.optimizer)
+    return {}
+
+
 def without_step(self, batch, batch_info):
     self.backward(self.criterion(self.model(batch[0]), batch[1]))
     return {}
@@ -709,6 +715,7 @@ HALF = PRECISIONS[1]
         (half_by_hand, {}, HALF, r"SGD\.step.*scaled gradients.*self\.optimizer_step"),
         (twice, {"steps": 2}, {}, "twice in one batch with the same SGD"),
         (not_the_last, {"steps": 2}, {}, "without self.backward"),
+        (backward_by_hand, {"steps": 2}, {}, "gradients that are not of self.backward"),
         (without_step, {"steps": 2}, {}, "no update with the last one"),
     ],
 )
