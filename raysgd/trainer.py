@@ -416,9 +416,10 @@ class OperatorTrainer:
         arguments = {"num_steps": num_steps, "info": dict(info or {})}
         call = Call(method="rehearse", arguments=arguments, max_losses=3, has_batches=True)
         try:
-            names = self._call(call)[0]
-            if names is not None:
-                check_monitored(self._monitored(), names)
+            # a worker without a batch has no metrics
+            names = dict.fromkeys(itertools.chain.from_iterable(filter(None, self._call(call))))
+            if names:
+                check_monitored(self._monitored(), list(names))
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
@@ -431,7 +432,7 @@ class OperatorTrainer:
             return {}
         found = [(type(each).__name__, each.monitor) for each in given]
         found.append((type(self).__name__, getattr(self._options, "monitor", None)))
-        return {f"{who}(monitor={name!r})": name for who, name in found if name is not None}
+        return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
 
     @property
     def _own_epochs(self) -> bool:

@@ -58,8 +58,8 @@ class Call:
     left: list[Any] = field(default_factory=list)
     """What workers that have left in it had measured."""
     num_unheard: int = 0
-    """How many could not tell of all that they had trained on: of those that left, who had ended
-    already, or had measured nothing; and who was a step behind as the group regrouped."""
+    """How many could not tell of all that they had trained on: they had left and ended already, or
+    were a step behind as the group regrouped."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

@@ -657,9 +657,8 @@ class Controller:
         asked = [member.work(*arguments) for member in members]
         self._clock.wait(asked, _ANSWER_S)
         given = [f.result() for f in asked if _error_of(f) is None]
-        told = [outcome for outcome in given if _value_of(outcome) is not None]
-        call.num_unheard += len(asked) - len(told)
-        call.left += told
+        call.num_unheard += len(asked) - len(given)
+        call.left += [outcome for outcome in given if _value_of(outcome) is not None]
 
     # ---- generations
 

@@ -1049,12 +1049,13 @@ def test_those_on_their_way_are_the_group_when_the_last_member_is_lost(slow_worl
     assert "waiting" not in kinds(controller)
 
 
-@pytest.mark.parametrize("rejoins", [True, False])
-def test_setups_that_end_their_process_are_told_from_losses_by_chance(world, rejoins):
+def die_in_setup(world, workers, cause):
+    """Let these workers die as they set up, alone or together."""
+
     def die():
-        for member in world.workers:
+        for member in workers():
             if member.is_at("enter"):
-                member.die("Segmentation fault")
+                member.die(cause)
 
     def die_alone():
         die()
@@ -1066,6 +1067,11 @@ def test_setups_that_end_their_process_are_told_from_losses_by_chance(world, rej
 
     die_alone()
     die_together()
+
+
+@pytest.mark.parametrize("rejoins", [True, False])
+def test_setups_that_end_their_process_are_told_from_losses_by_chance(world, rejoins):
+    die_in_setup(world, lambda: world.workers, "Segmentation fault")
     with pytest.raises(WorkerLostError, match=r"worker \d died 3 times in a row in setup.*fault"):
         world.drive(3, rejoins=rejoins)
     assert all(worker.dead for worker in world.workers)
@@ -1076,23 +1082,9 @@ def test_setups_that_end_their_process_are_told_from_losses_by_chance(world, rej
 def test_a_group_that_has_trained_and_dies_in_setup_as_it_restarts_is_tried_for_longer(
     world, num_deaths
 ):
-    def die():
-        for member in world.workers[3 : 3 + num_deaths]:
-            if member.is_at("enter"):
-                member.die("chance")
-
-    def die_alone():
-        die()
-        world.plan(0.0, die_alone)
-
-    def die_together():
-        die()
-        world.on_meeting.append(die_together)
-
     controller = world.drive(3).controller
     every_new(world, start_s=0.2)
-    die_alone()
-    die_together()
+    die_in_setup(world, lambda: world.workers[3 : 3 + num_deaths], "chance")
     world.at_step(25, lambda: lose_all(world))
     if num_deaths < 100:
         assert steps_of(run_until(controller, 100, max_losses=2)) == [100] * 3

@@ -295,6 +295,12 @@ else:
     late = dist.all_reduce(torch.ones(3), async_op=True)
 assert late.wait(patience) and late.result()[0].tolist() == [2.0] * 3
 
+bound = datetime.timedelta(seconds=50)
+dist.distributed_c10d._set_pg_timeout(bound)
+work = dist.all_reduce(torch.ones(3), async_op=True)
+assert work._timeout == bound, work._timeout  # as gloo's own operations
+work.wait()
+
 # what nobody waits for, and is too long to be sent at once, reaches the other rank nevertheless
 gloo.SMALL_BYTES = 2**40
 for _ in range(5):

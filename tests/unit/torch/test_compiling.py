@@ -13,6 +13,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.cluster.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
+from raysgd.torch.compiling import CompiledModel
 from tests.operators import make_data, make_model, parameters
 
 GRAPHS = []
@@ -96,6 +97,23 @@ def test_a_model_is_compiled_where_it_is(make, regional, num_graphs):
     assert torch.equal(found, expected)
     assert type(model) is type(plain)
     assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_parts_of_a_script_are_compiled_with_what_the_script_has():
+    """In a worker the globals of a script are not those of ``__main__``."""
+    script = {"__name__": "__main__", "torch": torch}
+    exec(  # as code that was pickled by value
+        "SCALE = 2.0\n"
+        "class Scaled(torch.nn.Module):\n"
+        "    def forward(self, features):\n"
+        "        return SCALE * features\n",
+        script,
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), script["Scaled"](), torch.nn.Linear(8, 2))
+    expected = model(torch.ones(3, 8))
+    CompiledModel(model, {"backend": count})
+    torch.testing.assert_close(model(torch.ones(3, 8)), expected)
+    assert len(GRAPHS) == 1
 
 
 def test_it_is_compiled_inside_of_its_wrapper(process_group):
