@@ -1110,15 +1110,17 @@ class Controller:
         )
         self.events.append(event)
         if kind not in _TOLD:
+            # a state may be loaded yet
+            at = "" if kind == "started" else f", step {event.step}"
             took = f", {seconds:.2f} s" if seconds else ""
             logger.info(
-                "%s: workers %s, generation %d, step %d%s. %s",
+                "%s: workers %s, generation %d%s%s.%s",
                 kind.capitalize(),
                 self._listed(members) or "none",
                 event.generation,
-                event.step,
+                at,
                 took,
-                event.cause,
+                f" {event.cause}" if event.cause else "",
             )
         if self.on_event is not None:
             self.on_event()
