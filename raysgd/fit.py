@@ -205,8 +205,9 @@ def run_epochs(
         validate()
     elif completed() >= num_epochs:
         logger.warning(
-            "fit(%d): nothing to do, since %d epochs are trained already. num_epochs counts from "
-            "the first epoch of all: fit(%d) would train as many more.",
+            "fit(%d): nothing to do, the run is complete: %d epochs are trained already. "
+            "num_epochs counts from the first epoch of all: num_epochs=%d would train as many "
+            "more.",
             num_epochs,
             completed(),
             completed() + num_epochs,

@@ -255,6 +255,8 @@ class CallbackList:
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
         failure = _failure(entry, hook, error)
         self._failures.append(failure)
+        if hook == "on_train_start":
+            return  # raised at once
         # said now, since it may take long until it can be raised; the traceback comes with that
         logger.error("The callback %s failed in %s: %s", failure.callback, hook, _said(error))
 

@@ -126,7 +126,8 @@ class CheckpointCallback(Callback):
         self._saved_at = trainer.global_step
         # seen by default: the script's own learning rate, for one, has no effect now
         logger.warning(
-            "Going on from %s, with its optimizers: epoch %d, step %d. (resume=False begins anew.)",
+            "Going on from %s, with its optimizers: epoch %d, step %d. (Another folder begins "
+            "anew.)",
             restored.shown,
             trainer.epoch,
             trainer.global_step,

@@ -224,11 +224,16 @@ class CheckpointStore:
 
     def _check_job(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
-            raise CheckpointError(
+            error = CheckpointError(
                 f"{self._folder.shown} holds checkpoints of job {manifest.job!r} ({name}), and "
-                f"this is job {self._job!r}. Give each job a folder of its own. To start from "
-                f"that one's state, call trainer.load({self._folder.child(name).shown!r})."
+                f"this is job {self._job!r}. Give each job a folder of its own."
             )
+            # a note: the command, which has no such call, leaves it out
+            error.add_note(
+                "To start from that one's state, call "
+                f"trainer.load({self._folder.child(name).shown!r})."
+            )
+            raise error
 
     def _check_monitored(self, numbers: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
         if self._monitor is None or self._monitor in numbers:

@@ -79,7 +79,7 @@ def test_epochs_count_from_the_first_of_all(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         assert trainer.fit(3) == []
     assert "nothing to do" in caplog.text
-    assert "fit(6)" in caplog.text
+    assert "num_epochs=6" in caplog.text
 
 
 def test_a_run_that_is_loaded_ends_where_it_would_have(make_trainer, tmp_path):
