@@ -92,11 +92,14 @@ def fit(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="config.lr=0.1, trainer.use_gpu=true, fit.max_steps=100 and the like."),
+        typer.Argument(
+            help="config.lr=0.1, trainer.use_gpu=true, fit.max_steps=100, checkpoint.every=500 "
+            "and the like."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON with the keys config, trainer and fit."),
+        typer.Option(help="YAML or JSON with the keys config, trainer, fit and checkpoint."),
     ] = None,
     num_workers: Annotated[int | None, typer.Option(help="trainer.num_workers=...")] = None,
     num_epochs: Annotated[int | None, typer.Option(help="fit.num_epochs=...")] = None,
@@ -117,10 +120,11 @@ def fit(
         trainer_cls = fit_command.trainer_of(operator_cls, settings)
         if not settings["fit"]:
             raise ValueError("raysgd fit: say for how long, by --num-epochs or fit.max_steps=….")
-    except (OSError, ValueError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
-    fit_command.fit(trainer_cls, operator_cls, settings)
+        fit_command.fit(trainer_cls, operator_cls, settings)
+    except Exception as error:
+        text, code = fit_command.told(error)
+        typer.echo(text, err=True)
+        raise typer.Exit(code) from error
 
 
 @app.command()

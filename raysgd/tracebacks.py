@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["is_the_users", "shorten", "shortened_text"]
+__all__ = ["is_the_users", "is_wanted", "shorten", "shortened_text"]
 
 _SWITCH = "RAYSGD_FULL_TRACEBACK"
 _FRAME = re.compile(r'  File "(.*)", line \d+, in .*\n(?:    .*\n)*')
@@ -28,7 +28,8 @@ def is_the_users(filename: str) -> bool:
     return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
 
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
+    """Whether tracebacks are to be shortened."""
     return os.environ.get(_SWITCH, "") in ("", "0")
 
 
@@ -54,7 +55,7 @@ def shortened_text(text: str) -> str:
         return ""
 
     short = _FRAME.sub(kept, text)
-    if not _is_wanted() or hidden < _MANY:
+    if not is_wanted() or hidden < _MANY:
         return text
     return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
 
@@ -67,7 +68,7 @@ def shorten(error: BaseException) -> None:
         frames.append(trace)
         trace = trace.tb_next
     own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
-    if not _is_wanted() or len(frames) - len(own) < _MANY:
+    if not is_wanted() or len(frames) - len(own) < _MANY:
         return
     if not frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep):
         hidden = (

@@ -17,7 +17,24 @@ from tests.unit.recorder import Recorder as Given
 
 class Recorder(Given):
     pass
+
+class Other(Recorder):
+    pass
+
+class Broken(Recorder):
+    def setup(self, config):
+        raise ValueError("no data there")
+
+def points():
+    pass
 """
+TRAINS = (
+    "script_of_a_test:Recorder",
+    "trainer.use_local=true",
+    "trainer.use_gpu=false",
+    "config.num_samples=8",
+    "config.batch_size=8",
+)
 
 
 @pytest.fixture
@@ -50,7 +67,10 @@ def test_the_same_command_again_goes_on(folder, place):
     assert json.loads(again.stdout.splitlines()[-1])["epoch"] == 3
     lines = (folder / "runs" / "Recorder" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines].count("train") == 3
-    other = fit(*arguments, 1, "--logdir", folder / "other")
+    complete = fit(*arguments, 3)
+    assert complete.stdout == again.stdout.splitlines(keepends=True)[-1]
+    other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
+    assert (folder / "other" / "checkpoints" / "epoch-00001-step-00000002.ckpt").exists()
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
 
@@ -75,7 +95,18 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         "config": {BATCH_SIZE: 64, "lr": 1e-3, "net": {"depth": 2, "width": [3, 4]}, "a": "b"},
         "trainer": {"num_workers": 2},
         "fit": {},
+        "checkpoint": {},
     }
+
+
+def test_a_key_that_is_near_to_one_of_the_file_is_warned_of(tmp_path, caplog):
+    path = tmp_path / "run.yaml"
+    path.write_text("config:\n  lr: 1e-3\n  net: {depth: 2}\n")
+    read_settings(path, ["config.lr=1", "config.momentum=1", "config.net.width=3"])
+    assert not caplog.text
+    read_settings(path, ["config.Lr=1", "config.net.dept=3"])
+    assert "Did you mean config.lr?" in caplog.text
+    assert "Did you mean config.net.depth?" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -83,6 +114,12 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
     [
         (["nowhere", "fit.max_steps=1"], "must be package.module:Operator"),
         (["nowhere_at_all:Operator", "fit.max_steps=1"], "there is no module 'nowhere_at_all'"),
+        (["script_of_a_tset.py:Recorder", "fit.max_steps=1"], "mean script_of_a_test.py?"),
+        (["script_of_a_test:Recordr", "fit.max_steps=1"], "Did you mean Recorder?"),
+        (["script_of_a_test:points", "fit.max_steps=1"], "points is a function, and must be a"),
+        (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
+        ([*TRAINS, "fit.num_epochs=ten"], "num_epochs must be an int, but it is 'ten'."),
+        ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
         (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
         (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
@@ -112,3 +149,27 @@ def test_an_import_that_fails_in_the_module_is_told_as_it_is(folder):
     (folder / "script_of_a_test.py").write_text("import nowhere_at_all")
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
         load_operator("script_of_a_test:Recorder")
+
+
+def test_an_error_in_setup_has_the_frames_of_the_user_alone(folder):
+    _, *given = TRAINS
+    result = fit("script_of_a_test:Broken", *given, "--num-epochs", 1)
+    assert result.exit_code == 1
+    assert "in setup" in result.stderr
+    assert "ValueError: no data there" in result.stderr
+    assert "cli.py" not in result.stderr
+
+
+def test_a_folder_of_another_operator_is_told_of_once(folder, caplog):
+    _, *given = TRAINS
+    fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
+    result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")
+    assert (result.stderr + caplog.text).count("holds checkpoints of job 'Recorder'") == 1
+    assert "--logdir gives another folder" in result.stderr
+    assert "trainer.load" not in result.stderr
+
+
+def test_the_line_of_the_start_names_no_step_since_a_state_may_be_loaded_yet(folder, caplog):
+    caplog.set_level("INFO")
+    fit(*TRAINS, "--num-epochs", 1)
+    assert "Started: workers 0, generation 1." in caplog.messages
