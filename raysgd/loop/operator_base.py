@@ -27,6 +27,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_OF_OTHERS = {
+    "training_step": "train_batch",
+    "validation_step": "validate_batch",
+    "test_step": "validate_batch",
+    "predict_step": "predict_batch",
+    "training_epoch_end": "train_epoch",
+    "validation_epoch_end": "validate",
+}
+"""What Lightning calls, and what does the same here."""
 _HINTS = {
     "model": "a single model",
     "optimizer": "a single optimizer",
@@ -295,12 +304,17 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
 
 
 def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
-    """Warn of methods with nearly the name of one that `base` would call."""
+    """Warn of methods with nearly the name of one that `base` would call, or Lightning's."""
     known = [name for name in dir(base) if not name.startswith("_")]
     for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
         if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
             continue
-        if close := difflib.get_close_matches(name, known, 1, cutoff=0.85):
+        close = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        if (meant := _OF_OTHERS.get(name)) in known:
+            if getattr(operator_cls, meant) is not getattr(base, meant):
+                continue  # which calls it, most likely
+            close = [meant]
+        if close:
             logger.warning(
                 "%s.%s is called by nobody but yourself. Is %s meant, which raysgd calls?",
                 operator_cls.__name__,

@@ -66,6 +66,27 @@ def test_a_method_with_nearly_the_name_of_another_is_warned_of(caplog):
     assert "Is validate_batch meant" in said[1]
 
 
+def test_so_is_one_that_lightning_would_call(caplog):
+    class Moved(TrainingOperator):
+        def training_step(self, batch, batch_idx):
+            pass
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    class Helped(Moved):
+        def train_batch(self, batch, batch_info):
+            return self.training_step(batch, 0)
+
+    warn_of_misspelling(Moved, TrainingOperator)
+    said = [record.getMessage() for record in caplog.records]
+    assert "Moved.training_step is called by nobody but yourself. Is train_batch meant" in said[0]
+    assert "Is validate_batch meant" in said[1]
+    caplog.clear()
+    warn_of_misspelling(Helped, TrainingOperator)
+    assert ["validate_batch" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_operators_of_ours_have_no_such_name(caplog):
     from raysgd import operators
 
