@@ -133,6 +133,13 @@ def test_a_criterion_that_is_trained_is_a_model_besides():
     assert registration.models == registration.given_models == [model, criterion]
 
 
+def test_what_is_refused_is_shown_without_the_networks_in_it():
+    with pytest.raises(TypeError, match=r"but got \{'g': a Linear, 'd': \[a Linear\]\}\.$"):
+        register(make_registration(), {"g": linear(), "d": [linear()]})
+    with pytest.raises(TypeError, match=r"but got a Linear\.$"):
+        register(make_registration(), linear(), linear())
+
+
 def test_a_class_is_no_criterion():
     with pytest.raises(TypeError, match=r"not a class: CrossEntropyLoss\(\)"):
         register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
