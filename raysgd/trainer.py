@@ -330,9 +330,9 @@ class OperatorTrainer:
                 sees it, and the state is put back.
 
         Returns:
-            A list of one dict an epoch, with the metrics of training and validation. It ends
-            early where a callback asked for it or a limit was reached; ``stop_reason`` of the list
-            says why.
+            A list of one dict an epoch that this call has trained, with the metrics of training and
+            validation: an empty one where all were trained before. It ends early where a callback
+            asked for it or a limit was reached; ``stop_reason`` of the list says why.
 
         Raises:
             ValueError: if a number is below 1, or a callback does not know where to write.
