@@ -68,9 +68,14 @@ def test_importing_the_callbacks_imports_none_of_the_packages():
 
 
 @pytest.fixture
-def board():
+def board(monkeypatch):
     """A function that reads a folder with TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # files of one second are read in the order of their numbers as texts, where 10 is before 9
+    number = event_file_writer.AtomicCounter(1000)
+    monkeypatch.setattr(event_file_writer, "_global_uid", number)
 
     def read(folder):
         accumulator = EventAccumulator(str(folder))
