@@ -173,6 +173,8 @@ class Optimization:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._models: list[torch.nn.Module] = []
         self._stepped: set[int] = set()
+        self._with_gradients: set[int] = set()
+        self._has_committed = False
         self._asked: set[int] = set()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._seen: dict[int, list[tuple[int, int]]] = {}
@@ -289,6 +291,19 @@ class Optimization:
         """Whether every optimizer has made its update since the last commit."""
         return bool(self._optimizers) and len(self._stepped) == len(self._optimizers)
 
+    def idle(self) -> list[str]:
+        """Name the optimizers that have never made an update although batches were trained."""
+        if not self._has_committed:
+            return []  # batches of a loop's own
+        return [
+            f"optimizers[{index}] ({type(optimizer).__name__})"
+            for index, optimizer in enumerate(self._optimizers)
+            # one that zeroes its gradients as it steps has a state, most likely
+            if id(optimizer) not in self._with_gradients
+            and not optimizer.state
+            and any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+        ]
+
     def check_complete(self) -> None:
         """Check that no gradients are left over at the end of a group.
 
@@ -305,6 +320,7 @@ class Optimization:
 
     def commit(self) -> None:
         """Close a group whose update is done."""
+        self._has_committed = True
         self.precision.commit()
         if self._used and self._stepped and len(self._optimizers) > 1:
             # one loss may leave gradients in the parameters of another's optimizer; where nothing
@@ -473,6 +489,8 @@ class Optimization:
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is registered for registered in self._optimizers):
             self._stepped.add(id(optimizer))
+            if id(optimizer) not in self._with_gradients and _has_gradients(optimizer):
+                self._with_gradients.add(id(optimizer))
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step that would skip what only the helper does."""

@@ -419,10 +419,18 @@ class TorchRegistration(Registration):
         self._schedule = [getattr(each, "last_epoch", None) for each in self.schedulers]
 
     def end_epoch(self) -> None:
-        """Average, and say when a second epoch is over and nobody has stepped the schedulers."""
+        """Average, and say what nobody has stepped: optimizers in an epoch, schedulers in two."""
         if self.averages is not None:
             self.averages.note_epoch(self.epoch)
         self._epochs_ended += 1
+        if self._epochs_ended == 1 and (idle := self.optimization.idle()):
+            self.say(
+                "idle",
+                "An epoch is over, and %s of those registered made no update: nobody has stepped "
+                "it, or no loss has given it gradients. Call self.backward(loss) and "
+                "self.optimizer_step(optimizer) in train_batch.",
+                " and ".join(idle),
+            )
         if self._epochs_ended != 2 or self.settings.options.scheduler_step_freq != "manual":
             return
         if any(map(needs_metric, self.schedulers)) and not any(

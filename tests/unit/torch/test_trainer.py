@@ -158,3 +158,24 @@ def test_several_models_come_as_a_list(make_trainer):
 
     models = make_trainer(Two).get_model()
     assert [m.in_features for m in models] == [1, 2]
+
+
+class Idle(Classifier):
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        loss = self.criterion(self.model(features), target)
+        if self.config["forgets"] != "backward":
+            self.backward(loss)
+        if self.config["forgets"] != "step":
+            self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach()}
+
+
+@pytest.mark.parametrize(("forgets", "warns"), [("backward", 1), ("step", 1), ("nothing", 0)])
+def test_an_optimizer_that_makes_no_update_is_told_once(make_trainer, caplog, forgets, warns):
+    trainer = make_trainer(Idle, {"forgets": forgets})
+    trainer.train(num_steps=2)
+    assert not caplog.records
+    trainer.fit(3)
+    said = [each.getMessage() for each in caplog.records]
+    assert sum("optimizers[0] (" in each and "made no update" in each for each in said) == warns
