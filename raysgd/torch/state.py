@@ -70,11 +70,30 @@ def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _twin(tensor)
-    copied_model = copy.deepcopy(model, memo)
+    try:
+        copied_model = copy.deepcopy(model, dict(memo))
+    except Exception as error:
+        raise TypeError(
+            f"{_odd_attribute(model, memo)} cannot be copied: {error!r}. Keep it out of the model, "
+            'or take the weights alone: trainer.state_dict()["models"].'
+        ) from error
     for module in copied_model.modules():
         if parametrize.is_parametrized(module):
             copyreg.pickle(type(module), _reduced)
     return copied_model
+
+
+def _odd_attribute(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
+    """Name the attribute that keeps a model from being copied; the model where it is none alone."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                return f"{type(model).__name__}.{f'{path}.' * bool(path)}{name}"
+    return f"A {type(model).__name__}"
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

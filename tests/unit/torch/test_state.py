@@ -138,6 +138,13 @@ def test_a_copy_has_what_a_forward_pass_left_without_its_graph():
     assert twin.hidden.data_ptr() != model.hidden.data_ptr()
 
 
+def test_an_attribute_that_cannot_be_copied_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"^Sequential\.0\.lock cannot be copied: .*the weights al"):
+        copied_to_cpu(model)
+
+
 def test_a_copy_with_parametrizations_can_be_sent_to_another_process():
     """torch refuses to pickle such modules; get_model() has to."""
     model = torch.nn.Sequential(
