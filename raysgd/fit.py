@@ -186,6 +186,8 @@ def run_epochs(
     train: Callable[[], dict[str, Any]],
     validate: Callable[[], dict[str, Any]],
     limits: Limits,
+    monitored: Mapping[str, str],
+    tried: Sequence[str],
 ) -> History:
     """Train until `num_epochs` are completed in all, a limit is reached, or somebody asks to stop.
 
@@ -217,6 +219,9 @@ def run_epochs(
         history.append(train())
         if completed() > epoch and validations.due:
             history[-1] = {**validate(), **history[-1]}
+        knows_validation = tried or validations.due or not validations.expected
+        if len(history) == 1 and completed() > epoch and knows_validation:
+            _warn_of_unknown(monitored, [*dict.fromkeys([*trainer.latest_metrics, *tried])])
         if not is_spoilt and end() is None:
             is_spoilt = _warn_of_nan(completed(), history[-1])
     if (reason := end()) is not None and completed() < num_epochs:
@@ -224,6 +229,23 @@ def run_epochs(
         level = logging.INFO if history else logging.WARNING
         logger.log(level, "fit() ends after %d epochs: %s", completed(), reason)
     return history
+
+
+def _warn_of_unknown(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
+    """Say which metrics somebody waits for that the first epoch did not have."""
+    for given, name in monitored.items():
+        if name not in metrics:
+            logger.warning(
+                "%s: the first epoch had no such metric. There are: %s.%s",
+                given,
+                ", ".join(metrics),
+                _meant(name, metrics),
+            )
+
+
+def _meant(name: str, metrics: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, metrics, n=1)
+    return f" Is {close[0]!r} meant?" if close else ""
 
 
 def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
@@ -258,8 +280,7 @@ def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> Non
                     f"{given}: there is no such metric, since fit() does not validate. Register a "
                     "validation loader, leave validate_every out, or name a metric of training."
                 )
-            meant = difflib.get_close_matches(name, metrics, n=1)
             raise ValueError(
                 f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
-                + f" Is {meant[0]!r} meant?" * bool(meant)
+                + _meant(name, metrics)
             )

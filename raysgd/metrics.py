@@ -11,6 +11,7 @@ Sums are float64. The idea of mergeable metrics with the division at the end is 
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -499,7 +500,12 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif not all(map(_is_computed, values)):
             merged[name] = _mean(values, weights)
     for name, metric in _merged_metrics(parts).items():
-        value = metric.compute()
+        try:
+            value = metric.compute()
+        except Exception as error:
+            with contextlib.suppress(Exception):  # classes of the user's may refuse
+                error.add_note(f"This was in the metric {name!r}, a {type(metric).__name__}.")
+            raise
         for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
             merged.setdefault(f"{name}{end}", _value(number))
     return merged

@@ -41,7 +41,7 @@ from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError, WorkerLostError
 from raysgd.fit import Limits, Validations, check_monitored, run_epochs
-from raysgd.metrics import renamed
+from raysgd.metrics import merge_workers, renamed
 from raysgd.options import Options
 from raysgd.trainer_calls import CallResult, Calls
 from raysgd.trees import joined
@@ -90,6 +90,7 @@ class OperatorTrainer:
         self._last_call: LastCall | None = None
         self._stop_reason: str | None = None
         self._has_validated = False
+        self._tried: list[str] = []
         self._validations = Validations(lambda: controller.progress)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
@@ -395,6 +396,8 @@ class OperatorTrainer:
                     # all of the loader, wherever validate(num_steps=...) has stopped in it
                     validate=lambda: self._validate(info, from_start=True).merged,
                     limits=limits,
+                    monitored=self._monitored(),
+                    tried=self._tried,
                 )
 
     @contextlib.contextmanager
@@ -417,9 +420,11 @@ class OperatorTrainer:
         call = Call(method="rehearse", arguments=arguments, max_losses=3, has_batches=True)
         try:
             # a worker without a batch has no metrics
-            names = dict.fromkeys(itertools.chain.from_iterable(filter(None, self._call(call))))
+            parts = [each for each in self._call(call) if each]
+            names = dict.fromkeys(itertools.chain.from_iterable([*parts, _tried(parts)]))
             if names:
                 check_monitored(self._monitored(), list(names))
+                self._tried = list(names)
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
@@ -1009,6 +1014,18 @@ class OperatorTrainer:
             )
         self._controller.check_process()
         self._writer.raise_failure()
+
+
+def _tried(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Merge the metrics of a validation that was tried on some batches."""
+    try:
+        return merge_workers(parts)
+    except (AttributeError, NameError, TypeError):
+        raise
+    except Exception as error:  # so few may be too few, with all of one class say
+        notes = " ".join(getattr(error, "__notes__", ()))
+        logger.warning("A metric cannot be computed of the first batches: %r %s", error, notes)
+        return {}
 
 
 def _telling(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:

@@ -507,13 +507,13 @@ class Loop:
         for source in sources.values():
             source.close_workers()
 
-    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> list[str] | None:
+    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> Mapping[str, Any] | None:
         """Validate so many batches to see that it can be done, and leave all as it was.
 
         What can be read once only, or counts how often it is read, is left alone: then it is None.
 
         Returns:
-            The names of the metrics.
+            The metrics.
         """
         registration = self._registration
         sources = registration.validation_sources()
@@ -527,7 +527,7 @@ class Loop:
         ):
             metrics = self.validate(-1, num_steps, info, profile=False, from_start=True)
         self._close(sources)
-        return list(metrics)
+        return metrics
 
     # ---- results
 

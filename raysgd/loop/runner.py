@@ -322,10 +322,10 @@ class OperatorRunner(ABC):
         """Return this worker's predictions, batch by batch, with their places in the loader."""
         return self._running.predict(loader)
 
-    def rehearse(self, num_steps: int, info: dict[str, Any]) -> list[str] | None:
+    def rehearse(self, num_steps: int, info: dict[str, Any]) -> Mapping[str, Any] | None:
         """See that validation works, on some batches, and leave all as it was.
 
-        Returns the names of its metrics; None where it was not tried.
+        Returns its metrics; None where it was not tried.
         """
         generators = self.rng_state()
         try:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import signal
 import traceback
@@ -18,6 +19,7 @@ from raysgd.callbacks import (
     TerminateOnNaN,
 )
 from raysgd.errors import CallbackError
+from raysgd.metrics import Sums
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
@@ -129,6 +131,39 @@ def test_a_metric_that_validation_lacks_is_refused_before_any_training(
         trainer.fit(2, callbacks=[monitoring(monitor="val_los", **given)])
     assert trainer.global_step == 0
     trainer.fit(1, callbacks=[monitoring(monitor="val_loss", **given)])
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_one_that_training_lacks_is_told_after_the_first_epoch(make_trainer, caplog, every):
+    callback = EarlyStopping(monitor="train_los")
+    make_trainer().fit(2, every, [callback], max_steps=5)
+    assert "EarlyStopping(monitor='train_los'): the first epoch had no such metric." in caplog.text
+    assert "Is 'train_loss' meant?" in caplog.text
+
+
+def test_one_that_training_has_is_not(make_trainer, caplog):
+    make_trainer().fit(2, 2, [EarlyStopping(monitor="train_loss"), EarlyStopping("val_accuracy")])
+    assert "no such metric" not in caplog.text
+
+
+class Measuring(Recorder):
+    def validate_batch(self, batch, batch_info):
+        measured = super().validate_batch(batch, batch_info)
+        return {**measured, "val_odd": Sums(self.config["function"], total=1.0)}
+
+
+def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trainer, caplog):
+    trainer = make_trainer(Measuring, {"function": lambda sum: sum})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'total'") as caught:
+        trainer.fit(2)
+    assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
+    assert trainer.global_step == 0
+    trainer = make_trainer(Measuring, {"function": lambda total: math.exp(1000 * total)})
+    with pytest.raises(OverflowError) as caught:
+        trainer.fit(1)
+    assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
+    assert trainer.global_step == 5, "all data might do where a few do not"
+    assert "cannot be computed of the first batches: OverflowError" in caplog.text
 
 
 @pytest.mark.parametrize(
