@@ -42,6 +42,8 @@ class Shard:
     """Samples of a step, where these are no multiple of `batch_size`."""
     max_steps: int | None = None
     """Steps after which the epoch ends, if it has more."""
+    keeps_parts: bool = False
+    """Whether parts of a batch are those that the workers of the full group have."""
 
     @property
     def stride(self) -> int:
@@ -52,6 +54,11 @@ class Shard:
     def at_once(self) -> int:
         """The most samples of a batch that are trained on at once."""
         return -(-self.stride // (self.full_size or self.world_size))
+
+    @property
+    def dealt(self) -> int:
+        """Workers of the full group, among whose parts this one has some whole; 0: it has not."""
+        return self.full_size if self.keeps_parts and self.full_size else 0
 
     def end(self, offset: int) -> int:
         """Return where the samples end that are used from `offset` on."""
@@ -93,11 +100,9 @@ class Shard:
             return
         start = offset
         for size in self.sizes(offset, num_steps):
-            first, stop = even_part(size, self.world_size, self.rank)
-            number = _num_parts(size, self.world_size, self.at_once) if in_parts else 1
-            for index in range(number):
-                low, high = even_part(stop - first, number, index)
-                yield start + first + low, start + first + high
+            at_once = self.at_once if in_parts else size
+            for low, high, _ in _parts(size, self.world_size, self.rank, at_once, self.dealt):
+                yield start + low, start + high
             start += size
 
     def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
@@ -110,16 +115,23 @@ class Shard:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
-    def num_taken(self, offset: int, num_steps: int) -> int:
+    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
         """Return how many samples this worker takes at the first `num_steps` steps."""
         num_full = min(num_steps, self.num_steps(offset)) - 1
         if num_full < 0:
             return 0
         full, last = (
-            sum(stop - start for start, stop in self.batches(start, 1))
-            for start in (offset, offset + num_full * self.stride)
+            self._taken(start, in_parts) for start in (offset, offset + num_full * self.stride)
         )
         return num_full * full + last
+
+    def _taken(self, start: int, in_parts: bool) -> int:
+        """Return how many samples this worker takes at the step that begins at `start`."""
+        if not (self.even and in_parts and self.world_size < self.dealt):
+            return sum(stop - first for first, stop in self.batches(start, 1))
+        (size,) = self.sizes(start, 1)
+        parts = _parts(size, self.world_size, self.rank, self.at_once, self.dealt)
+        return sum(high - low for low, high, counts in parts if counts)
 
 
 @dataclass(frozen=True)
@@ -178,7 +190,12 @@ class Place:
 
 @functools.lru_cache(maxsize=256)
 def places_of(
-    sizes: tuple[int, ...], world_size: int, rank: int, at_once: int, in_parts: bool
+    sizes: tuple[int, ...],
+    world_size: int,
+    rank: int,
+    at_once: int,
+    in_parts: bool,
+    dealt: int = 0,
 ) -> tuple[Place, ...]:
     """Return the places of what a worker has in a group of batches.
 
@@ -191,25 +208,23 @@ def places_of(
         rank: of this one.
         at_once: the most samples of a worker that are trained on at once.
         in_parts: whether larger batches come in parts, equally many on all workers.
+        dealt: workers of the full group, where the parts are those that they have.
     """
-    counts: list[tuple[int, int, bool, float]] = []
-    numbers = [_num_parts(size, world_size, at_once) for size in sizes]
+    found: list[tuple[int, int, bool, float]] = []
+    numbers = [len(_parts(size, world_size, rank, at_once, dealt)) for size in sizes]
     is_part = in_parts and max(numbers) > 1
-    for step, (size, number) in enumerate(zip(sizes, numbers, strict=True)):
-        first, stop = even_part(size, world_size, rank)
-        rows, number = stop - first, number if in_parts else 1
-        for i in range(number):
-            low, high = even_part(rows, number, i)
-            count = high - low if i < rows else 0
-            own = count if rank < size else 0
-            weight = 1 if not is_part else count / rows if own else 0
-            counts.append((own, step, i == number - 1, weight))
-    total = sum(count for count, *_ in counts)
+    for step, size in enumerate(sizes):
+        parts = _parts(size, world_size, rank, at_once if in_parts else size, dealt)
+        own = [high - low if counts else 0 for low, high, counts in parts]
+        for i, count in enumerate(own):
+            weight = 1 if not is_part else count / sum(own) if count else 0
+            found.append((count, step, i == len(own) - 1, weight))
+    total = sum(count for count, *_ in found)
     return tuple(
         Place(
             position=position,
-            planned=len(counts),
-            is_last=position == len(counts) - 1,
+            planned=len(found),
+            is_last=position == len(found) - 1,
             step=step,
             ends_step=ends_step,
             is_part=is_part,
@@ -219,8 +234,31 @@ def places_of(
             share=total * world_size / sum(sizes),
             weight=weight,
         )
-        for position, (count, step, ends_step, weight) in enumerate(counts)
+        for position, (count, step, ends_step, weight) in enumerate(found)
     )
+
+
+def _parts(
+    size: int, world_size: int, rank: int, at_once: int, dealt: int
+) -> list[tuple[int, int, bool]]:
+    """Return the parts of a step's samples that a worker has, as (start, stop, whether it counts).
+
+    Equally many on all workers. Samples that are given a second time do not count.
+    """
+    if at_once < size and world_size < dealt:
+        first, stop = even_part(dealt, world_size, rank)
+        last = first + -(-dealt // world_size)
+        return [
+            (*even_part(size, dealt, min(part, stop - 1)), part < min(stop, size))
+            for part in range(first, last)
+        ]
+    first, stop = even_part(size, world_size, rank)
+    number, rows = _num_parts(size, world_size, at_once), stop - first
+    spans = [even_part(rows, number, part) for part in range(number)]
+    return [
+        (first + low, first + high, rank < size and part < rows)
+        for part, (low, high) in enumerate(spans)
+    ]
 
 
 def _num_parts(size: int, world_size: int, at_once: int) -> int:

@@ -95,6 +95,9 @@ class Source:
         """Let an epoch end after so many steps; None: after all."""
         self._max_steps = steps
 
+    def keep_parts(self, keeps: bool) -> None:
+        """Say whether parts of batches are to have the sizes that they have in the full group."""
+
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place] | None:
         """Return the places of this worker's batches, or their parts, in a group of steps.
 
@@ -124,7 +127,7 @@ class Source:
         """Return how many samples lie between two offsets of a loader that is shared out."""
         return stop - start
 
-    def num_taken(self, offset: int, num_steps: int) -> int | None:
+    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int | None:
         """Return how many samples this worker takes at so many steps; None where unknown."""
         return None
 
@@ -238,7 +241,8 @@ class ShardedSource(Source):
         """Return the places of this worker's batches, or their parts, in a group of steps."""
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
-        return places_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
+        at_once, dealt = shard.at_once, shard.dealt
+        return places_of(sizes, shard.world_size, shard.rank, at_once, in_parts, dealt)
 
     def places_of_batches(self) -> Iterator[int]:
         """Yield where this worker's batches begin, in the order of an epoch."""
@@ -257,9 +261,9 @@ class ShardedSource(Source):
         # the offset at the end of an epoch lies behind them
         return min(stop, self.shard.end(start)) - start
 
-    def num_taken(self, offset: int, num_steps: int) -> int:
+    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
         """Return how many samples this worker takes at so many steps."""
-        return self.shard.num_taken(offset, num_steps)
+        return self.shard.num_taken(offset, num_steps, in_parts)
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Share the epoch out anew."""
@@ -280,6 +284,11 @@ class ShardedSource(Source):
     def end_after(self, steps: int | None) -> None:
         """Let an epoch end after so many steps; None: after all."""
         self._shard = replace(self._shard, max_steps=steps)
+
+    def keep_parts(self, keeps: bool) -> None:
+        """Say whether parts of batches are to have the sizes that they have in the full group."""
+        if keeps != self._shard.keeps_parts:
+            self._shard = replace(self._shard, keeps_parts=keeps)
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""

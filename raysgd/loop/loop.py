@@ -309,6 +309,7 @@ class Loop:
         Until then it is open whether the loop takes batches in parts.
         """
         in_parts = self._registration.in_parts
+        source.keep_parts(self._registration.keeps_parts)
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts

@@ -322,6 +322,11 @@ class Registration(ABC):
         return False
 
     @property
+    def keeps_parts(self) -> bool:
+        """Whether parts of batches are to have the sizes that they have in the full group."""
+        return False
+
+    @property
     def num_skipped(self) -> int:
         """How many updates were skipped so far, since gradients overflowed."""
         return 0

@@ -105,7 +105,8 @@ class Segment:
     @property
     def num_taken(self) -> int | None:
         """Samples of this worker in the batches that are committed; None where unknown."""
-        return self._source.num_taken(self.start, self.num_batches)
+        in_parts = self._registration.in_parts
+        return self._source.num_taken(self.start, self.num_batches, in_parts)
 
     @property
     def epoch_is_over(self) -> bool:

@@ -102,6 +102,8 @@ class CompiledModel:
 
     def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         self._model = model
+        self.dynamic = bool(arguments.get("dynamic"))
+        """Whether it is compiled for all sizes at once."""
         self.seen: dict[SeenCall, None] = {}
         """The kinds of calls so far, oldest first."""
         self.is_compiling = False

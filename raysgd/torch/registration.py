@@ -664,6 +664,11 @@ class TorchRegistration(Registration):
         """Whether a model is being compiled, most likely."""
         return any(compiled.is_compiling for compiled in self._compiled)
 
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether parts of batches are to have the sizes that are compiled."""
+        return any(not compiled.dynamic for compiled in self._compiled)
+
     def _await_compilers(self) -> None:
         """Let nobody give up a collective of the group's first step while others compile for it."""
         if self._compiled and self.context.distributed:

@@ -12,7 +12,7 @@ from raysgd.utils import BATCH_SIZE
 from tests.ledger import PacedLedger, ledger_of, ledger_trainer
 from tests.operators import replica_hash
 
-COMPILE_S, STEP_S, BATCH = 1.0, 0.02, 8
+COMPILE_S, STEP_S, BATCH = 1.0, 0.02, 6
 
 
 class Noting(PacedLedger):
@@ -48,29 +48,29 @@ def notes_of(folder, pid):
 def test_others_go_on_while_a_replacement_compiles_and_compile_nothing_themselves(
     ray_cluster, tmp_path
 ):
-    config = {"num_samples": 400, BATCH_SIZE: BATCH, "step_s": STEP_S, "folder": str(tmp_path)}
+    config = {"num_samples": 396, BATCH_SIZE: BATCH, "step_s": STEP_S, "folder": str(tmp_path)}
     elastic = ElasticConfig(initial_s=0.05, max_s=0.05, jitter=0.0)
-    with ledger_trainer(2, elastic=elastic, operator_cls=Noting, **config) as trainer:
+    with ledger_trainer(3, elastic=elastic, operator_cls=Noting, **config) as trainer:
         trainer.train(num_steps=10)
-        stays, goes = trainer.apply_all_workers(os.getpid)
-        chaos.kill(trainer, 1)
+        *stay, goes = trainer.apply_all_workers(os.getpid)
+        chaos.kill(trainer, 2)
         trainer.train()
-        while trainer.num_workers < 2:
+        while trainer.num_workers < 3:
             trainer.train()
         trainer.train()
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
         repeats = ledger_of(trainer) * BATCH - trainer.epoch  # each update moves by the mean
-        comes = trainer.apply_all_workers(os.getpid)[1]
+        comes = trainer.apply_all_workers(os.getpid)[2]
     assert set(repeats.tolist()) <= {0, 1}
     assert repeats.sum() <= BATCH  # the step in which one was lost
     assert comes != goes
-    stayed, came = notes_of(tmp_path, stays), notes_of(tmp_path, comes)
-    for notes in (stayed, came):  # also in parts, for the one that is lost, nothing is new
+    notes_of_all = [notes_of(tmp_path, pid) for pid in (*stay, comes)]
+    for notes in notes_of_all:  # also of two, who share the parts of three, nothing is new
         kinds = [what for _, _, what in notes]
         assert kinds[0] == "compiled"
         assert kinds.count("compiled") == 1
-    steps = [(at, size) for at, size, what in stayed if what == "step"]
-    lost = next(i for i, (_, size) in enumerate(steps) if size == 1)
-    joined = next(i for i, (_, size) in enumerate(steps) if i > lost and size == 2)
+    steps = [(at, size) for at, size, what in notes_of_all[0] if what == "step"]
+    lost = next(i for i, (_, size) in enumerate(steps) if size == 2)
+    joined = next(i for i, (_, size) in enumerate(steps) if i > lost and size == 3)
     longest = max(b - a for (a, _), (b, _) in itertools.pairwise(steps[joined - 5 : joined + 5]))
     assert longest < COMPILE_S
