@@ -57,7 +57,7 @@ class Shard:
 
     @property
     def dealt(self) -> int:
-        """Workers of the full group, among whose parts this one has some whole; 0: it has not."""
+        """Workers of the full group, whose parts of a batch are dealt out; 0: parts are even."""
         return self.full_size if self.keeps_parts and self.full_size else 0
 
     def end(self, offset: int) -> int:
@@ -100,8 +100,7 @@ class Shard:
             return
         start = offset
         for size in self.sizes(offset, num_steps):
-            at_once = self.at_once if in_parts else size
-            for low, high, _ in _parts(size, self.world_size, self.rank, at_once, self.dealt):
+            for low, high, _ in self._parts(size, in_parts):
                 yield start + low, start + high
             start += size
 
@@ -127,11 +126,14 @@ class Shard:
 
     def _taken(self, start: int, in_parts: bool) -> int:
         """Return how many samples this worker takes at the step that begins at `start`."""
-        if not (self.even and in_parts and self.world_size < self.dealt):
+        if not (self.even and in_parts and self.dealt):
             return sum(stop - first for first, stop in self.batches(start, 1))
         (size,) = self.sizes(start, 1)
-        parts = _parts(size, self.world_size, self.rank, self.at_once, self.dealt)
-        return sum(high - low for low, high, counts in parts if counts)
+        return sum(high - low for low, high, counts in self._parts(size, in_parts) if counts)
+
+    def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
+        at_once, dealt = (self.at_once, self.dealt) if in_parts else (size, 0)
+        return _parts(size, self.world_size, self.rank, at_once, dealt)
 
 
 @dataclass(frozen=True)
@@ -211,10 +213,12 @@ def places_of(
         dealt: workers of the full group, where the parts are those that they have.
     """
     found: list[tuple[int, int, bool, float]] = []
-    numbers = [len(_parts(size, world_size, rank, at_once, dealt)) for size in sizes]
-    is_part = in_parts and max(numbers) > 1
-    for step, size in enumerate(sizes):
-        parts = _parts(size, world_size, rank, at_once if in_parts else size, dealt)
+    parts_of = [
+        _parts(size, world_size, rank, *((at_once, dealt) if in_parts else (size, 0)))
+        for size in sizes
+    ]
+    is_part = max(map(len, parts_of)) > 1
+    for step, parts in enumerate(parts_of):
         own = [high - low if counts else 0 for low, high, counts in parts]
         for i, count in enumerate(own):
             weight = 1 if not is_part else count / sum(own) if count else 0
@@ -228,7 +232,7 @@ def places_of(
             step=step,
             ends_step=ends_step,
             is_part=is_part,
-            is_large=not in_parts and numbers[step] > 1,
+            is_large=not in_parts and _num_parts(sizes[step], world_size, at_once) > 1,
             size=count,
             total=total,
             share=total * world_size / sum(sizes),
@@ -245,7 +249,7 @@ def _parts(
 
     Equally many on all workers. Samples that are given a second time do not count.
     """
-    if at_once < size and world_size < dealt:
+    if world_size < dealt:
         first, stop = even_part(dealt, world_size, rank)
         last = first + -(-dealt // world_size)
         return [

@@ -206,6 +206,8 @@ def test_steps_are_the_same_samples_with_any_number_of_workers(
 )  # one is given another's
 @example(full_size=4, world_size=3, sizes=[4, 1], in_parts=True, keeps_parts=False)
 @example(full_size=4, world_size=3, sizes=[8, 2], in_parts=True, keeps_parts=True)
+@example(full_size=3, world_size=2, sizes=[48, 12], in_parts=True, keeps_parts=True)
+@example(full_size=3, world_size=2, sizes=[6, 1], in_parts=True, keeps_parts=True)
 def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     full_size, world_size, sizes, in_parts, keeps_parts
 ):
@@ -220,14 +222,17 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     weights = Counter()
     for rank, own in enumerate(places):
         start, held = 0, iter(own)
-        for size in sizes:
+        for step, size in enumerate(sizes):
             shard = Shard(size, at_once, world_size, rank, **kept)
+            if in_parts and keeps_parts and world_size < full_size:
+                taken = sum(place.size for place in own if place.step == step)
+                assert shard.num_taken(0, 1, in_parts) == taken
             in_full_group = [even_part(size, full_size, part) for part in range(full_size)]
             for low, high in shard.batches(in_parts=in_parts):
                 place = next(held)
                 first, stop = even_part(size, world_size, rank)
                 assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
-                if in_parts and keeps_parts and size > at_once:
+                if in_parts and keeps_parts:
                     assert (low, high) in in_full_group
                 else:
                     assert high - low > 1 or at_once == 1 or stop - first == 1
