@@ -184,6 +184,7 @@ class Place:
                 ends_step=self.ends_step and index == number - 1,
                 is_part=True,
                 size=whole * weight,
+                total=self.planned if self.size is None else self.total,
                 weight=self.weight * weight,
             )
             for index, weight in enumerate(weights)

@@ -117,7 +117,8 @@ class Group:
                 self._taken_as = place.planned * size
         correction = 1.0
         total = self._held + size
-        if self.is_last and total != self._taken_as:
+        # sizes of parts are fractions, whose sum is off by rounding
+        if self.is_last and not math.isclose(total, self._taken_as, rel_tol=1e-12):
             correction, self._taken_as = self._taken_as / total, total
         return correction, self._weight(size)
 

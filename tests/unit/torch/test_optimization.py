@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.data.shard import Place, places_of
 from raysgd.testing import run_operator
+from raysgd.torch.optimization import Group
 from raysgd.trees import map_leaves
 from tests.conftest import examples
 from tests.operators import Adversaries, Classifier, make_model, parameters
@@ -807,3 +809,24 @@ def test_stages_are_timed_with_accumulation(make_trainer):
     trainer = make_trainer(Accumulating, {"steps": 2})
     profile = trainer.train(profile=True)["profile"]
     assert {"mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s"} <= profile.keys()
+
+
+@given(
+    st.integers(2, 99), st.integers(1, 3), st.sampled_from([2, 4, 8]), st.booleans(), st.booleans()
+)
+@example(55, 1, 4, True, True)  # whose fractions do not add up to all of it
+@example(5, 1, 2, False, True)
+def test_gradients_of_parts_are_weighted_once(rows, accumulated, number, is_known, says):
+    """Where models are divided, gradients are with others by the time that the next part comes."""
+    places = places_of((rows,) * accumulated, 1, 0, rows, in_parts=True)
+    if not is_known:
+        places = [Place(n, accumulated, n == accumulated - 1, step=n) for n in range(accumulated)]
+    group, total = Group(), 0.0
+    for place in places:
+        for part in place.parts(number, rows, number):
+            group.begin(part)
+            size = round(part.weight * rows) or 1
+            correction, weight = group.weigh(size if says else None)
+            assert correction == 1.0
+            total += weight
+    assert total == pytest.approx(1.0)
