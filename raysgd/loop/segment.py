@@ -245,12 +245,15 @@ class Segment:
         self._registration.offset = self._offset()
 
     def _commit(self) -> None:
-        num_steps = self._place.step + 1
-        self._registration.commit(num_steps)
-        self._registration.place = Place()
-        self._in_flight = []
-        self._forget_batch()
-        self.num_batches += num_steps
+        num_steps, before = self._place.step + 1, self._registration.global_step
+        try:
+            self._registration.commit(num_steps)
+        finally:
+            if self._registration.global_step != before:  # else it is no update
+                self._registration.place = Place()
+                self._in_flight = []
+                self._forget_batch()
+                self.num_batches += num_steps
         if self._on_commit is not None:
             self._note_offset()
             self._on_commit()

@@ -85,6 +85,14 @@ class OperatorSettings(Settings):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
+def _num_rows(batch: Any) -> int:
+    """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
+    try:
+        return num_rows(batch)
+    except TypeError:
+        return 0
+
+
 class TorchRegistration(Registration):
     """What an operator registered, its state, and the position in the data."""
 
@@ -578,15 +586,12 @@ class TorchRegistration(Registration):
         So they are equally many on all workers, but where batch normalization forbids that.
         """
         factor, smallest = self.split.factor, self._smallest_part
-        return factor if smallest == 1 else max(1, min(factor, rows // smallest))
+        return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
         if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
             return super().split_batch(batch, place)
-        try:
-            rows = num_rows(batch)
-        except TypeError:  # it is of another kind than the one that memory ran out with
-            return super().split_batch(batch, place)
+        rows = _num_rows(batch)
         if (number := self._num_parts(rows)) == 1:
             return super().split_batch(batch, place)
         places = place.parts(number, rows, self.split.factor)
@@ -634,9 +639,9 @@ class TorchRegistration(Registration):
 
     def evaluation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
         """Return the parts in which to evaluate a batch, and what each counts for."""
-        if self.evaluation_split == 1:
+        if self.evaluation_split == 1 or (samples := _num_rows(batch)) < 2:
             return [(batch, 1)]
-        parts = batch_parts(batch, min(self.evaluation_split, num_rows(batch)))
+        parts = batch_parts(batch, min(self.evaluation_split, samples))
         rows = [num_rows(part) for part in parts]
         return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]
 

@@ -5,6 +5,7 @@ import logging
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -166,6 +167,25 @@ def test_a_step_whose_update_is_made_stays_done():
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
 
 
+def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
+    """Such as the average of the models."""
+    with local() as trainer:
+        trainer.train()
+        expected = flat(trainer.get_model())
+    with local() as trainer:
+        trainer.train(num_steps=3)
+        averages = trainer.get_local_operator()._registration.averages = Mock()
+        averages.note_update.side_effect = MemoryError
+        averages.state_dict.return_value = {}
+        with pytest.raises(MemoryError):
+            trainer.train()
+        assert trainer.global_step == 4
+        trainer.get_local_operator()._registration.averages = None
+        trainer.train()
+        assert trainer.global_step == 8
+        assert torch.equal(flat(trainer.get_model()), expected)
+
+
 class Streamed(Scarce):
     """Its loader is left as it is, and it does not say how many samples a batch has."""
 
@@ -193,6 +213,26 @@ def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
     assert after["num_samples"] == pytest.approx(before["num_samples"])
 
 
+def test_batches_of_another_kind_come_whole_where_others_are_split():
+    class Mixed(Scarce):
+        def register_data(self, train_loader=None, validation_loader=None):
+            data = make_data(24)
+            batches = [data[:8], (*data[8:16], "text"), data[16:]]
+            super().register_data(train_loader=batches, validation_loader=batches)
+
+        def train_batch(self, batch, batch_info):
+            return super().train_batch(batch[:3], batch_info)
+
+        def validate_batch(self, batch, batch_info):
+            self._config["room_to_validate"] = 4 if len(batch) == 3 else 8
+            return super().validate_batch(batch[:3], batch_info)
+
+    with local(Mixed, {"faults": {0: "forward"}}) as trainer:
+        trainer.train()
+        assert sizes(trainer) == [8, 4, 4, 8, 4, 4]
+        assert trainer.validate()["num_samples"] == 24
+
+
 def test_a_validation_is_in_parts_where_it_has_to_be(caplog):
     with local() as trainer:
         expected = trainer.validate()
@@ -213,7 +253,7 @@ def test_predictions_are_joined_from_parts_where_they_have_to_be(caplog):
         expected = trainer.predict(loader)
     with local(config={"room_to_validate": 1}) as trainer:
         found = trainer.predict(loader)
-    assert torch.equal(found["output"], expected["output"])
+    torch.testing.assert_close(found["output"], expected["output"], rtol=0.0, atol=1e-12)
     assert found["ids"] == expected["ids"]
     assert "goes on with each in 4 parts: MemoryError()" in caplog.text
     with local(config={"room_to_validate": 1}, split_on_oom=False) as t, pytest.raises(MemoryError):
