@@ -356,6 +356,7 @@ class Optimization:
         self._aside.clear()
         self._seen.clear()
         self._undo_log.forget()
+        self._update = None
         self._used = self._in_batch = self._in_group = False
         self.group.reset()
 

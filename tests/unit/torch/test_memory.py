@@ -167,6 +167,22 @@ def test_a_step_whose_update_is_made_stays_done():
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
 
 
+def test_a_step_stays_done_where_a_hook_of_its_optimizer_fails():
+    class Hooked(Scarce):
+        def setup(self, config):
+            super().setup(config)
+            self.optimizers[-1].register_step_post_hook(lambda *_: self.failing.fail("hook"))
+
+    results = []
+    for faults in ({}, {2: "hook"}):
+        with local(Hooked, {"faults": faults}) as trainer:
+            trainer.train()
+            assert splits(trainer) == [2] * len(faults)
+            results.append((flat(trainer.get_model()), trainer.global_step))
+    assert results[1][1] == results[0][1]
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0.0, atol=1e-12)
+
+
 def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
     """Such as the average of the models."""
     with local() as trainer:
