@@ -363,6 +363,10 @@ class Registration(ABC):
         """Return in how many parts to train batches after an error in a step; 0: it is an error."""
         return 0
 
+    def does_without(self, error: BaseException) -> bool:
+        """Whether training goes on without what there was no memory for, as an error says."""
+        return False
+
     def raise_split(self, factor: int) -> None:  # noqa: B027
         """Train batches in more parts. Every rank must do so at the same step."""
 

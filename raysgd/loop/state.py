@@ -54,7 +54,18 @@ class Snapshots:
             due = step - held_step >= self._every if self.each_step else epoch != held_epoch
             if not due:
                 return
-        self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
+        try:
+            self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
+        except Exception as error:
+            if not registration.does_without(error):
+                raise
+            registration.say(
+                "snapshot",
+                "There is no memory for a copy of the state, to which training would go back if "
+                "all workers were lost; it goes on without (step %d): %r",
+                step,
+                error,
+            )
 
     def clear(self) -> None:
         """Forget the copy: training has gone to another state, or it is divided anew."""

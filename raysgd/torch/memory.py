@@ -15,15 +15,16 @@ from raysgd.data.shard import even_part
 
 __all__ = ["batch_parts", "concatenated", "free_memory", "num_rows", "ran_out_of_memory"]
 
-_CPU_ALLOCATOR = "DefaultCPUAllocator: "
-"""Of it torch has no error class."""
+_SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of errors that torch has no class for: of its allocator for CPUs, and what passes by that for
+GPUs."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there is no memory left, of a GPU or of this process."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def free_memory() -> None:

@@ -597,9 +597,12 @@ class TorchRegistration(Registration):
         places = place.parts(number, rows, self.split.factor)
         return list(zip(batch_parts(batch, number), places, strict=True))
 
+    def does_without(self, error: BaseException) -> bool:
+        return self.settings.options.split_on_oom and ran_out_of_memory(error)
+
     def split_after(self, error: BaseException, batch: Any) -> int:
-        options, factor = self.settings.options, self.split.factor
-        if not options.split_on_oom or not ran_out_of_memory(error):
+        factor = self.split.factor
+        if not self.does_without(error):
             return 0
         why_not = self.parts.why_not or self._why_not_split(batch, factor, self._smallest_part)
         if not self.in_parts:
@@ -647,7 +650,7 @@ class TorchRegistration(Registration):
 
     def splits_evaluation_after(self, error: BaseException, batch: Any) -> bool:
         """Whether a batch is evaluated again, in more parts, after an error."""
-        if not self.settings.options.split_on_oom or not ran_out_of_memory(error):
+        if not self.does_without(error):
             return False
         if why_not := self._why_not_split(batch, self.evaluation_split, smallest=1):
             error.add_note(f"The batch is not evaluated in parts: {why_not}.")

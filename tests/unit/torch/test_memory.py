@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.loop.split import Split
@@ -200,6 +200,21 @@ def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
         trainer.train()
         assert trainer.global_step == 8
         assert torch.equal(flat(trainer.get_model()), expected)
+
+
+@pytest.mark.parametrize("splits_on_oom", [True, False])
+def test_training_goes_on_without_a_snapshot_that_there_is_no_memory_for(splits_on_oom, caplog):
+    elastic = ElasticConfig(snapshot_every=1)
+    with local(split_on_oom=splits_on_oom, elastic=elastic) as trainer:
+        registration = trainer.get_local_operator()._registration
+        registration.copy_leaf = Mock(side_effect=RuntimeError(MESSAGE))
+        if not splits_on_oom:
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                trainer.train()
+            return
+        trainer.train()
+        assert trainer.global_step == 8
+    assert caplog.text.count("There is no memory for a copy of the state") == 1
 
 
 class Streamed(Scarce):
@@ -405,6 +420,7 @@ def test_the_switch_and_other_errors():
             trainer.train()
         assert "not done again" not in notes_of(caught.value)
     assert not ran_out_of_memory(RuntimeError("a mistake"))
+    assert ran_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"))
     with pytest.raises(TypeError, match="split_on_oom"):
         local(split_on_oom="yes")
 
