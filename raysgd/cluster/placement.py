@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,31 @@ class Slot:
         return _is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
+class OpenSlot:
+    """Room that nobody has reserved: a worker there waits for what is free.
+
+    Args:
+        bundle: what the worker needs.
+    """
+
+    strategy = "SPREAD"
+    last_node_id: str | None = None
+    """Ray's id of the node of the worker that has left it."""
+
+    def __init__(self, bundle: Mapping[str, float]) -> None:
+        self._bundle = bundle
+
+    @property
+    def node_id(self) -> str | None:
+        """Ray's id of the node of the worker that has left it; it may be another the next time."""
+        return self.last_node_id
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the cluster has so much to spare."""
+        return workers_that_fit(ray.available_resources(), self._bundle) > 0
+
+
 class _Owner:
     """Makes the placement groups of an actor or a task, and ends when the process of that has.
 
@@ -244,23 +269,28 @@ class Reservation:
         """Those of our own."""
         self._labels = labels
         self._owners = [owner]
-        self.slots = [
+        self.slots: list[Slot | OpenSlot] = [
             Slot(group, index, labels[place] if labels else None)
             for place, index in enumerate(indexes)
         ]
-        self._lost_at: dict[PlacementGroup, float] = {}
-        """Since when requests of our own have been without any room, nobody being there."""
+        self._waiting_since: dict[PlacementGroup, float] = {}
+        """Since when Ray has looked for room in place of nodes that were lost."""
+        self._is_blocked = False
+        """Whether Ray serves no requests, since it looks for several places at once."""
         self._is_released = False
         _reservations.add(self)
 
-    def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
+    def request_slot(self, bundle: Mapping[str, float]) -> Slot | OpenSlot | None:
         """Request room for one more worker; None where the room is the caller's."""
         if not self._owned:
             return None
+        if self._is_blocked:
+            self.slots.append(OpenSlot(bundle))
+            return self.slots[-1]
         vacant = list(self._labels)
-        for slot in self.slots:
-            if slot.labels in vacant:
-                vacant.remove(slot.labels)
+        for labels in [slot.labels for slot in self.slots if isinstance(slot, Slot)]:
+            if labels in vacant:
+                vacant.remove(labels)
         group = _requested(self._owners[0], [bundle], "SPREAD", vacant[:1])
         self.groups.append(group)
         if self._is_released:  # by another thread meanwhile
@@ -270,33 +300,45 @@ class Reservation:
         self.slots.append(slot)
         return slot
 
-    def drop_pending(self, requested: Iterable[Slot]) -> None:
+    def drop_pending(self, requested: Iterable[Slot | OpenSlot]) -> None:
         """Take back those of some requests for single slots that have not been granted."""
-        for slot in [slot for slot in requested if not slot.is_ready]:
-            self.slots.remove(slot)
-            self.groups.remove(slot.group)
-            remove_placement_group(slot.group)
+        for slot in requested:
+            if isinstance(slot, OpenSlot):
+                self.slots.remove(slot)
+            elif not slot.is_ready:
+                self.slots.remove(slot)
+                self.groups.remove(slot.group)
+                remove_placement_group(slot.group)
 
-    def drop_lost(self, taken: Iterable[Any]) -> None:
+    def drop_lost(self, taken: Collection[Any]) -> int:
         """Take back requests for several places at once of which none is left, nor in use.
 
-        Ray looks again and again for room for all of these at once, and serves no other request
-        meanwhile, not even for a single place. Where single ones have got some of the room that
-        there is, that would never end.
+        Ray looks again and again for room for all that is lost of these at once, and serves no
+        other request meanwhile, not even for a single place. Where others have got some of the room
+        that there is, that would never end.
 
         Args:
             taken: the slots that are in use.
+
+        Returns:
+            How many slots are vacant for that reason, since a request that is in use cannot be
+            taken back. What is requested from now on goes without a placement group.
         """
         if not self._owned:
-            return
+            return 0
         in_use, now = {getattr(slot, "group", None) for slot in taken}, time.monotonic()
-        sizes = Counter(slot.group for slot in self.slots if slot.group not in in_use)
-        lost = [group for group, size in sizes.items() if size > 1 and _is_lost(group)]
-        self._lost_at = {group: self._lost_at.get(group, now) for group in lost}
-        for group in [group for group in lost if now - self._lost_at[group] >= _SETTLE_S]:
-            self.slots = [slot for slot in self.slots if slot.group != group]
+        sizes = Counter(slot.group for slot in self.slots if isinstance(slot, Slot))
+        waiting = [g for g, size in sizes.items() if size > 1 and _num_lost(g) > 1]
+        self._waiting_since = {group: self._waiting_since.get(group, now) for group in waiting}
+        settled = [g for g in waiting if now - self._waiting_since[g] >= _SETTLE_S]
+        for group in [g for g in settled if g not in in_use and _num_lost(g) == sizes[g]]:
+            settled.remove(group)
+            self.slots = [slot for slot in self.slots if getattr(slot, "group", None) != group]
             self.groups.remove(group)
             remove_placement_group(group)
+        self._is_blocked = bool(settled) and not self._labels
+        pending = [slot for slot in self.slots if isinstance(slot, Slot) and slot not in taken]
+        return sum(not slot.is_ready for slot in pending) if self._is_blocked else 0
 
     def include(self, other: Reservation) -> None:
         """Take over the room of another reservation."""
@@ -328,13 +370,13 @@ def _is_created(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
-def _is_lost(group: PlacementGroup) -> bool:
-    """Whether a group that was created has no room any more."""
+def _num_lost(group: PlacementGroup) -> int:
+    """Return for how many places of a group Ray looks for room anew, for all of them at once."""
     table = placement_group_table(group)
     # what has to be on one node, or each on another, single requests would not keep to
-    is_strict = table.get("strategy", "").startswith("STRICT_")
-    nodes = table.get("bundles_to_node_id", {}).values()
-    return table.get("state") == "RESCHEDULING" and not is_strict and not any(nodes)
+    if table.get("state") != "RESCHEDULING" or table.get("strategy", "").startswith("STRICT_"):
+        return 0
+    return sum(not node for node in table.get("bundles_to_node_id", {}).values())
 
 
 def _is_free(group: PlacementGroup) -> bool:
@@ -415,7 +457,7 @@ def _topped_up(
     if size == num_workers:
         return reservation
     try:
-        requested: list[Slot] = []
+        requested: list[Slot | OpenSlot] = []
         if not strategy.startswith("STRICT_"):
             free = workers_that_fit(ray.available_resources(), bundle)
             slots = [reservation.request_slot(bundle) for _ in range(min(num_workers - size, free))]

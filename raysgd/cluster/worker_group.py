@@ -260,13 +260,16 @@ class WorkerGroup:
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
+            num_before = len(reservation.slots)
+            num_blocked = reservation.drop_lost(taken)
+            # a start as well: what was reserved for it may never come back
+            request = request or num_blocked > 0 or len(reservation.slots) < num_before
             if request:
-                reservation.drop_lost(taken)
                 self.doubted = [slot for slot in self.doubted if slot in reservation.slots]
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
             usual = self.options.num_workers - len(slots)
-            wanted = usual + len(going) + len(self.leaving())
+            wanted = usual + len(going) + len(self.leaving()) + num_blocked
             if self.doubted and request and len(reservation.slots) < wanted + len(self.doubted):
                 # until then, or until Ray has found another place for it
                 nowhere = [s for s in self.doubted if s.node_id in (None, s.last_node_id)]

@@ -188,7 +188,7 @@ class Reservation:
         self.slots = [Slot(world, index) for index in range(size)]
 
     def drop_lost(self, taken):
-        pass
+        return 0
 
     def request_slot(self, bundle):
         self.slots.append(Slot(self._world, len(self.slots)))

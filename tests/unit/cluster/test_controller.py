@@ -177,6 +177,9 @@ class FakeReservation:
     def __init__(self, size):
         self.slots = [FakeSlot(index) for index in range(size)]
 
+    def drop_lost(self, taken):
+        return 0
+
     def release(self):
         pass
 

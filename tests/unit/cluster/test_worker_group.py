@@ -90,7 +90,7 @@ class FakeReservation:
         self.slots += other.slots
 
     def drop_lost(self, taken):
-        pass
+        return 0
 
     def request_slot(self, bundle):
         if not self.owned:
@@ -188,6 +188,19 @@ def test_room_that_is_missing_is_requested_once(start):
     assert [slot.strategy for slot in vacant] == [2, 3]
     assert group.vacant_slots() == vacant
     assert len(group.reservation_of_test.slots) == 4
+
+
+def test_a_start_requests_anew_what_was_reserved_for_it_and_is_lost(start):
+    group = start(num_workers=3, room=3)
+    reservation = group.reservation_of_test
+    for member in list(group.members):
+        group.discard(member)
+    lost = list(reservation.slots)
+    assert group.vacant_slots(request=False) == lost
+    reservation.drop_lost = lambda taken: reservation.slots.clear() or 0
+    vacant = group.vacant_slots(request=False)
+    assert len(vacant) == 3
+    assert not set(vacant) & set(lost)
 
 
 def test_no_more_room_is_requested_where_it_is_the_callers(start):
