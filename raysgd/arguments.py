@@ -54,7 +54,7 @@ def suggests(method: _Method) -> _Method:
                 raise unknown_argument(type(self).__name__, name, known)
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             shorten(error)
             raise
 

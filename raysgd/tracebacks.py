@@ -9,10 +9,11 @@ import sysconfig
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["is_the_users", "is_wanted", "shorten", "shortened_text"]
+__all__ = ["is_the_users", "is_wanted", "shorten", "shortened_stacks", "shortened_text"]
 
 _SWITCH = "RAYSGD_FULL_TRACEBACK"
-_FRAME = re.compile(r'  File "(.*)", line \d+, in .*\n(?:    .*\n)*')
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
+_HIDDEN = re.compile(r"\((\d+) frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parent)
 _MANY = 4
 """Fewer frames than these hide nothing."""
@@ -60,23 +61,49 @@ def shortened_text(text: str) -> str:
     return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
 
 
+def shortened_stacks(text: str) -> str:
+    """Return the stacks of threads as their users want them: which line of theirs each is in.
+
+    Threads of libraries are left out where there are others, and of these what led to that code.
+    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves all.
+    """
+    found = []
+    for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
+        own = [frame for frame in _FRAME.finditer(thread) if is_the_users(frame[1])]
+        if own:
+            path, line, function = own[-1].groups()
+            found.append(f"In {function}, {path}:{line}:\n{thread[own[0].start() :].rstrip()}")
+    return "\n".join(found) if found and is_wanted() else text
+
+
 def shorten(error: BaseException) -> None:
-    """Leave the frames of user code alone in the traceback of an error that is raised on."""
+    """Leave the frames of user code alone in the traceback of an error that is raised on.
+
+    What we raise ourselves says all that there is to know, so that its frames are not counted.
+    """
     frames = []
     trace = error.__traceback__
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
     own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
-    if not is_wanted() or len(frames) - len(own) < _MANY:
+    is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
+    hidden = len(frames) - len(own)
+    if not is_wanted() or (hidden < _MANY and not is_ours):
         return
-    if not frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep):
-        hidden = (
-            f"({len(frames) - len(own)} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
-        )
+    if not is_ours and isinstance(error, Exception):  # where Ctrl-C came is no matter
         with contextlib.suppress(Exception):  # classes of the user's may refuse
-            error.add_note(hidden)
+            _note_hidden(error, hidden)
     following: TracebackType | None = None
     for each in reversed(own):
         following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
     error.__traceback__ = following
+
+
+def _note_hidden(error: BaseException, hidden: int) -> None:
+    """Say how many frames are hidden, with those that a call within this one has hidden."""
+    notes = getattr(error, "__notes__", [])
+    for note in [note for note in notes if _HIDDEN.match(note)]:
+        notes.remove(note)
+        hidden += int(_HIDDEN.match(note)[1])  # type: ignore[index]
+    error.add_note(f"({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)")

@@ -17,6 +17,7 @@ from raysgd.cluster.members import Member
 from raysgd.cluster.worker import Outcome
 from raysgd.context import Progress
 from raysgd.errors import WorkerTimeoutError
+from raysgd.tracebacks import shortened_stacks
 
 __all__ = ["IN_COMPILER", "HealthMonitor", "Heartbeats", "await_stragglers"]
 
@@ -212,7 +213,7 @@ def _ask_stacks(members: Iterable[Member], clock: Clock) -> dict[Member, str | N
 def _described(stacks: Mapping[Member, str | None], ranks: Mapping[Member, int]) -> str:
     return "\n".join(
         f"Worker {ranks.get(member, '(new)')} on {member.name}:\n"
-        f"{'no answer: the process is stopped or gone' if text is None else text}"
+        f"{'no answer: the process is stopped or gone' if text is None else shortened_stacks(text)}"
         for member, text in stacks.items()
     )
 

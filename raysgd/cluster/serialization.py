@@ -59,7 +59,7 @@ def sendable(what: str, value: Any) -> bytes:
         raise TypeError(
             f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
             "such objects in setup() instead, which runs on the workers."
-        ) from error
+        ) from None
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:

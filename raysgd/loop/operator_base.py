@@ -278,7 +278,7 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
         raise TypeError(
             f"{operator_cls.__name__}.__init__ does not take what raysgd makes operators with "
             f"({error}). {advice}"
-        ) from error
+        ) from None
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
         raise TypeError(
