@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,22 @@ def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     return path
 
 
+def check_can_write(logdir: Path) -> None:
+    """Check that the run folder takes files, and leave nothing behind.
+
+    Raises:
+        OSError: if it does not, or cannot be made.
+    """
+    there = next(folder for folder in (logdir, *logdir.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"\n")
+    except OSError as error:
+        raise type(error)(
+            f"logdir={str(logdir)!r}: nothing can be written in {there}: {error.strerror}."
+        ) from None
+
+
 def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
@@ -40,10 +57,13 @@ def trainer_callbacks(
     Raises:
         TypeError: if one is no callback.
         ValueError: if one was given no folder, and there is no `logdir`.
+        OSError: if nothing can be written into `logdir`.
     """
     found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
         found.insert(0, ProgressBar())
+    if logdir is not None:
+        check_can_write(logdir)
     if logdir is not None and not any(
         isinstance(callback, JsonlLogger) and callback.folder in (None, logdir)
         for callback in found

@@ -98,3 +98,13 @@ def test_there_is_one_progress_bar():
 def test_what_is_no_callback_is_refused_in_the_name_of_the_trainer():
     with pytest.raises(TypeError, match=r"MyTrainer\(callbacks=...\)"):
         trainer_callbacks("MyTrainer", [print], False, None)
+
+
+def test_a_run_folder_that_takes_no_files_is_refused_before_anything_starts(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    for logdir in ("/proc/nope/run", in_the_way / "run"):
+        with pytest.raises(OSError, match=rf"^logdir='{logdir}': nothing can be written in /"):
+            trainer_callbacks("T", [], False, Path(logdir))
+    trainer_callbacks("T", [], False, tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == [in_the_way]  # nothing is left behind
