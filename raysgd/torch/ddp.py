@@ -135,10 +135,10 @@ class ReplicatedModel(DistributedDataParallel):
             # fewer than torch counts where some were frozen meanwhile
             unused = [names[int(i)] for i in found[1].split() if int(i) < len(names)]
             error.add_note(
-                f"{type(self.module).__name__}: the loss of the step before reached "
-                f"{', '.join(unused[:5])}{', …' * (len(unused) > 5)} not, so that the workers "
-                "still wait for these gradients. Let the loss use them, freeze them before "
-                'register(), or register(ddp_args={"find_unused_parameters": True}).'
+                f"{type(self.module).__name__}: the loss of the step before did not reach "
+                f"{', '.join(unused[:5]) or 'all parameters'}{', …' * (len(unused) > 5)}, so that "
+                "the workers still wait for these gradients. Let the loss use them, freeze them "
+                'before register(), or register(ddp_args={"find_unused_parameters": True}).'
             )
 
     def __getattr__(self, name: str) -> Any:
