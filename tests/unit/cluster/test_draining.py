@@ -147,6 +147,15 @@ def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
     assert state == {"step": step, **({"shares": [0, 1]} if is_divided else {})}
 
 
+@pytest.mark.parametrize(("left_s", "saves"), [(1.0, True), (60.0, False)])
+def test_where_the_time_is_too_short_for_a_successor_the_driver_saves_at_once(start, left_s, saves):
+    world, controller = start(room=3)
+    world.at_step(20, lambda: controller.drain(None, 2, left_s))
+    call = train(controller, 50)
+    assert kinds(controller)[0] == "draining"
+    assert call.at_once == saves
+
+
 def test_one_that_dies_before_its_successor_is_there_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
