@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 
+_WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
+"""How lines of Ray's begin that say which actor was lost."""
 _SIGNAL_S = 10.0
 """How long it may take to send a signal on another node."""
 
@@ -413,7 +415,7 @@ def _is_here(info: WorkerInfo) -> bool:
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
     """Return Ray's `error` in one line: what ended the process, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1] if lines else type(error).__name__
+    said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
     return f"process {info.pid}: {said}" if info.pid else said
 
