@@ -507,7 +507,7 @@ class Registration(ABC):
         return contextlib.nullcontext()
 
     def validating(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which nothing communicates."""
+        """Return a context in which ranks may evaluate different numbers of batches."""
         return contextlib.nullcontext()
 
     # ---- state

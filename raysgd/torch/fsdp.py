@@ -7,9 +7,10 @@ to a module, so that the same module can be divided over another group.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class ShardedModels:
                 if parameter is not None:
                     found.setdefault(parameter, []).append((module, name))
         self.parameters: list[torch.nn.Parameter] = list(found)
+        self.device = self.parameters[0].device
         self._places = list(found.values())
         index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._index = index
@@ -136,7 +138,7 @@ class ShardedModels:
         """Divide over the group that there is; the rows of this rank have no content yet."""
         group = dist.group.WORLD
         assert group is not None
-        mesh = DeviceMesh.from_group(group, self.parameters[0].device.type)
+        mesh = DeviceMesh.from_group(group, self.device.type)
         self.strip()
         for unit in self._units:
             for number in unit.which:
@@ -214,18 +216,54 @@ class ShardedModels:
                     model.reset_iter_state()
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Return a context in which forward passes do not communicate. All ranks must enter it."""
-        units = [unit.module for unit in self._units if isinstance(unit.module, FSDPModule)]
-        for module in units:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
+    def on_demand(self) -> Iterator[None]:
+        """Return a context in which ranks make different numbers of forward passes.
+
+        Before each gathering the ranks tell each other of what, and those that are done take part
+        until all are. All ranks must enter it; gradients cannot be computed in it.
+        """
+        units = [unit.module for unit in self._units if unit.which]
+        handles = []
+        for number, module in enumerate(units):
+            assert isinstance(module, FSDPModule)
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+            hook = functools.partial(self._before_gathering, number)
+            handles.append(module.register_forward_pre_hook(hook, prepend=True))
         try:
             yield
+            while (wanted := self._say_next(None)) is not None:
+                needed: Any = units[wanted]
+                needed.unshard()
+                needed.reshard()
         finally:
+            for handle in handles:
+                handle.remove()
             self.reset()
             given, models = self.reshard_after_forward, set(self.models)
             for module in units:
                 again = module not in models if given is None else given
-                module.set_reshard_after_forward(again, recurse=False)
-                module.reshard()
+                cast(FSDPModule, module).set_reshard_after_forward(again, recurse=False)
+                cast(FSDPModule, module).reshard()
+
+    def _before_gathering(self, number: int, *_: Any) -> None:
+        self._say_next(number)
+
+    def _say_next(self, number: int | None) -> int | None:
+        """Tell the others of which unit this rank needs the parameters; None: of none any more.
+
+        Returns:
+            Of which they are gathered now; None when no rank needs any.
+        """
+        none = -len(self._units)
+        told = [-1, none] if number is None else [number, -number]
+        held = torch.tensor(told, device=self.device)
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        last, first = (int(each) for each in held)
+        if last != -first and last >= 0:
+            raise RuntimeError(
+                "The workers evaluate different blocks of a model at the same time, and register("
+                'sharding="full") gathers a block from all of them: let each forward pass use the '
+                "same blocks in the same order on every worker."
+            )
+        return None if last < 0 else last

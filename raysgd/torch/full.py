@@ -11,10 +11,9 @@ of its own, with copies on other workers, who get the gradients for that. What i
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,12 +241,6 @@ class FullyDivided(DividedOptimizer):
                 piece.base = room.copy_(self._now(piece))
 
     # ---- whole models
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Return a context in which forward passes do not communicate. All ranks must enter it."""
-        with self.models.gathered():
-            yield
 
     def copies(self, count: int) -> list[torch.nn.Module]:
         """Return copies of the first models, whole, on rank 0. All ranks must call it."""

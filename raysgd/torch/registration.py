@@ -564,8 +564,9 @@ class TorchRegistration(Registration):
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
-        gathered = contextlib.nullcontext() if self._full is None else self._full.gathered()
-        with ddp.no_forward_sync(self.models), self.with_averages(), gathered:
+        full = self._full
+        on_demand = contextlib.nullcontext() if full is None else full.models.on_demand()
+        with ddp.no_forward_sync(self.models), self.with_averages(), on_demand:
             yield
 
     # ---- memory

@@ -353,7 +353,7 @@ class Player:
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
-        # the numbers of batches differ between workers, and then nothing may communicate
+        # the numbers of batches differ between workers
         losses = self.runner.validate(call=-1)
         models = self.runner.models()
         if self.context.world_rank == 0:

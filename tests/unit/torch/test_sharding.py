@@ -3,12 +3,14 @@
 import copy
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from raysgd import TrainingOperator
 from raysgd.backends import create_backend
@@ -310,6 +312,15 @@ class Block(torch.nn.Module):
         return inputs + self.inner(inputs)
 
 
+def of_blocks_there(model):
+    """Which of a model's parts have whole parameters."""
+    return [not isinstance(next(each.parameters()), DTensor) for each in model]
+
+
+def note_blocks_there(model, noted, *_):
+    noted.append(of_blocks_there(model))
+
+
 def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block()).double()
     kinds = [type(module) for module in model.modules()]
@@ -324,6 +335,13 @@ def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(pro
         for number, value in enumerate(values):
             models.local(number).copy_(value.view(-1))
         assert torch.equal(model(inputs), before(inputs))
+        there = []
+        hook = model[2].inner.register_forward_hook(partial(note_blocks_there, model, there))
+        with models.on_demand(), torch.no_grad():
+            assert torch.equal(model(inputs), before(inputs))
+            assert of_blocks_there(model) == [False, False, False]
+        hook.remove()
+        assert there == [[True, False, True]]
         models.put_whole(values)
         assert [type(module) for module in model.modules()] == kinds
         assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
