@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _SHARDING_ARGS = {
     "optimizer": ("copies",),
-    "full": ("copies", "reshard_after_forward", "wrap"),
+    "full": ("copies", "init_fn", "reshard_after_forward", "wrap"),
 }
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "minimum",
     "rank",
     "ranks_with",
+    "size",
 ]
 
 _MESSAGE_BYTES = 64 * 2**20
@@ -54,6 +55,12 @@ def rank() -> int:
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
+def size() -> int:
+    """Return how many workers the group has."""
+    hvd = _horovod()
+    return dist.get_world_size() if hvd is None else int(hvd.size())
+
+
 def bound(timeout_s: float) -> None:
     """Let each collective from now on take so many seconds at the most; Horovod knows no bound."""
     if _horovod() is None:
@@ -73,8 +80,7 @@ def minimum(value: int, device: torch.device) -> int:
 def ranks_with(said: bool, device: torch.device) -> list[int]:
     """Return the ranks that said True."""
     hvd = _horovod()
-    size = dist.get_world_size() if hvd is None else hvd.size()
-    held = torch.zeros(size, dtype=torch.int64, device=device)
+    held = torch.zeros(size(), dtype=torch.int64, device=device)
     held[rank()] = int(said)
     if hvd is not None:
         held = hvd.allgather(held.view(1, -1), name="raysgd.ranks").sum(dim=0)
@@ -91,8 +97,7 @@ def fewest_receivers(wanting: Sequence[int], device: torch.device) -> Sequence[i
     """
     if _horovod() is not None or device.type != "cpu":
         return None
-    size = dist.get_world_size()
-    few = len(wanting) < size - 1 and len(wanting) <= math.log2(size)
+    few = len(wanting) < size() - 1 and len(wanting) <= math.log2(size())
     return wanting if few else None
 
 

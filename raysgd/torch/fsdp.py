@@ -57,6 +57,7 @@ class ShardedModels:
             blocks that a model has several of.
         reshard_after_forward: see ``fully_shard``.
         dtype: in which the forward and backward passes compute; None for that of the parameters.
+        device: where the parameters are, or are to be.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class ShardedModels:
         wrap: Any,
         reshard_after_forward: bool | None,
         dtype: torch.dtype | None,
+        device: torch.device,
     ) -> None:
-        self.models = models
+        self.models, self.device = models, device
         self.reshard_after_forward = reshard_after_forward
         self._policy = (
             MixedPrecisionPolicy()
@@ -80,7 +82,6 @@ class ShardedModels:
                 if parameter is not None:
                     found.setdefault(parameter, []).append((module, name))
         self.parameters: list[torch.nn.Parameter] = list(found)
-        self.device = self.parameters[0].device
         self._places = list(found.values())
         index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._index = index
@@ -143,7 +144,7 @@ class ShardedModels:
         for unit in self._units:
             for number in unit.which:
                 old = self.parameters[number]
-                room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+                room = torch.empty(old.shape, dtype=old.dtype, device=self.device)
                 self._put(number, torch.nn.Parameter(room, self.trained[number]))
             fully_shard(
                 unit.module,

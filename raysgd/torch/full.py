@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from raysgd.torch import collectives
 from raysgd.torch.fsdp import ShardedModels, rows_of
+from raysgd.torch.meta import Init, made
 from raysgd.torch.sharding import PARAMETER, DividedOptimizer, Piece, copy_all, placed
 from raysgd.torch.state import copied_to_cpu, model_state
 
@@ -38,6 +39,10 @@ class FullyDivided(DividedOptimizer):
         arguments: ``wrap`` and ``reshard_after_forward``, see `ShardedModels`, and ``copies``.
         dtype: in which the models compute; None for that of their parameters.
         drops_gradients: whether nobody needs the gradients after the step under way.
+        device: this worker's.
+        init: what fills a module, where models are on the meta device; see `made`.
+        is_alone: whether the group is one of this worker only until it enters that of others, of
+            whom it gets the content of the models.
     """
 
     def __init__(
@@ -47,15 +52,26 @@ class FullyDivided(DividedOptimizer):
         arguments: Mapping[str, Any],
         dtype: torch.dtype | None,
         drops_gradients: Callable[[], bool],
+        device: torch.device,
+        init: Init | None = None,
+        is_alone: bool = False,
     ) -> None:
-        self.models = ShardedModels(
-            models, arguments.get("wrap"), arguments.get("reshard_after_forward"), dtype
-        )
+        wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
+        self.models = ShardedModels(models, wrap, again, dtype, device)
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
+        self._init = init
+        self._made: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By parameter, and elements from and to, what was made of those on the meta device."""
+        self._lacks_content = init is not None
         self._received: dict[tuple[int, int], torch.Tensor] = {}
         """By share and parameter, the gradients of the copies."""
         if dist.get_world_size() > 1:
-            collectives.broadcast_tensors(self._values, source=0)
+            there = [value for value in self._values if not value.is_meta]
+            collectives.broadcast_tensors(there, source=0)
+        if init is not None and is_alone:
+            for _ in made(models, init, device):  # for the buffers
+                pass
+        self._is_alone = is_alone
         super().__init__(optimizer, arguments.get("copies"), drops_gradients)
 
     # ---- a step
@@ -125,6 +141,14 @@ class FullyDivided(DividedOptimizer):
 
     # ---- what this worker holds
 
+    def expect_values(self) -> None:
+        """Let parameters without content be on the device, where optimizers load their state."""
+        for parameter in self._parameters:
+            if parameter.is_meta:
+                room = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+                whole = torch.nn.Parameter(room, parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, whole)
+
     def take_values(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Divide what whole states of the models have, and the state of the optimizer."""
         values: list[Any] = [None] * len(self._parameters)
@@ -133,18 +157,30 @@ class FullyDivided(DividedOptimizer):
                 values[which] = state[name]
         held = [p if v is None else v for p, v in zip(self._parameters, values, strict=True)]
         self._values = [value.detach() for value in held]
+        self._lacks_content = False
         self.take_state()
 
     def take_state(self) -> None:
         """Do so, and put it in its place."""
+        if self._lacks_content and not self._is_alone:
+            self._make(source=0)
         super().take_state()
-        self._values = ()
-        if dist.is_initialized():  # else `redivide` does, when there is a group
+        self._values, self._made = (), {}
+        # else `redivide` does, when there is a group, and content
+        if dist.is_initialized() and not self._lacks_content:
             self._place()
 
     def redivide(self, leader: int, device: torch.device) -> None:
         """Do so, and divide the models over the group that there is."""
+        if self._init is not None:
+            told = self._lacks_content, self._token
+            lacks_content, token = collectives.broadcast_object(told, leader)
+            if lacks_content:  # of those that have set up alone, and begin as a group
+                self._make(leader)
+                super().take_state()
+                self._token, self._made = token, {}
         super().redivide(leader, device)
+        self._lacks_content = False
         if not self.lacks_state:
             self._place()
 
@@ -186,9 +222,36 @@ class FullyDivided(DividedOptimizer):
             )
         return found
 
+    def _make(self, source: int) -> None:
+        """Make what this worker holds of the models, with the random numbers of rank `source`."""
+        assert self._init is not None
+        numbers = collectives.broadcast_object(torch.get_rng_state(), source)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self._parameters]
+        self.models.put_whole(empty)
+        index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
+        self._lacks_content = False
+        with torch.random.fork_rng(devices=[], enabled=rank != source):
+            torch.set_rng_state(numbers)
+            for parameter, content in made(self.models.models, self._init, self._device):
+                number = index[id(parameter)]
+                for each in range(self._num_copies(size) + 1):
+                    start, stop = self._part(number, (rank - each) % size, size)
+                    rows = content.view(-1)[start:stop].to(self._device, copy=True)
+                    self._made[number, start, stop] = rows
+
+    @property
+    def _device(self) -> torch.device:
+        return self.models.device
+
+    def _held_shares(self) -> list[int]:
+        return [] if self._lacks_content else super()._held_shares()
+
     def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+        if (rows := self._made.get((index, start, stop))) is not None:
+            return rows
         parameter = self._parameters[index]
-        given = self._values[index].to(parameter.device, parameter.dtype)
+        given = self._values[index].to(self._device, parameter.dtype)
         return given.reshape(-1)[start:stop].clone()
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
@@ -233,6 +296,8 @@ class FullyDivided(DividedOptimizer):
     @torch.no_grad()
     def bind(self) -> None:
         """Let the models have the memory in which this worker's share is, with its content."""
+        if self._lacks_content:
+            return
         (_, blocks), *_ = self._shares()
         for block in blocks:
             for piece in block.pieces:

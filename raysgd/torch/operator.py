@@ -388,7 +388,8 @@ class TrainingOperator(OperatorBase):
             sharding_args: of it, ``copies``: how many other workers hold the state of each
                 worker's share, so that none is lost with it. Default: 1 where there are three
                 workers or more, else 0. Of "full" also ``wrap`` (module classes or a predicate;
-                default: blocks that a model has several of) and ``reshard_after_forward``.
+                default: blocks that a model has several of), ``reshard_after_forward``, and
+                ``init_fn``, which fills what a module has itself, of a model on the meta device.
 
         Returns:
             (models, optimizers) and then criterion and schedulers where they were given, be it as

@@ -430,6 +430,7 @@ class Optimization:
                     self.norms[id(optimizer)] = norm
             if self.watches_updates:
                 self._update = UpdateWatch(optimizer)
+            self._note_gradients(optimizer)  # which a divided optimizer drops as it steps
             self.precision.step(optimizer)
             self._update = None
         finally:
@@ -491,8 +492,11 @@ class Optimization:
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is registered for registered in self._optimizers):
             self._stepped.add(id(optimizer))
-            if id(optimizer) not in self._with_gradients and _has_gradients(optimizer):
-                self._with_gradients.add(id(optimizer))
+            self._note_gradients(optimizer)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) not in self._with_gradients and _has_gradients(optimizer):
+            self._with_gradients.add(id(optimizer))
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step that would skip what only the helper does."""

@@ -44,6 +44,7 @@ from raysgd.torch.compiling import (
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
 from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_memory
+from raysgd.torch.meta import Init, checked_init, make_whole, moved
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
@@ -171,7 +172,8 @@ class TorchRegistration(Registration):
         warn_of_strangers(self.optimizers, [*modules, *criteria])
         trained = [each for each in criteria if is_trained(each, self.optimizers, modules)]
         self._num_criteria = len(trained)
-        self.models = [model.to(self.settings.device) for model in [*modules, *trained]]
+        init = checked_init(modules, self.optimizers, sharding_args.pop("init_fn", None), sharding)
+        self.models = [moved(model, self.settings.device) for model in [*modules, *trained]]
         if apex_args and self.settings.options.use_fp16 != "apex" and self.context.world_rank == 0:
             logger.warning(
                 "register(apex_args=%r) does nothing: the trainer uses %s. Apex, which takes them, "
@@ -190,7 +192,9 @@ class TorchRegistration(Registration):
                 scales=self.optimization.precision.scales,
             )
             if self.context.distributed:
-                self._divide_models(sharding_args)
+                self._divide_models(sharding_args, init)
+            elif init is not None:
+                make_whole(self.models, init, self.settings.device)
         elif sharding is not None:
             copies = sharding_args.get("copies")
             if self.context.distributed:
@@ -267,7 +271,7 @@ class TorchRegistration(Registration):
             ]
             ddp.check_exchanged(self.optimizers, self.models)
 
-    def _divide_models(self, arguments: dict[str, Any]) -> None:
+    def _divide_models(self, arguments: dict[str, Any], init: Init | None) -> None:
         """Divide the models over the workers, and the optimizer with them."""
         from raysgd.torch.full import FullyDivided  # takes a second to import
 
@@ -278,6 +282,9 @@ class TorchRegistration(Registration):
             arguments,
             precision.dtype if isinstance(precision, NativeAmp) else None,
             lambda: self.optimization.in_helper,
+            self.settings.device,
+            init,
+            is_alone=self.context.world_size > collectives.size(),
         )
         self._divided = [self._full]
         self.optimization.rows = self._full.rows
@@ -837,6 +844,8 @@ class TorchRegistration(Registration):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
+        if self._full is not None:
+            self._full.expect_values()
         self._load(state)
         if self._full is not None:
             self._full.take_values(self._saved("models", self._unwrapped, state))

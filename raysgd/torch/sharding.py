@@ -286,7 +286,7 @@ class DividedOptimizer:
     def _meet(self) -> None:
         """Wait until all have the gradients: if one raises before this, nobody has updated."""
         if len(self._layouts) > 1:
-            collectives.minimum(self._version, self._parameters[0].device)
+            collectives.minimum(self._version, self._device)
 
     def _now(self, piece: Piece) -> torch.Tensor:
         """Return the elements of a piece as they are before the step."""
@@ -464,9 +464,8 @@ class DividedOptimizer:
         token, blocks = held
         if token != self._token:
             return
-        device = self._parameters[0].device
         for start, stop, version, contents in blocks:
-            placed = [_on_device(_Content(*each), device) for each in contents]
+            placed = [_on_device(_Content(*each), self._device) for each in contents]
             self._add(self._state, self._blocks, start, stop, version, placed)
 
     def redivide(self, leader: int, device: torch.device) -> None:
@@ -623,8 +622,11 @@ class DividedOptimizer:
             start, index = max(start, end), index + 1
 
     def _empty(self, index: int) -> torch.Tensor:
-        parameter = self._parameters[index]
-        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return torch.empty(0, dtype=self._parameters[index].dtype, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
 
     def _lay_out(self) -> None:
         """Note where in a buffer the elements of each share are, in the group that there is."""
@@ -645,7 +647,7 @@ class DividedOptimizer:
     def _room(self, share: int) -> torch.Tensor:
         """Return a buffer for the elements of a share."""
         _, size = self._layouts[share]
-        return torch.empty(size, dtype=torch.uint8, device=self._parameters[0].device)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters whose elements are divided."""

@@ -32,6 +32,7 @@ NO_RAY = (
     "language_model",
     "precision",
     "segmentation",
+    "sharded_gpt",
     "sharding",
     "tensorflow_creators",
     "tensorflow_digits",

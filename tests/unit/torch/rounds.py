@@ -56,12 +56,16 @@ class Round:
     sharding: str = "optimizer"
     is_lost: bool = False
     """Whether a share is lost with all that held it."""
+    from_meta: bool = False
+    """Whether models are made without content, which they get as they are divided."""
+    alone: bool = False
+    """Whether each process sets up alone at the start."""
 
 
 class Tied(torch.nn.Module):
     """Has tied weights, blocks, a frozen part, a buffer, and several orders of memory."""
 
-    def __init__(self, sharding):
+    def __init__(self, sharding, filled=False):
         super().__init__()
         torch.manual_seed(3)
         in_rows = sharding == "full"
@@ -77,6 +81,10 @@ class Tied(torch.nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.frozen.requires_grad_(False)
         self.double()
+        if filled:
+            with torch.no_grad():
+                for module in self.modules():
+                    fill(module)
 
     def forward(self, tokens):
         self.count += 1
@@ -90,7 +98,9 @@ class Tied(torch.nn.Module):
 class Divided(TrainingOperator):
     def setup(self, config):
         self.at = config["at"]
-        models = [Tied(config["model"]) for _ in range(config["num_optimizers"])]
+        with torch.device("meta" if config["from_meta"] else "cpu"):
+            count, filled = config["num_optimizers"], config["filled"]
+            models = [Tied(config["model"], filled) for _ in range(count)]
         optimizers = [self.optimizer_of(model, config["optimizer"]) for model in models]
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
         self.all_models, self.optimizers, self.schedulers = self.register(
@@ -143,18 +153,29 @@ class Divided(TrainingOperator):
         self.num_updates = state["num_updates"]
 
 
+def fill(module):
+    """Fill what a module of `Tied` has itself by numbers that follow from its shapes."""
+    generator = torch.Generator()
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        generator.manual_seed(sum(tensor.shape))
+        tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5)
+
+
 def make_runner(given, at, divides):
     register = dict(given.register)
     if divides:
-        register |= {"sharding": given.sharding, "sharding_args": {"copies": given.copies}}
-        if given.copies is None:
-            del register["sharding_args"]
+        arguments = {} if given.copies is None else {"copies": given.copies}
+        if given.from_meta:
+            arguments["init_fn"] = fill
+        register |= {"sharding": given.sharding, "sharding_args": arguments}
     return TorchRunner(
         TorchOptions(
             training_operator_cls=Divided,
             config={
                 "at": at,
                 "model": given.sharding,
+                "from_meta": divides and given.from_meta,
+                "filled": given.from_meta and not divides,
                 "optimizer": given.optimizer,
                 "num_optimizers": given.num_optimizers,
                 "register": register,
@@ -167,13 +188,14 @@ def make_runner(given, at, divides):
 
 
 @functools.cache
-def plain_state(optimizer, num_optimizers, register, sharding):
+def plain_state(optimizer, num_optimizers, register, sharding, from_meta):
     """The state of one process that nobody leaves."""
     given = Round(
         optimizer,
         register=json.loads(register),
         num_optimizers=num_optimizers,
         sharding=sharding,
+        from_meta=from_meta,
     )
     runner = make_runner(given, lambda moment: None, divides=False)
     runner.setup(WorkerContext())
@@ -199,9 +221,14 @@ class Player:
         self.leaves = list(given.leaves)
         members, absent = list(range(NUM_WORKERS)), []
         runner = self.runner = make_runner(given, self.at, divides=True)
-        self.enter(members)
+        if given.alone:
+            self.enter([self.process], "alone", context_of=members)
+        else:
+            self.enter(members)
         runner.setup(self.context)
         self.gather("set up", members, None)  # nobody leaves while another sets up
+        if given.alone:
+            self.rejoin(members, is_new=False)
         call = 0
         while True:
             goal = NUM_STEPS if given.joins_at is None or not absent else given.joins_at
@@ -429,7 +456,9 @@ def play_round(store, number, given):
 def check(given, result):
     """Compare the result of a round with one process."""
     register = json.dumps(given.register)
-    expected = plain_state(given.optimizer, given.num_optimizers, register, given.sharding)
+    expected = plain_state(
+        given.optimizer, given.num_optimizers, register, given.sharding, given.from_meta
+    )
     names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
     reference = {name: copy.deepcopy(expected[name]) for name in names}
     for model in (*reference["models"], *result["models"]):

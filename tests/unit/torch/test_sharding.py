@@ -140,6 +140,11 @@ CHOSEN += [
     for each in CHOSEN
     if each.num_optimizers == 1
 ]
+CHOSEN += [
+    # who joins gets content from the others; nobody has any where all set up alone
+    Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8),
+    Round(sharding="full", from_meta=True, alone=True),
+]
 
 
 @pytest.mark.slow("four processes train and leave at each moment of a step")
@@ -285,6 +290,7 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
     runner = make_runner(Round(sharding=sharding), lambda moment: None, divides=True)
     runner.setup(context)
     runner.train(call=0, until_step=3)
+    assert runner._registration.optimization.idle() == []
     state = whole(with_shares([runner.state_dict()]))
     runner.train(call=0, until_step=5)
     backend.teardown()
@@ -298,7 +304,31 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
     backend.close()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_who_set_up_alone_without_content_takes_it_from_a_state():
+    """As when all start anew from the snapshot."""
+    backend, one = create_backend("gloo", 30), WorkerContext(distributed=True)
+    states = []
+    for context in (one, replace(one, world_size=2)):
+        backend.setup(one, backend.prepare(["127.0.0.1"]))
+        given = Round(sharding="full", from_meta=True)
+        runner = make_runner(given, lambda moment: None, divides=True)
+        runner.setup(context)
+        if states:
+            runner.load_state_dict(copy.deepcopy(states[0]))
+            runner.rejoin(replace(one, generation=1), 0)
+        else:
+            runner.train(call=0, until_step=3)
+        states.append(whole(with_shares([runner.state_dict()])))
+        runner.teardown()
+        backend.teardown()
+    backend.close()
+    check_equal(*states)
+
+
 # ---- modules that are divided
+
+CPU = torch.device("cpu")
 
 
 class Block(torch.nn.Module):
@@ -327,7 +357,7 @@ def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(pro
     before, names = copy.deepcopy(model), [set(vars(module)) for module in model.modules()]
     inputs = torch.randn(2, 4, dtype=torch.float64)
     for wrap in (None, Block, [Block], lambda module: isinstance(module, Block)):
-        models = ShardedModels([model], wrap, None, None)
+        models = ShardedModels([model], wrap, None, None, CPU)
         values = [parameter.detach().clone() for parameter in model.parameters()]
         models.shard()
         divided = [isinstance(module, FSDPModule) for module in model.modules()]
@@ -354,12 +384,12 @@ def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(pro
 def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
     model[1].inner.weight = model[0].weight
-    ShardedModels([model], None, None, None).shard()
+    ShardedModels([model], None, None, None, CPU).shard()
     assert [isinstance(each, FSDPModule) for each in (model, *model)] == [True, False, False, True]
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
     model[1].inner.weight = model[0].weight
     with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
-        ShardedModels([model], Block, None, None)
+        ShardedModels([model], Block, None, None, CPU)
 
 
 def test_torch_is_one_in_which_private_names_were_seen():
@@ -409,6 +439,18 @@ def scalar():
     return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
 
 
+def on_meta(**more):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.PReLU())
+        model.scale = torch.nn.Parameter(torch.ones(2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **more}
+
+
+def adagrad():
+    given = on_meta(**FULL)
+    return given | {"optimizers": torch.optim.Adagrad(given["models"].parameters())}
+
+
 def compiled():
     model = torch.compile(torch.nn.Linear(2, 2))
     return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
@@ -442,6 +484,17 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         (scalar, {}, ValueError, r"divides parameters by rows, and Linear\.scale"),
         (compiled, {}, ValueError, "does not work with torch.compile"),
         (wrapped, {}, ValueError, "uses no DistributedDataParallel"),
+        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of a mod"),
+        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "and these have content"),
+        (lambda: on_meta(sharding=None), {}, ValueError, "is on the meta device, and has no cont"),
+        (lambda: on_meta(**FULL), {}, ValueError, "Sequential has parameters on the meta device"),
+        (adagrad, {}, ValueError, "Adagrad has state of parameters on the meta device"),
+        (
+            lambda: on_meta(**FULL, sharding_args={"init_fn": lambda module: None}),
+            {},
+            ValueError,
+            r"Sequential\.scale has no content, or NaN",
+        ),
         (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
         ({**ON, "sharding_args": {"copies": True}}, {}, TypeError, "must be an int"),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),

@@ -1,0 +1,152 @@
+"""Models on torch's ``meta`` device, which have no content, and get it module by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Init", "checked_init", "made", "make_whole", "moved", "on_meta"]
+
+Init = Callable[[torch.nn.Module], Any]
+
+
+def on_meta(model: torch.nn.Module) -> bool:
+    """Whether a model, or a part of it, has no content."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move what has content to a device."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return model
+
+
+def checked_init(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    init: Any,
+    sharding: Any,
+) -> Init | None:
+    """Return what gives a module its content; None where all of them have it.
+
+    Raises:
+        TypeError: if `init` cannot be called.
+        ValueError: if models on ``meta`` do not go with what was registered, or cannot be made.
+    """
+    if init is not None and not callable(init):
+        raise TypeError(
+            f"register(sharding_args={{'init_fn': {init!r}}}): must be a function of a module."
+        )
+    empty = [model for model in models if on_meta(model)]
+    if not empty:
+        if init is not None:
+            raise ValueError(
+                "register(sharding_args={'init_fn': ...}) is for models on the meta device, and "
+                "these have content. Make them in `with torch.device('meta'):`, or leave it out."
+            )
+        return None
+    if sharding != "full":
+        raise ValueError(
+            f"register(models=...): {type(empty[0]).__name__} is on the meta device, and has no "
+            'content. Pass sharding="full", with which each worker makes its part, or make the '
+            "model on a device."
+        )
+    if any(
+        isinstance(value, torch.Tensor) and value.is_meta
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ):
+        raise ValueError(
+            f"register(optimizers=...): {type(optimizers[0]).__name__} has state of parameters on "
+            "the meta device, which has no content. Use an optimizer that makes its state in its "
+            "first step, or make the model on a device."
+        )
+    if init is not None:
+        found: Init = init
+        return found
+    for module in (module for model in empty for module in model.modules()):
+        if _own(module._parameters) and not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"register(models=...): {type(module).__name__} has parameters on the meta device "
+                "and no method reset_parameters that would fill them. Pass a function that fills "
+                "the parameters and buffers that a module has itself: "
+                "sharding_args={'init_fn': function}."
+            )
+    return _reset
+
+
+def _reset(module: torch.nn.Module) -> None:
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+
+
+def made(
+    models: Sequence[torch.nn.Module], init: Init, device: torch.device
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield each parameter that has no content, and content for it on the CPU, one by one.
+
+    Whoever lets go of it has at most a module's own parameters at a time, and those that several
+    modules share. The models stay without parameters; their buffers get their content.
+
+    Args:
+        models: with parameters or buffers on the meta device.
+        init: fills the parameters and buffers that a module has itself.
+        device: where buffers are to be.
+
+    Raises:
+        ValueError: if it leaves a parameter out.
+    """
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    places = Counter(p for module in modules for p in _own(module._parameters).values())
+    shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in modules:
+        own, buffers = _own(module._parameters), _own(module._buffers)
+        if not own and not buffers:
+            continue
+        contents = {name: shared.get(p) for name, p in own.items()}
+        for name, parameter in own.items():
+            content = contents[name]
+            if content is None:
+                empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
+                content = torch.nn.Parameter(empty, parameter.requires_grad)
+            if places[parameter] > 1:
+                shared[parameter] = content
+            module._parameters[name] = contents[name] = content
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        try:
+            with torch.no_grad():
+                init(module)
+        finally:
+            filled = {name: module._parameters[name] for name in own}
+            module._parameters.update(own)
+        for name in buffers:
+            module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+        for name, parameter in own.items():
+            content = filled[name]
+            assert content is not None
+            if torch.isnan(content).any():
+                raise ValueError(
+                    f"{type(module).__name__}.{name} has no content, or NaN, after the function "
+                    "that fills what a module has itself (init_fn, or reset_parameters)."
+                )
+            if places[parameter] == 1:
+                yield parameter, content.detach()
+    for parameter, content in shared.items():
+        yield parameter, content.detach()
+
+
+def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:
+    """Give models all of their content; the parameters stay the same objects."""
+    for parameter, content in list(made(models, init, device)):
+        whole = torch.nn.Parameter(content.to(device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, whole)
+
+
+def _own(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_meta}

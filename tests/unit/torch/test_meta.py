@@ -1,0 +1,48 @@
+"""Models on the meta device."""
+
+import torch
+
+from raysgd.torch.meta import checked_init, make_whole, moved, on_meta
+
+CPU = torch.device("cpu")
+
+
+def model():
+    made = torch.nn.Sequential(
+        torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(4)
+    )
+    made[0].weight = made[1].weight
+    made[1].bias.requires_grad_(False)
+    return made
+
+
+def test_one_process_makes_a_model_as_it_would_be_and_the_parameters_stay():
+    with torch.device("meta"):
+        empty = model()
+    optimizer = torch.optim.AdamW(empty.parameters())
+    torch.manual_seed(0)
+    make_whole([moved(empty, CPU)], checked_init([empty], [optimizer], None, "full"), CPU)
+    expected = model()
+    torch.manual_seed(0)
+    for module in expected.children():
+        module.reset_parameters()
+    assert not on_meta(empty)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(empty.state_dict()[name], value), name
+    assert empty[0].weight is empty[1].weight
+    assert not empty[1].bias.requires_grad
+    held = optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, empty.parameters(), strict=True))
+
+
+def test_whole_parameters_are_there_for_one_module_at_a_time():
+    with torch.device("meta"):
+        empty = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    there = []
+
+    def fill(module):
+        there.append([not each.weight.is_meta for each in empty])
+        module.reset_parameters()
+
+    make_whole([empty], fill, CPU)
+    assert there == [[n == m for m in range(3)] for n in range(3)]
