@@ -79,13 +79,25 @@ def shortened_stacks(text: str) -> str:
 def shorten(error: BaseException) -> None:
     """Leave the frames of user code alone in the traceback of an error that is raised on.
 
-    What we raise ourselves says all that there is to know, so that its frames are not counted.
+    So it is with what led to the error. What we raise ourselves says all that there is to know, so
+    that its frames are not counted.
     """
+    seen: list[BaseException] = []
+    led: BaseException | None = error
+    while led is not None and led not in seen:
+        seen.append(led)
+        _shorten_one(led)
+        led = led.__cause__ or (None if led.__suppress_context__ else led.__context__)
+
+
+def _shorten_one(error: BaseException) -> None:
     frames = []
     trace = error.__traceback__
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
+    if not frames:  # one that led to another, of a worker or shortened before
+        return
     own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
     is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
     hidden = len(frames) - len(own)

@@ -52,6 +52,18 @@ def test_calls_within_each_other_say_once_how_many_frames_are_hidden():
     assert files(caught.value) == {__file__}
 
 
+def test_what_led_to_an_error_shows_no_frame_of_the_library_either():
+    def fail():
+        try:
+            checked_callbacks("T", 7, None)
+        except TypeError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        Trainer().fit(fail)
+    assert files(caught.value.__cause__) == {__file__}
+
+
 LIBRARY = '  File "/lib/python3/site-packages/x.py", line 3, in wait\n    self.waiter.acquire()\n'
 USERS = '  File "/home/me/train.py", line 29, in train_batch\n    barrier()\n'
 
