@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from raysgd import TrainingOperator
 from raysgd.torch import collectives, ddp
 from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
 from tests.conftest import run_ranks
@@ -529,8 +530,9 @@ def test_what_a_model_has_is_to_be_had_and_set_on_its_wrapper(process_group):
     assert wrapped.weight is model.weight
     assert model.temperature == 2.0
     assert torch.equal(wrapped.encode(torch.eye(2)), model.weight)
-    assert ddp.plain(wrapped) is ddp.plain(model) is model
-    assert ddp.plain(ddp.ReplicatedModel(torch.compile(model, backend="eager"))) is model
+    compiled = ddp.ReplicatedModel(torch.compile(model, backend="eager"))
+    for each in (model, wrapped, compiled):
+        assert TrainingOperator.unwrapped(None, each) is model
     with pytest.raises(AttributeError, match="tempperature"):
         _ = wrapped.tempperature
     copied = pickle.loads(pickle.dumps(wrapped))
