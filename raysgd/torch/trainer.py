@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -211,7 +212,8 @@ class TorchTrainer(OperatorTrainer):
                 f"{num_steps!r}): the rates must be above 0 and grow, in 3 steps at least."
             )
         rates, losses = geometric(lowest, highest, num_steps), []
-        with self._on_trial():
+        never = sys.maxsize  # schedulers that wait for a metric of validation go on waiting
+        with self._on_trial(), self._validations.of_fit(never, never):
             for rate in rates:
                 self.apply_all_operators(set_rate(rate))
                 losses.append(float(self.train(num_steps=1)["train_loss"]))

@@ -741,6 +741,15 @@ def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
         make_trainer(monitor="loss")
 
 
+def test_a_search_for_the_rate_steps_no_scheduler_that_waits_for_a_metric(make_trainer):
+    settings = {"scheduler_step_freq": "epoch", "monitor": "val_loss"}
+    config = {"scheduler": flat, "batch_size": 40}  # a step is an epoch
+    trainer = make_trainer(Recorder, config, **settings)
+    assert len(trainer.find_learning_rate(1e-6, 1e-5, num_steps=3).rates) == 3
+    assert not trainer.validation_due
+    assert rate_of(trainer) == 0.01
+
+
 def test_a_manual_scheduler_that_nobody_steps_is_told(make_trainer, caplog):
     trainer = make_trainer(Recorder, {"scheduler": flat}, scheduler_step_freq="manual")
     trainer.fit(2)
