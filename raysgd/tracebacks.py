@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import re
 import sysconfig
@@ -51,14 +52,21 @@ def shortened_text(text: str) -> str:
     def kept(match: re.Match[str]) -> str:
         nonlocal hidden
         if is_the_users(match[1]):
-            return match[0]
+            return _with_source(match)
         hidden += 1
         return ""
 
     short = _FRAME.sub(kept, text)
     if not is_wanted() or hidden < _MANY:
-        return text
+        return _FRAME.sub(_with_source, text)
     return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
+
+
+def _with_source(frame: re.Match[str]) -> str:
+    """Add the line of code where a worker did not have it, as of the cells of a notebook."""
+    source = linecache.getline(frame[1], int(frame[2])).strip()
+    is_bare = frame[0].count("\n") == 1
+    return f"{frame[0]}    {source}\n" if is_bare and source else frame[0]
 
 
 def shortened_stacks(text: str) -> str:

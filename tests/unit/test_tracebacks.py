@@ -1,13 +1,14 @@
 """What those see of a traceback who have written the script."""
 
 import json
+import linecache
 import traceback
 
 import pytest
 
 from raysgd.arguments import suggests
 from raysgd.callbacks.callback_list import checked_callbacks
-from raysgd.tracebacks import shortened_stacks
+from raysgd.tracebacks import shortened_stacks, shortened_text
 
 
 class Trainer:
@@ -62,6 +63,15 @@ def test_what_led_to_an_error_shows_no_frame_of_the_library_either():
     with pytest.raises(ValueError, match="outer") as caught:
         Trainer().fit(fail)
     assert files(caught.value.__cause__) == {__file__}
+
+
+@pytest.mark.parametrize("num_hidden", [0, 4])
+def test_a_line_of_a_cell_is_shown_though_the_worker_does_not_know_it(monkeypatch, num_hidden):
+    monkeypatch.setitem(linecache.cache, "/tmp/cell.py", (9, None, ["a = 1\n", "    b()\n"], ""))
+    frame = '  File "/tmp/cell.py", line 2, in train_batch\n'
+    text = shortened_text(frame + num_hidden * LIBRARY + "AttributeError: b\n")
+    assert text.startswith(f"{frame}    b()\nAttributeError: b\n")
+    assert shortened_text(frame + "    b(2)\n") == frame + "    b(2)\n"
 
 
 LIBRARY = '  File "/lib/python3/site-packages/x.py", line 3, in wait\n    self.waiter.acquire()\n'
