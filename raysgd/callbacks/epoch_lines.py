@@ -59,7 +59,11 @@ class EpochLines(Callback):
 
     def _print_epoch(self, trainer: Trainer) -> None:
         if trainer.num_epochs is not None:
-            shown = [f"{name} {value:.4g}" for name, value in [*self._means.items()][:_MOST]]
+            means = [*self._means.items()]
+            if len(means) > _MOST:  # a line is no table: losses come before others
+                means.sort(key=lambda mean: "loss" not in mean[0])
+            shown = [f"{name} {value:.4g}" for name, value in means[:_MOST]]
+            shown += ["…"] * (len(means) > _MOST)
             where = place_of(trainer, trainer.epoch)
             self._print("  ".join([where, *shown, f"{self._seconds:.1f} s"]))
         self._means, self._seconds, self._waits = {}, 0.0, False

@@ -299,6 +299,26 @@ def test_fit_prints_a_line_for_each_epoch_and_nothing_where_it_shall_not(make_tr
     assert capsys.readouterr().err == ""
 
 
+def test_a_line_with_too_many_metrics_has_the_losses_and_says_that_there_are_more(
+    make_trainer, capsys
+):
+    trainer = make_trainer()
+    operator = trainer.get_local_operator()
+    original = operator.validate_batch
+
+    def many(batch, batch_info):
+        return {f"val_{n}": n for n in range(9)} | original(batch, batch_info)
+
+    operator.validate_batch = many
+    trainer.fit(1)
+    (line,) = capsys.readouterr().err.splitlines()
+    *_, first, second = line.split("  ")[:3]
+    assert (first.split()[0], second.split()[0]) == ("train_loss", "val_loss")
+    assert "val_5" in line
+    assert "val_8" not in line
+    assert "  …  " in line
+
+
 def test_in_fit_a_bar_says_where_it_is_and_gives_way_to_the_line(make_trainer, terminal):
     trainer = make_trainer()
     trainer.fit(2)
