@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes se
 
 
 class Run:
-    """A group of workers on hosts 1 to 3, and its driver on host 0."""
+    """A group of workers, on hosts 1 to 3 as a rule, and its driver on host 0."""
 
-    def __init__(self, hosts, grace_s=GRACE_S):
+    def __init__(self, hosts, grace_s=GRACE_S, num_workers=NUM_WORKERS):
         self.hosts = hosts
         self.folder = hosts.folder / "steps"
         self.folder.mkdir()
@@ -46,7 +46,8 @@ class Run:
             text=True,
         )
         elastic = {**ELASTIC, "driver_grace_s": grace_s}
-        self.call("start", hosts.address(0), str(self.folder), NUM_WORKERS, NUM_SAMPLES, elastic)
+        num_samples = NUM_SAMPLES // NUM_WORKERS * num_workers
+        self.call("start", hosts.address(0), str(self.folder), num_workers, num_samples, elastic)
 
     def close(self):
         self._process.kill()
@@ -175,6 +176,24 @@ def test_hosts_that_vanish_cost_three_seconds_and_their_workers_end(run):
     assert re.search(rf"Lost worker \d on node \w+ \({where}\): process \d+: {cause}", said)
     assert "Going on with 1 of 3 workers." in said
     assert run.call("workers").keys() == run.workers.keys()
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on nine hosts")
+@pytest.mark.parametrize("num_hosts", [2, 3, 4])
+def test_one_of_few_hosts_that_vanishes_costs_three_seconds(num_hosts):
+    """Each has a worker, the driver's as well."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Hosts([1] * num_hosts) as hosts, contextlib.closing(Run(hosts, 40.0, num_hosts)) as run:
+        run.train()
+        cut = time.time()
+        hosts.cut(num_hosts - 1)
+        took_s = run.await_size(num_hosts - 1, cut) - cut
+        print(f"{num_hosts} hosts: next step after {took_s:.2f} s")
+        assert took_s <= 3.0
+        assert run.redone(cut) == 0
+        hosts.heal(num_hosts - 1)
+        assert kinds(run.end()) == ["lost", "resumed", "grown"]
 
 
 def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
