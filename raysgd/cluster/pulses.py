@@ -174,15 +174,21 @@ async def _answers_now(connection: socket.socket) -> bool:
     What is not confirmed is sent again in ever longer intervals. So a link that is up again is
     noticed before.
     """
+    loop = asyncio.get_running_loop()
     with socket.socket() as probe:
         probe.setblocking(False)
         try:
-            async with asyncio.timeout(BEAT_S):
-                await asyncio.get_running_loop().sock_connect(probe, connection.getpeername())
+            connecting = asyncio.ensure_future(loop.sock_connect(probe, connection.getpeername()))
+            try:  # a timeout would win over an answer that came while there was no processor
+                await asyncio.wait([connecting], timeout=BEAT_S)
+                if not connecting.done():
+                    return False
+            finally:
+                connecting.cancel()
+                await asyncio.wait([connecting])
+            connecting.result()
         except ConnectionRefusedError:
             return True
-        except TimeoutError:
-            return False
         except OSError:  # at once, as where there is no route
             await asyncio.sleep(BEAT_S)
             return False

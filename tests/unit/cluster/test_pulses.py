@@ -1,15 +1,17 @@
 """Pulses of a group: which worker is lost, and when one ends by itself."""
 
+import asyncio
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from raysgd.cluster import pulses as module
-from raysgd.cluster.pulses import DriverWatch, Pulses, Terms
+from raysgd.cluster.pulses import DriverWatch, Pulses, Terms, _answers_now
 from raysgd.comm.connection import Listener
-from raysgd.comm.pulse import Pulse
+from raysgd.comm.pulse import BEAT_S, Pulse
 from raysgd.elastic.policies import WorkerInfo
 from tests.conftest import wait_until
 
@@ -74,3 +76,17 @@ def test_who_cannot_connect_says_so(group):
     pulse, _ = group.watched()
     group.listener.close()
     assert "refused" in DriverWatch(pulse.address, TERMS, print, list).start()
+
+
+def test_an_answer_that_came_while_the_driver_had_no_processor_counts():
+    """Both the answer and the end of the wait are there when it looks."""
+
+    async def asked():
+        loop = asyncio.get_running_loop()
+        loop.sock_connect = lambda probe, address: asyncio.sleep(0.1)
+        loop.call_later(0.05, time.sleep, 2 * BEAT_S)
+        one, other = socket.socketpair()
+        with one, other:
+            return await _answers_now(one)
+
+    assert asyncio.run(asked())
