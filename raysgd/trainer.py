@@ -512,8 +512,12 @@ class OperatorTrainer:
         return self._state(own=copy)
 
     def _state(self, own: bool) -> dict[str, Any]:
+        return self._with_own(lambda: self._workers_state(own))
+
+    def _with_own(self, workers_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the workers' state with what the driver has of it."""
         callbacks = self._callback_list.state_dict()
-        state = self._workers_state(own)
+        state = workers_state()
         if callbacks:
             state["callbacks"] = callbacks
         state["config"] = self._shown_config()

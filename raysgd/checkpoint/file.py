@@ -7,13 +7,15 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
+from os.path import isfile, join
 from typing import IO, Any
 
 import numpy as np
 
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.checksum import add_checksums, checked_manifest
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.folder import STATE, checked_tensors
+from raysgd.checkpoint.location import LocalFile, Location, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.trees import map_leaves
@@ -108,13 +110,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
     Raises:
         CheckpointError: if the file is missing, of a newer format, or visibly damaged.
     """
-    source = locate(path)
+    source = _file_at(path)
     return source.inspect(lambda file: checked_manifest(source, file, whole=False))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
     """Read a state as `read_file` does, together with its manifest."""
-    source = locate(path)
+    source = _file_at(path)
     with source.open() as file:
         manifest = checked_manifest(source, file, whole=True)
         # through the file that was checked: another may have the name by now
@@ -131,7 +133,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
             f"Cannot load {source.shown}: it is no state of a trainer, {', '.join(missing)} "
             "missing. Write one with trainer.save(path)."
         )
+    if "tensors" in state:
+        state["tensors"] = checked_tensors(source, state["tensors"])
     return state, manifest
+
+
+def _file_at(path: str | os.PathLike[str]) -> Location:
+    """Return the file that is read: of a folder of `ShardedFolder` the one in it."""
+    source = locate(path)
+    is_local = isinstance(source, LocalFile)
+    return source.child(STATE) if is_local and isfile(join(source.name, STATE)) else source
 
 
 def _holds_arrays(state: Mapping[str, Any]) -> bool:

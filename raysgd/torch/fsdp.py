@@ -18,6 +18,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from raysgd.torch.compiling import repeated_blocks
 
@@ -203,6 +204,18 @@ class ShardedModels:
         held: Any = self.parameters[number]
         rows: torch.Tensor = held.detach().to_local()
         return rows.view(-1)
+
+    def rows_as(self, number: int, rows: torch.Tensor) -> DTensor:
+        """Return what has an element for each of this rank's rows of a parameter, divided alike."""
+        parameter = cast(DTensor, self.parameters[number])
+        return DTensor.from_local(
+            rows.view(-1, *parameter.shape[1:]),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def gradient(self, number: int) -> torch.Tensor | None:
         """Return the gradient of these."""

@@ -23,7 +23,14 @@ import torch.distributed as dist
 from raysgd.torch import collectives
 from raysgd.torch.fsdp import ShardedModels, rows_of
 from raysgd.torch.meta import Init, made
-from raysgd.torch.sharding import PARAMETER, DividedOptimizer, Piece, copy_all, placed
+from raysgd.torch.sharding import (
+    PARAMETER,
+    DividedOptimizer,
+    Piece,
+    copy_all,
+    is_divided,
+    placed,
+)
 from raysgd.torch.state import copied_to_cpu, model_state
 
 __all__ = ["FullyDivided"]
@@ -220,6 +227,29 @@ class FullyDivided(DividedOptimizer):
                     for piece in pieces[which]
                 ]
             )
+        return found
+
+    def tensors(self) -> dict[str, Any]:
+        """Return this worker's rows of models and of the optimizer's state, by their names."""
+        (_, blocks), *_ = self._shares()
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for piece in (piece for block in blocks for piece in block.pieces):
+            pieces[piece.which].append(piece)
+        found: dict[str, Any] = {}
+        for index, names in enumerate(self.models.names):
+            for name, which in names.items():
+                if which in pieces:  # of those that are tied the file wants one each
+                    own = self.models.local(which).clone()
+                    found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
+        for which, of_it in pieces.items():
+            of_it.sort(key=lambda piece: piece.start)
+            held = [self._state.get(piece.stepped, {}) for piece in of_it]
+            for name, value in held[0].items():
+                if not is_divided(value, of_it[0].stop - of_it[0].start):
+                    continue
+                rows = torch.cat([each[name] for each in held])
+                key = f"optimizers.0.{self._numbers[which]}.{name}"
+                found[key] = self.models.rows_as(which, rows)
         return found
 
     def _make(self, source: int) -> None:

@@ -49,7 +49,8 @@ from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.precision.native import NativeAmp
-from raysgd.torch.sharding import DividedOptimizer
+from raysgd.torch.sharded_files import named_tensors, write
+from raysgd.torch.sharding import DividedOptimizer, is_divided
 from raysgd.torch.state import (
     copied,
     copied_to_cpu,
@@ -123,6 +124,7 @@ class TorchRegistration(Registration):
         self._half_made: tuple[int, BaseException] | None = None
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
+        self.sharding: str | None = None
         self.optimization = Optimization(
             create_precision(
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
@@ -181,6 +183,7 @@ class TorchRegistration(Registration):
                 apex_args,
                 self.optimization.precision.name,
             )
+        self.sharding = sharding
         if sharding is not None:
             check_divisible(sharding, self.optimizers, self.models)
         if sharding == "full":
@@ -792,6 +795,26 @@ class TorchRegistration(Registration):
         parts = {id(divided.optimizer): divided.parts() for divided in self._divided}
         found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
         return found if self._full is None else [*found, *self._full.model_parts()]
+
+    def write_tensors(self, state: dict[str, Any], folder: str) -> str:
+        """Write the tensors of this worker's state to a file, and take them out of it.
+
+        Returns:
+            On rank 0 the hash of the file.
+        """
+        if self.sharding != "full":
+            raise ValueError(
+                'save(sharded=True) is for models that are divided, by register(sharding="full"). '
+                "Leave sharded out."
+            )
+        if self._full is None:
+            return write(named_tensors(state), folder)
+        for each in state.pop("shares")[0]:
+            number, start, stop, _, _, values = each
+            rest = {n: v for n, v in values.items() if not is_divided(v, stop - start)}
+            if "optimizers" in state:
+                state["optimizers"][0]["state"].setdefault(number, rest)
+        return write(self._full.tensors(), folder)
 
     def held_state(self) -> list[Any]:
         return [divided.held() for divided in self._divided]

@@ -19,7 +19,9 @@ from raysgd.torch.checks import needs_metric, warn_of_own_schedulers
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding import whole
+from raysgd.trees import map_leaves
 
 __all__ = ["TorchRunner"]
 
@@ -84,8 +86,20 @@ class TorchRunner(OperatorRunner):
 
     # ---- other calls
 
+    def save_tensors(self, *, folder: str) -> tuple[dict[str, Any], str] | None:
+        """Write the tensors of the state into a file, each worker its part.
+
+        Returns:
+            On rank 0 the rest of the state, and the hash of the file.
+        """
+        state = map_leaves(self.state_dict(), lambda leaf: leaf)
+        found = self._registration.write_tensors(state, folder)
+        return (state, found) if self._registration.context.world_rank == 0 else None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(whole(state))  # a snapshot has what each worker held
+        # a snapshot has what each worker held
+        given = with_tensors(whole(state), copy=not self._registration.divided)
+        super().load_state_dict(given)
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running

@@ -36,6 +36,7 @@ __all__ = [
     "Transfer",
     "copy_all",
     "is_dense",
+    "is_divided",
     "placed",
     "share_of",
     "transfers",
@@ -698,7 +699,7 @@ def _joined(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
         of_parameter = found.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
-            if not _is_divided(value, stop - start):
+            if not is_divided(value, stop - start):
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:
@@ -749,7 +750,7 @@ def copy_all(into: list[torch.Tensor], content: list[torch.Tensor]) -> None:
         torch._foreach_copy_(into, content)
 
 
-def _is_divided(value: Any, length: int) -> bool:
+def is_divided(value: Any, length: int) -> bool:
     """Whether a value of the state has an element for each of a piece."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length
 
@@ -757,7 +758,7 @@ def _is_divided(value: Any, length: int) -> bool:
 def _on_device(content: _Content, device: torch.device) -> _Content:
     length = content.stop - content.start
     state = {
-        name: value.to(device) if _is_divided(value, length) else value
+        name: value.to(device) if is_divided(value, length) else value
         for name, value in content.state.items()
     }
     value = None if content.value is None else content.value.to(device)
@@ -768,7 +769,7 @@ def _on_device(content: _Content, device: torch.device) -> _Content:
 def _part(value: Any, length: int, start: int, stop: int) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return (value[start:stop] if _is_divided(value, length) else value).clone()
+    return (value[start:stop] if is_divided(value, length) else value).clone()
 
 
 def _cut(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:

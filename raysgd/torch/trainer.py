@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import torch
 
+from raysgd import checkpoint
 from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.folder import ShardedFolder
+from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.creators import CreatorOperator
@@ -181,6 +184,47 @@ class TorchTrainer(OperatorTrainer):
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
+
+    def save(
+        self, path: str | os.PathLike[str], blocking: bool = True, sharded: bool = False
+    ) -> str:
+        """Write the state to one file, or to a folder, whole or not at all.
+
+        Args:
+            path: where to; a path, or a URL such as ``s3://bucket/state.pt``.
+            blocking: False: copy the state, and write it while training goes on. If that fails,
+                the next call of the trainer says so. One write at a time: the next save waits.
+            sharded: True: each worker writes its rows of models that are divided
+                (``register(sharding="full")``) into the folder `path`, which all of them reach.
+                No process ever has all of the state. `load` takes it on any number of workers.
+
+        Returns:
+            The absolute path, or the URL.
+
+        Raises:
+            CheckpointError: if it cannot be written there, or the write before it failed.
+            ValueError: if sharded does not go with blocking, or with what is registered.
+        """
+        if not sharded:
+            return super().save(path, blocking)
+        if not blocking:
+            raise ValueError("save(sharded=True) waits until all is written: leave blocking out.")
+        self._check_open()
+        self._writer.wait()
+        folder = ShardedFolder(path)
+        tensors = folder.new_tensors()
+
+        def written() -> dict[str, Any]:
+            generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
+            arguments = {"folder": str(tensors)}
+            call = Call(method="save_tensors", arguments=arguments, max_losses=3, any_size=True)
+            state, checksum = self._call(call)[0]
+            state["data"]["rng"] = generators
+            return folder.describe(state, tensors, checksum)
+
+        state = self._with_own(written)
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self.operator_name)
+        return folder.write(state, manifest, tensors)
 
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100

@@ -7,13 +7,17 @@ the midst of a step and join again; in the end it is compared with one process.
 import copy
 import datetime
 import functools
+import hashlib
 import itertools
 import json
 import pickle
+import shutil
+import tempfile
 import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from raysgd.context import WorkerContext
 from raysgd.torch.full import FullyDivided
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.sharded_files import FILE, with_tensors
 from raysgd.torch.sharding import DividedOptimizer, whole
 
 NUM_WORKERS = 4
@@ -380,6 +385,9 @@ class Player:
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
+        if self.runner._registration.sharding == "full":
+            self.runner.load_state_dict(self.through_a_folder())
+            check_equal(self.joined(self.runner.state_dict()), state)
         # the numbers of batches differ between workers
         losses = self.runner.validate(call=-1)
         models = self.runner.models()
@@ -392,6 +400,21 @@ class Player:
         assert losses["num_samples"] > 0
         assert len(list(self.runner.operator.validation_loader)) > 1
         return state
+
+    def through_a_folder(self):
+        """Return the state as it is read from a folder into which all write their rows."""
+        told = [tempfile.mkdtemp() if self.context.world_rank == 0 else ""]
+        dist.broadcast_object_list(told, 0)
+        folder = Path(told[0])
+        told = [self.runner.save_tensors(folder=str(folder))]
+        dist.broadcast_object_list(told, 0)
+        rest, checksum = told[0]
+        held = with_tensors({**rest, "tensors": {"path": str(folder / FILE)}}, copy=True)
+        dist.barrier()
+        if self.context.world_rank == 0:
+            assert checksum == hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+            shutil.rmtree(folder)
+        return held
 
     def joined(self, own):
         """Return the state whose shares the workers have."""

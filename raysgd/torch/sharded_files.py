@@ -1,0 +1,144 @@
+"""The tensors of a state in one file, of which no process has all.
+
+torch's distributed checkpoints let each worker write its rows, and join them in a file that is read
+without running code from it. Whoever loads it maps the file, so that it has of it in memory what it
+takes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.errors import CheckpointError
+from raysgd.files import sync_folder
+
+__all__ = ["FILE", "named_tensors", "with_tensors", "write"]
+
+FILE = "model-00001-of-00001.safetensors"
+"""The name that torch gives a single file."""
+_CHUNK = 1 << 20
+
+
+def write(tensors: Mapping[str, Any], folder: str) -> str:
+    """Write tensors, or rows of `DTensor`, and return the hash of the file. All ranks must call it.
+
+    Raises:
+        CheckpointError: if they cannot be written.
+    """
+    path = Path(folder)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    with _told(folder):
+        if is_first:  # others write when torch has collected what each of them has
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        if dist.is_initialized():
+            _write_rows(tensors, folder)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(dict(tensors), path / FILE)
+        if not is_first:
+            return ""
+        shutil.rmtree(path / "sharded", ignore_errors=True)
+        with (path / FILE).open("rb") as file:
+            os.fsync(file.fileno())
+            found = hashlib.sha256()
+            while content := file.read(_CHUNK):
+                found.update(content)
+        sync_folder(path)
+        return found.hexdigest()
+
+
+def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+    try:
+        save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:  # which is no Exception
+        raise next(iter(error.failures.values()))[0] from error
+
+
+@contextlib.contextmanager
+def _told(folder: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot save to {folder}: {error}. All workers have to reach it: on several nodes it "
+            "must be on a file system that they share."
+        ) from error
+
+
+def named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Take the tensors of models and optimizers out of a whole state, by the names in the file."""
+    found: dict[str, torch.Tensor] = {}
+    for index, model in enumerate(state["models"]):
+        for name in [name for name, value in model.items() if _is_large(value)]:
+            found[f"models.{index}.{name}"] = model.pop(name).contiguous()
+    for index, optimizer in enumerate(state["optimizers"]):
+        for number, values in optimizer["state"].items():
+            for name in [name for name, value in values.items() if _is_large(value)]:
+                found[f"optimizers.{index}.{number}.{name}"] = values.pop(name).contiguous()
+    seen: set[int] = set()
+    for name, tensor in found.items():  # of those that are tied the file wants one each
+        if tensor.data_ptr() in seen:
+            found[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return found
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+    """Return a state with the tensors that it has in a file, if it has some there.
+
+    Args:
+        state: as it was read from the folder.
+        copy: whether to copy them; else they are read where they are looked at.
+
+    Raises:
+        CheckpointError: if the file cannot be read.
+    """
+    if "tensors" not in state:
+        return dict(state)
+    from safetensors import safe_open
+
+    whole = {key: value for key, value in state.items() if key != "tensors"}
+    path = "the tensors of a state"
+    try:
+        path = state["tensors"]["path"]
+        models = [dict(model) for model in state["models"]]
+        optimizers = [
+            {**each, "state": {number: dict(held) for number, held in each["state"].items()}}
+            for each in state["optimizers"]
+        ]
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                kind, index, name = key.split(".", 2)
+                tensor = file.get_tensor(key)
+                tensor = tensor.clone() if copy else tensor
+                if kind == "models":
+                    models[int(index)][name] = tensor
+                else:
+                    number, _, part = name.partition(".")
+                    optimizers[int(index)]["state"].setdefault(int(number), {})[part] = tensor
+    except Exception as error:  # whatever a file that is damaged, or not there, leads to
+        raise CheckpointError(
+            f"Cannot load {path}: {error}. All workers have to reach it: on several nodes it must "
+            "be on a file system that they share."
+        ) from error
+    return {**whole, "models": models, "optimizers": optimizers}
