@@ -14,7 +14,7 @@ EXTRAS = {
     "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
     "lightning": ["lightning>=2.6"],
     "examples": ["scikit-learn"],
-    "bench": ["accelerate", "lightning", "matplotlib"],
+    "bench": ["accelerate", "lightning", "matplotlib", "pytest"],
     "test": [
         "build",
         "fsspec[http]",

@@ -91,6 +91,11 @@ def recovery_rows(result):
         yield f"growth to {size}, pause, ms", ms(row["growth_pause_s"])
     for size, row in result.get("move", {}).items():
         yield f"one of {size} moves, pause, ms", ms(row["pause_s"])
+    for side, faults in result.get("hosts", {}).items():
+        for fault, row in faults.items():
+            yield f"a host: {fault}, standstill, {side}, ms", ms(row["standstill_s"])
+            redone = [str(row["redone"][part]) for part in ("median", "min", "max")]
+            yield f"a host: {fault}, steps redone, {side}", redone
 
 
 def saving_rows(result):

@@ -22,6 +22,9 @@ A worker that is announced to go, by ``trainer.drain``, moves while there is roo
 
 - *moved*: from the announcement to the first step with its successor.
 - *pause*: the longest time without a step until then.
+
+As root on Linux, hosts of their own, which are network namespaces, lose their power, and are
+drained, beside Ray Train in the same run (`tests/hosts/measure.py`).
 """
 
 import argparse
@@ -29,6 +32,8 @@ import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -47,6 +52,7 @@ from raysgd.utils import BATCH_SIZE
 GLOBAL_BATCH = 48  # 2, 3 and 4 workers can share it
 NUM_STEPS = 500  # of an epoch
 GIVE_UP_S = 120.0
+MOST_HOSTS = 3  # runs of each side: Ray takes a minute to notice a host without power
 
 
 class Ids(Dataset):
@@ -276,6 +282,23 @@ def time_moves(num_workers, runs, step_s):
     return figures
 
 
+def time_hosts(runs):
+    """Take hosts away from raysgd and from Ray Train; return the figures by side and by fault.
+
+    There are none where there can be no such hosts, which is said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hosts.json"
+        command = [sys.executable, "-m", "tests.hosts.measure", "--json", str(path)]
+        command += ["--runs", str(runs), "--only", "power off", "drain, room elsewhere"]
+        subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+        sides = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        side: {fault: summary(figures) for fault, figures in faults.items()}
+        for side, faults in sides.items()
+    }
+
+
 def summary(figures):
     return {name: spread([run[name] for run in figures]) for name in figures[0]}
 
@@ -333,6 +356,10 @@ def main():
             f"{size} workers        {shown(row['moved_s']):>24}{shown(row['pause_s']):>24}"
             f"{row['redone']['max']:9}"
         )
+    if not args.smoke_test:
+        ray.shutdown()
+        print("\nhosts that are lost or drained", flush=True)
+        result["hosts"] = time_hosts(min(runs, MOST_HOSTS))
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))

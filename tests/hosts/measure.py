@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.conftest import wait_until
 from tests.hosts.drive import STEP_S
-from tests.hosts.network import Hosts
+from tests.hosts.network import Hosts, why_not
 from tests.hosts.test_hosts import NUM_WORKERS, Run
 
 ROOM, NO_ROOM = [0, 1, 1, 2], [0, 1, 1, 1]
@@ -203,17 +203,22 @@ SIDES = {"raysgd": RaysgdRun, "Ray Train": RayTrainRun}
 
 
 def measure(side, faults):
-    """Print a row for each fault; those that need the same hosts share them."""
+    """Print a row for each fault; those that need the same hosts share them.
+
+    Return the figures of those that were survived, by fault.
+    """
+    figures = {}
     for cpus in (ROOM, NO_ROOM):
         names = [name for name in faults if FAULTS[name][0] is cpus]
         while names:
             with Hosts(cpus) as hosts, contextlib.closing(SIDES[side](hosts)) as run:
-                while names and row(side, names.pop(0), run):
-                    pass
+                while names and (found := row(side, name := names.pop(0), run)):
+                    figures.setdefault(name, []).append(found)
+    return figures
 
 
 def row(side, name, run):
-    """Print the row of one fault; return whether the run goes on."""
+    """Print the row of one fault, and return its figures; None where the run has ended by it."""
     started = time.time()
     run.train()
     time.sleep(2)
@@ -229,13 +234,13 @@ def row(side, name, run):
     except AssertionError as error:
         print(f"| {side} | {name} | not survived: {str(error)[-300:]!r} |", flush=True)
         print(run.log.read_text(errors="replace")[logged:], flush=True)
-        return False
+        return None
     said = run.said(events)
-    pause = f"{run.pause(began):.1f} s"
-    print(f"| {side} | {name} | {pause} | {run.redone(started)} |", flush=True)
+    found = {"standstill_s": run.pause(began), "redone": run.redone(started)}
+    print(f"| {side} | {name} | {found['standstill_s']:.1f} s | {found['redone']} |", flush=True)
     for line in [*said, *run.log.read_text(errors="replace")[logged:].splitlines()]:
         print(f"    {line}", flush=True)
-    return True
+    return found
 
 
 def measure_pauses(num_runs):
@@ -278,16 +283,22 @@ def main():
     parser.add_argument("--only", nargs="+", default=[""], help="rows that have one of these words")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--pauses", type=int, help="time so many moves, joins and growths alone")
+    parser.add_argument("--runs", type=int, default=1, help="how often each is done")
+    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--ray-train", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"Hosts that vanish are not measured: {reason}.")
     if given.pauses:
         measure_pauses(given.pauses)
         return
     if given.ray_train:
         ray_train(given.ray_train)
         return
-    for side in given.sides:
-        measure(side, [name for name in FAULTS if any(word in name for word in given.only)])
+    faults = [name for name in FAULTS if any(word in name for word in given.only)]
+    figures = {side: measure(side, faults * given.runs) for side in given.sides}
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":
