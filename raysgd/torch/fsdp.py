@@ -18,7 +18,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.compiling import repeated_blocks
 
@@ -97,6 +97,7 @@ class ShardedModels:
         """Of each model, which parameter each name is of."""
         self._before: list[tuple[torch.nn.Module, Any]] = []
         self._handles: list[Any] = []
+        self._mesh: DeviceMesh | None = None
         self._units: list[_Unit] = []
         seen: set[int] = set()
         for module in self._divided(wrap):
@@ -140,7 +141,7 @@ class ShardedModels:
         """Divide over the group that there is; the rows of this rank have no content yet."""
         group = dist.group.WORLD
         assert group is not None
-        mesh = DeviceMesh.from_group(group, self.device.type)
+        mesh = self._mesh = DeviceMesh.from_group(group, self.device.type)
         self.strip()
         for unit in self._units:
             for number in unit.which:
@@ -207,11 +208,12 @@ class ShardedModels:
 
     def rows_as(self, number: int, rows: torch.Tensor) -> DTensor:
         """Return what has an element for each of this rank's rows of a parameter, divided alike."""
-        parameter = cast(DTensor, self.parameters[number])
+        parameter = self.parameters[number]
+        # not in the mesh of the parameter: torch may have that from an equal group, as another rank
         return DTensor.from_local(
             rows.view(-1, *parameter.shape[1:]),
-            parameter.device_mesh,
-            parameter.placements,
+            self._mesh,
+            [Shard(0)],
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),

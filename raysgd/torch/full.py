@@ -261,7 +261,9 @@ class FullyDivided(DividedOptimizer):
         self.models.put_whole(empty)
         index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
         self._lacks_content = False
-        with torch.random.fork_rng(devices=[], enabled=rank != source):
+        # a setup that seeds all ranks alike goes on to draw alike
+        differ = not torch.equal(numbers, torch.get_rng_state())
+        with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
             for parameter, content in made(self.models.models, self._init, self._device):
                 number = index[id(parameter)]

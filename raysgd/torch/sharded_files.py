@@ -37,10 +37,11 @@ def write(tensors: Mapping[str, Any], folder: str) -> str:
     path = Path(folder)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with _told(folder):
-        if is_first:  # others write when torch has collected what each of them has
+        if is_first:  # of an attempt before in which a worker was lost
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
         if dist.is_initialized():
+            dist.barrier()
             _write_rows(tensors, folder)
         else:
             from safetensors.torch import save_file

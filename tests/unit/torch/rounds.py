@@ -111,6 +111,7 @@ class Divided(TrainingOperator):
         self.all_models, self.optimizers, self.schedulers = self.register(
             models=models, optimizers=optimizers, schedulers=schedulers, **config["register"]
         )
+        self.drawn = torch.rand(1).item()
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(0, 7, (BATCH * NUM_WORKERS * NUM_STEPS // 2, 4), generator=generator)
         self.register_data(
@@ -156,6 +157,26 @@ class Divided(TrainingOperator):
 
     def load_state_dict(self, state):
         self.num_updates = state["num_updates"]
+
+
+class Layers(TrainingOperator):
+    """Layers without content before they are divided."""
+
+    def setup(self, config):
+        device = torch.device("meta" if config["sharding"] else "cpu")
+        with device:
+            size = config["size"]
+            layers = [torch.nn.Linear(size, size, bias=False) for _ in range(6)]
+        model = torch.nn.Sequential(*layers)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.AdamW(model.parameters()),
+            criterion=torch.nn.MSELoss(),
+            sharding=config["sharding"],
+            sharding_args={"wrap": torch.nn.Linear, "copies": 0} if config["sharding"] else None,
+        )
+        data = TensorDataset(torch.ones(16, size), torch.ones(16, size))
+        self.register_data(train_loader=DataLoader(data, batch_size=1))
 
 
 def fill(module):
@@ -382,6 +403,9 @@ class Player:
         """Return the state, which is the same when all have loaded it and divided it anew."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
+        drawn = [None] * dist.get_world_size()
+        dist.all_gather_object(drawn, self.runner.operator.drawn)
+        assert len(set(drawn)) == 1  # setup seeds all alike
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)

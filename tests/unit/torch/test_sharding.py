@@ -326,6 +326,46 @@ def test_who_set_up_alone_without_content_takes_it_from_a_state():
     check_equal(*states)
 
 
+MEMORY = """
+import ctypes
+import gc
+import psutil
+import torch
+from raysgd.context import WorkerContext
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.unit.torch.rounds import Layers
+
+def held():
+    gc.collect()
+    return psutil.Process().memory_full_info().uss
+
+# what is freed is to count no more: else the C library keeps it
+ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
+join()
+context = WorkerContext(world_rank=rank, world_size=4, distributed=True)
+for size in (8, 1000):  # the first for its imports
+    config = {"sharding": "full", "size": size}
+    options = TorchOptions(training_operator_cls=Layers, config=config, num_workers=4)
+    runner, before = TorchRunner(options), held()
+    runner.setup(context)
+    runner.train(call=0, until_step=3)
+    runner._loop.snapshots.clear()
+    took = held() - before
+    runner.teardown()
+needed = 4 * 4 * 6_000_000  # for DistributedDataParallel: parameters, gradients and the state
+assert took < 1.15 / 4 * needed, took
+print("good")
+"""
+
+
+@pytest.mark.slow("four processes hold a model of some size")
+def test_a_worker_of_four_holds_a_quarter_of_what_it_would():
+    """As the system counts: parameters, gradients and AdamW's state, made from nothing."""
+    with running_ranks(MEMORY, 4):
+        pass
+
+
 # ---- modules that are divided
 
 CPU = torch.device("cpu")
