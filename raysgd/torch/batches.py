@@ -20,6 +20,7 @@ __all__ = [
     "read_batch",
     "scores_in",
     "shapes_of",
+    "tensors_in",
 ]
 
 _TARGETS = ("target", "targets", "label", "labels", "y")
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
     def num_samples(self) -> int:
         """The length of the target, or of the first tensor that there is."""
         held = (self.arguments, self.keywords) if self.target is None else self.target
-        sized = next((tensor for tensor in _tensors_in(held) if tensor.dim()), held)
+        sized = next((tensor for tensor in tensors_in(held) if tensor.dim()), held)
         return len(sized)
 
 
@@ -145,15 +146,16 @@ def _by_name(value: Any) -> Mapping[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a batch or an output holds."""
     if isinstance(value, torch.Tensor):
         yield value
     elif _is_named(value):
         for each in _by_name(value).values():
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
 def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
+import io
 import logging
 import pickle
 import types
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from raysgd.torch import ddp
-from raysgd.trees import map_leaves
+from raysgd.torch.batches import tensors_in
 
 __all__ = ["CompiledModel", "SeenCall", "checked_compile", "left_eager", "warn_of_idle_compilers"]
 
@@ -31,35 +32,45 @@ class SeenCall:
     """A call of a compiled model, as far as what is compiled follows from it."""
 
     arguments: bytes
-    """Positional ones and keywords, pickled, with `_Like` in place of tensors."""
+    """Positional ones and keywords, packed by `_Packer`."""
     training: bool
     grad: bool
+    inference: bool
     autocast: torch.dtype | None
     """The type of ``torch.autocast``; None without."""
 
 
-@dataclass(frozen=True)
-class _Like:
-    """Stands for a tensor."""
+class _Packer(pickle.Pickler):
+    """Pickles what a tensor is like in place of the tensor, wherever it is."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._numbers: dict[int, int] = {}
 
-    @classmethod
-    def of(cls, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return cls(tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
+    def persistent_id(self, held: Any) -> Any:
+        if not isinstance(held, torch.Tensor):
+            return None
+        # torch compiles another function where two arguments are one tensor
+        number = self._numbers.setdefault(id(held), len(self._numbers))
+        layout = tuple(held.shape), held.stride(), held.dtype
+        return number, layout, held.device.type, held.requires_grad, held.is_inference()
 
-    @staticmethod
-    def made(leaf: Any) -> Any:
-        if not isinstance(leaf, _Like):
-            return leaf
-        # zeros are good as numbers and as indices
-        tensor = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        return tensor.requires_grad_(leaf.requires_grad)
+
+class _Maker(pickle.Unpickler):
+    """Makes tensors that are like those that were packed."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        number, (shape, stride, dtype), device, requires_grad, is_inference = pid
+        if number not in self._made:
+            with torch.inference_mode(is_inference):
+                tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            tensor.untyped_storage().fill_(0)  # zeros are good as numbers and as indices
+            self._made[number] = tensor.requires_grad_(requires_grad)
+        return self._made[number]
 
 
 def checked_compile(given: Any) -> dict[str, Any] | None:
@@ -104,8 +115,8 @@ class CompiledModel:
         self._model = model
         self.dynamic = bool(arguments.get("dynamic"))
         """Whether it is compiled for all sizes at once."""
-        self.seen: dict[SeenCall, None] = {}
-        """The kinds of calls so far, oldest first."""
+        self.seen: dict[SeenCall, list[bool]] = {}
+        """The kinds of calls so far, oldest first, and which modules were in train mode."""
         self.is_compiling = False
         """Whether the newest call was the first of its kind."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
@@ -125,34 +136,48 @@ class CompiledModel:
         return self._run(*arguments, **keywords)
 
     def _note(self, arguments: Any, keywords: Any) -> None:
+        self.is_compiling, packed = False, io.BytesIO()
         try:
-            packed = pickle.dumps(map_leaves((arguments, keywords), _Like.of))
+            _Packer(packed).dump((arguments, keywords))
         except Exception:  # what cannot be sent to another worker
             return
         kind = _device_type(self._model)
         has_autocast = torch.is_autocast_enabled(kind)
-        autocast = torch.get_autocast_dtype(kind) if has_autocast else None
-        call = SeenCall(packed, self._model.training, torch.is_grad_enabled(), autocast)
-        self.is_compiling = call not in self.seen
-        if self.is_compiling and len(self.seen) < _MOST_CALLS:
-            self.seen[call] = None
+        call = SeenCall(
+            packed.getvalue(),
+            self._model.training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_autocast_dtype(kind) if has_autocast else None,
+        )
+        if call not in self.seen and len(self.seen) < _MOST_CALLS:
+            self.is_compiling = True
+            self.seen[call] = [module.training for module in self._model.modules()]
 
-    def repeat(self, calls: Sequence[SeenCall], wrapped: torch.nn.Module) -> None:
+    def repeat(
+        self, calls: Sequence[tuple[SeenCall, Sequence[bool]]], wrapped: torch.nn.Module
+    ) -> None:
         """Make calls that another worker has seen, forward and backward, with zeros.
 
         Args:
-            calls: of the same model there.
+            calls: of the same model there, as in `seen`.
             wrapped: the model in its wrapper, if it has one: it takes no part in any exchange.
         """
-        for call in calls:
-            arguments, keywords = map_leaves(pickle.loads(call.arguments), _Like.made)
-            self._model.train(call.training)
+        for call, modes in calls:
+            arguments, keywords = _Maker(io.BytesIO(call.arguments)).load()
+            for module, training in zip(self._model.modules(), modes, strict=True):
+                module.training = training
             kind = _device_type(self._model)
             autocast = torch.autocast(kind, call.autocast, enabled=call.autocast is not None)
-            with torch.set_grad_enabled(call.grad), autocast, ddp.as_in_forward(wrapped):
+            in_forward = ddp.as_in_forward(wrapped) if call.grad else contextlib.nullcontext()
+            with (
+                torch.inference_mode(call.inference),
+                torch.set_grad_enabled(call.grad),
+                autocast,
+                in_forward,
+            ):
                 outputs = self._model(*arguments, **keywords)
-            found: list[torch.Tensor] = []
-            map_leaves(outputs, functools.partial(_collect, found))
+            found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
             parameters = [p for p in self._model.parameters() if p.requires_grad]
             if found and parameters:
                 # not by backward(), which wrappers would take for that of a step
@@ -163,11 +188,6 @@ class CompiledModel:
 
 def _device_type(model: torch.nn.Module) -> str:
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
-
-
-def _collect(found: list[torch.Tensor], leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-        found.append(leaf)
 
 
 def _compile(module: torch.nn.Module, options: Mapping[str, Any]) -> None:

@@ -699,7 +699,7 @@ class TorchRegistration(Registration):
         if not any(compiled.seen for compiled in self._compiled):
             return None
         kept = torch.compiler.save_cache_artifacts()
-        calls = [list(compiled.seen) for compiled in self._compiled]
+        calls = [list(compiled.seen.items()) for compiled in self._compiled]
         return {"calls": calls, "artifacts": None if kept is None else kept[0]}
 
     def repeat_calls(self, seen: Mapping[str, Any]) -> None:

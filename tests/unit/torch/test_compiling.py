@@ -3,10 +3,13 @@
 import dataclasses
 import pickle
 import traceback
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
@@ -179,7 +182,9 @@ def test_what_others_have_compiled_is_compiled_ahead_and_changes_nothing(regiona
         first.validate()
         seen = first.apply_all_operators(lambda operator: operator._registration.seen_calls())[0]
         expected = parameters(first.get_local_operator())
-    assert [(c.training, c.grad) for c in seen["calls"][0]] == 2 * [(True, True)] + [(False, False)]
+    assert [(c.training, c.grad) for c, _ in seen["calls"][0]] == 2 * [(True, True)] + [
+        (False, False)
+    ]
     with trainer() as second:
         runner = second._controller.members[0].worker.runner
         runner.repeat_calls(seen=pickle.loads(pickle.dumps(seen)))
@@ -188,6 +193,90 @@ def test_what_others_have_compiled_is_compiled_ahead_and_changes_nothing(regiona
         second.validate()
         assert len(GRAPHS) == num_graphs
         assert torch.equal(parameters(second.get_local_operator()), expected)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    scores: torch.Tensor
+
+
+class Taking(torch.nn.Module):
+    """Takes two tensors, in whatever they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+    def forward(self, pair, scale=1.0):
+        return Output(self.norm(self.linear(pair[0])) + scale * pair[1])
+
+
+def in_part(model):
+    model.norm.eval()
+    return model((torch.ones(4, 8), torch.ones(8)))
+
+
+def in_inference(model):
+    with torch.inference_mode():
+        return model((torch.ones(4, 8), torch.ones(8)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model(Pair(torch.ones(4, 8), torch.ones(8)), scale=2.0),
+        lambda model: model(Pair(torch.ones(8, 4).t(), torch.ones(1).expand(8))),
+        lambda model: model(2 * (torch.ones(4, 8),)),
+        in_part,
+        in_inference,
+    ],
+    ids=["keywords", "strides", "one tensor twice", "partly in eval mode", "inference"],
+)
+def test_calls_of_any_kind_are_repeated_as_they_were(call):
+    """Also their backward pass, whatever holds what the model returns."""
+    backward = []
+
+    def compile_backward(graph, inputs):
+        backward.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compile_both = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(count(graph, inputs)),
+        bw_compiler=compile_backward,
+    )
+
+    def train(model):
+        scores = call(model).scores
+        if scores.requires_grad:
+            scores.sum().backward()
+
+    seen, num_seen = [], []
+    for _ in range(2):
+        model = Taking()
+        compiled = CompiledModel(model, {"backend": compile_both})
+        if seen:
+            torch._dynamo.reset()
+            compiled.repeat(pickle.loads(pickle.dumps(seen)), model)
+            num_seen += [len(GRAPHS), len(backward)]
+        model.train()
+        train(model)
+        seen = list(compiled.seen.items())
+    assert num_seen == [2, 2 * (call is not in_inference)]
+    assert [len(GRAPHS), len(backward)] == num_seen
+
+
+def test_nobody_is_taken_for_compiling_who_has_many_shapes():
+    model = make_model()
+    compiled = CompiledModel(model, {"backend": count, "dynamic": True})
+    for size in range(2, 20):
+        model(torch.ones(size, 8))
+        assert compiled.is_compiling == (size < 18)
+    assert len(compiled.seen) == 16
 
 
 @pytest.mark.parametrize(
