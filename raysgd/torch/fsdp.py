@@ -227,7 +227,8 @@ class ShardedModels:
     def reset(self) -> None:
         """Forget a forward or backward pass that has failed."""
         for model in self.models:
-            if isinstance(model, FSDPModule):
+            # torch has nothing to reset, and fails, where no forward pass has begun
+            if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not None:
                 with contextlib.suppress(RuntimeError):  # a work that failed in another thread
                     model.reset_iter_state()
 

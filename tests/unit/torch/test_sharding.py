@@ -134,6 +134,8 @@ CHOSEN = [
     Round(leaves=[(1, 3, "fail within")], joins_at=8),
     Round(leaves=[(1, 3, "fail update"), (2, 3, "fail passed")]),
     Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
+    # before its first forward pass
+    Round(leaves=[(1, 0, "fail forward")]),
 ]
 CHOSEN += [
     replace(each, sharding="full", register={"max_grad_norm": 0.05})
