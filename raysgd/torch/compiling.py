@@ -68,7 +68,8 @@ class _Maker(pickle.Unpickler):
         if number not in self._made:
             with torch.inference_mode(is_inference):
                 tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            tensor.untyped_storage().fill_(0)  # zeros are good as numbers and as indices
+            storage: Any = tensor.untyped_storage()  # of which some may be there twice
+            storage.fill_(0)  # zeros are good as numbers and as indices
             self._made[number] = tensor.requires_grad_(requires_grad)
         return self._made[number]
 
