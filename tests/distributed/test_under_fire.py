@@ -20,8 +20,12 @@ NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "3"))
 FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 NUM_EPOCHS, NUM_SAMPLES = 4, 3600
 STEP_S = 0.05 if IN_SOAK else 0.01
-QUIET_START_S = 6.0
-"""How long three workers take to start where nothing else runs, and a margin."""
+QUIET_START_S = 6.0 if IN_SOAK else 3.0
+"""How long three workers take to start where nothing else runs, and a margin.
+
+In the suite another test may begin to start Ray on four hosts by now, and setup takes twice as long
+as it did: whoever loses each worker in setup, three times in one place, is right to give up.
+"""
 COPY = {"sharding_args": {"copies": 1}}  # also of the two that a loss leaves
 REGISTERED = [
     {"compile": {"backend": "aot_eager"}},
