@@ -13,17 +13,18 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from raysgd.checkpoint.location import LocalFile, Location, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["STATE", "ShardedFolder", "checked_tensors"]
+__all__ = ["FILE", "STATE", "ShardedFolder", "checked_tensors", "hash_of"]
 
 STATE = "state.ckpt"
 _TENSORS = re.compile(r"tensors-[0-9a-f]{8}")
-_FILE = "model-00001-of-00001.safetensors"
+FILE = "model-00001-of-00001.safetensors"
+"""The name that torch gives a single file of tensors."""
 _CHUNK = 1 << 20
 
 
@@ -58,7 +59,7 @@ class ShardedFolder:
 
     def describe(self, state: dict[str, Any], tensors: Path, checksum: str) -> dict[str, Any]:
         """Return a state that says where its tensors are."""
-        return {**state, "tensors": {"file": f"{tensors.name}/{_FILE}", "sha256": checksum}}
+        return {**state, "tensors": {"file": f"{tensors.name}/{FILE}", "sha256": checksum}}
 
     def write(self, state: Mapping[str, Any], manifest: Manifest, tensors: Path) -> str:
         """Write the checkpoint, let go of the one before, and return the folder's path."""
@@ -69,6 +70,14 @@ class ShardedFolder:
             if _TENSORS.fullmatch(each.name) and each != tensors:
                 shutil.rmtree(each, ignore_errors=True)
         return str(self.path)
+
+
+def hash_of(file: IO[bytes]) -> str:
+    """Return the SHA-256 of what is left of a file."""
+    found = hashlib.sha256()
+    while part := file.read(_CHUNK):
+        found.update(part)
+    return found.hexdigest()
 
 
 def checked_tensors(source: Location, told: Any) -> dict[str, str]:
@@ -83,16 +92,14 @@ def checked_tensors(source: Location, told: Any) -> dict[str, str]:
     """
     file, checksum = (told.get("file"), told.get("sha256")) if isinstance(told, dict) else (0, 0)
     folder, _, name = file.partition("/") if isinstance(file, str) else ("", "", "")
-    if not isinstance(source, LocalFile) or not _TENSORS.fullmatch(folder) or name != _FILE:
+    if not isinstance(source, LocalFile) or not _TENSORS.fullmatch(folder) or name != FILE:
         raise CheckpointError(f"Cannot load {source.shown}: it names no file of its tensors.")
     path = Path(source.name).parent / folder / name
-    found = hashlib.sha256()
     try:
         with path.open("rb") as content:
-            while part := content.read(_CHUNK):
-                found.update(part)
+            found = hash_of(content)
     except OSError as error:
         raise CheckpointError(f"Cannot load {source.shown}: its tensors: {error}") from error
-    if found.hexdigest() != checksum:
+    if found != checksum:
         raise CheckpointError(f"Cannot load {source.shown}: {path} is damaged.")
     return {"path": str(path)}

@@ -8,7 +8,6 @@ takes over.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,14 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd.checkpoint.folder import FILE, hash_of
 from raysgd.errors import CheckpointError
 from raysgd.files import sync_folder
 
-__all__ = ["FILE", "named_tensors", "with_tensors", "write"]
-
-FILE = "model-00001-of-00001.safetensors"
-"""The name that torch gives a single file."""
-_CHUNK = 1 << 20
+__all__ = ["named_tensors", "with_tensors", "write"]
 
 
 def write(tensors: Mapping[str, Any], folder: str) -> str:
@@ -52,11 +48,9 @@ def write(tensors: Mapping[str, Any], folder: str) -> str:
         shutil.rmtree(path / "sharded", ignore_errors=True)
         with (path / FILE).open("rb") as file:
             os.fsync(file.fileno())
-            found = hashlib.sha256()
-            while content := file.read(_CHUNK):
-                found.update(content)
+            found = hash_of(file)
         sync_folder(path)
-        return found.hexdigest()
+        return found
 
 
 def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:

@@ -26,12 +26,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd.backends import create_backend
+from raysgd.checkpoint.folder import FILE
 from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
 from raysgd.torch.full import FullyDivided
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharded_files import FILE, with_tensors
+from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding import DividedOptimizer, whole
 
 NUM_WORKERS = 4
