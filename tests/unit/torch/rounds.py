@@ -182,6 +182,7 @@ class Layers(TrainingOperator):
 
 def fill(module):
     """Fill what a module of `Tied` has itself by numbers that follow from its shapes."""
+    torch.rand(1)  # from the numbers that others draw from as well, as most that fill modules do
     generator = torch.Generator()
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         generator.manual_seed(sum(tensor.shape))
