@@ -27,6 +27,10 @@ __all__ = ["named_tensors", "with_tensors", "write"]
 def write(tensors: Mapping[str, Any], folder: str) -> str:
     """Write tensors, or rows of `DTensor`, and return the hash of the file. All ranks must call it.
 
+    Args:
+        tensors: by their names in the file.
+        folder: it is made, and is not there yet on any host.
+
     Raises:
         CheckpointError: if they cannot be written.
     """
@@ -37,7 +41,7 @@ def write(tensors: Mapping[str, Any], folder: str) -> str:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
         if dist.is_initialized():
-            dist.barrier()
+            _check_shared(path)
             _write_rows(tensors, folder)
         else:
             from safetensors.torch import save_file
@@ -51,6 +55,15 @@ def write(tensors: Mapping[str, Any], folder: str) -> str:
             found = hash_of(file)
         sync_folder(path)
         return found
+
+
+def _check_shared(path: Path) -> None:
+    """Refuse a folder that rank 0 has made and others do not see: it would lack their rows."""
+    dist.barrier()
+    seen = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, path.is_dir())
+    if not all(seen):
+        raise FileNotFoundError("some workers have another folder of that name")
 
 
 def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:
