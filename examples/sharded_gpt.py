@@ -5,8 +5,9 @@
 
 The model is one of transformers, made on torch's meta device: each worker makes its rows alone. It
 learns to write Python from files of the Python distribution, character by character. Worker 1 is
-killed; the others divide its rows among them. In the end the weights are saved as safetensors,
-and transformers reads them. (Needs ``pip install "raysgd[operators]"``.)
+killed; the others divide its rows among them. After each epoch every worker writes its rows into a
+folder, from which a single process goes on. In the end the weights are saved as safetensors, and
+transformers reads them. (Needs ``pip install "raysgd[operators]"``.)
 """
 
 import argparse
@@ -22,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import CheckpointCallback
 from raysgd.testing import chaos
 
 LENGTH = 64
@@ -90,11 +92,14 @@ def main():
     started = time.perf_counter()
     if args.num_workers > 1 and not ray.is_initialized():
         ray.init("local", num_cpus=args.num_workers, log_to_driver=False)
+    config = {"width": width, "num_sequences": 48 if args.smoke_test else 480}
+    saved = tempfile.TemporaryDirectory()
     with TorchTrainer(
         training_operator_cls=Writer,
-        config={"width": width, "num_sequences": 48 if args.smoke_test else 480},
+        config=config,
         num_workers=args.num_workers,
         use_local=args.num_workers == 1,  # then it needs no Ray
+        callbacks=[CheckpointCallback(saved.name, keep=1)],
     ) as trainer:
         for epoch in range(args.num_epochs):
             if epoch == 1 and args.num_workers > 1:
@@ -107,6 +112,18 @@ def main():
             trainer.save_model(Path(folder, "model.safetensors"))
             gpt_config(width).save_pretrained(folder)
             model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    with (
+        saved,
+        TorchTrainer(
+            training_operator_cls=Writer,
+            config=config,
+            use_local=True,
+            callbacks=[CheckpointCallback(saved.name)],
+        ) as alone,
+    ):
+        resumed = alone.validate()["val_loss"]
+        print(f"val_loss of one process, which has gone on from epoch {alone.epoch}: {resumed:.4f}")
+        assert abs(found - resumed) < 1e-3
     with torch.no_grad():
         tokens = sequences(48 if args.smoke_test else 480)
         losses = [model(input_ids=part, labels=part).loss for part in tokens.split(8)]

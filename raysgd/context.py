@@ -73,6 +73,8 @@ class Progress:
     """Newest values of the first few metrics, as last read; empty before the first batch."""
     divided: bool = False
     """Whether each worker has a share of the state, so that a snapshot is that of all of them."""
+    in_rows: bool = False
+    """Whether that is so of the models as well."""
     lacks_state: bool = False
     """Whether shares of the state were lost with all workers that had them."""
     blocked_on_driver: bool = False

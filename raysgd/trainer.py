@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -513,6 +514,20 @@ class OperatorTrainer:
 
     def _state(self, own: bool) -> dict[str, Any]:
         return self._with_own(lambda: self._workers_state(own))
+
+    @property
+    def _in_rows(self) -> bool:
+        """Whether each worker has rows of the models."""
+        return self._controller.progress.in_rows
+
+    def _sharded_state(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context with the state, whose tensors workers have written in a folder.
+
+        They lie in a folder in it, and are gone with the context, unless they are moved.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no models that are divided, and saves no state by workers."
+        )
 
     def _with_own(self, workers_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the workers' state with what the driver has of it."""

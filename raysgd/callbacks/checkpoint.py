@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
@@ -43,6 +45,11 @@ class CheckpointCallback(Callback):
         resume: whether a trainer that has not trained yet starts from the newest checkpoint in the
             folder. Those that are damaged are passed over, with a warning that names them.
         job: name of the job, which a folder has one of; None for the operator's.
+        sharded: whether each worker writes its rows of models that are divided
+            (``register(sharding="full")``), as ``trainer.save(folder, sharded=True)`` does. A
+            checkpoint is a folder then, and is always written before training goes on. None: where
+            models are divided and `folder` is a path; False: states that the driver puts together,
+            which need its memory and no file system that all workers share.
         on_exception: whether to save, also in mid-epoch, when an exception or Ctrl-C ends training,
             unless too few workers are left. A state with NaN in it is not saved then.
 
@@ -64,7 +71,14 @@ class CheckpointCallback(Callback):
         resume: bool = True,
         job: str | None = None,
         on_exception: bool = False,
+        sharded: bool | None = None,
     ) -> None:
+        if sharded not in (True, False, None):
+            raise ValueError(f"CheckpointCallback(sharded={sharded!r}): must be a bool or None.")
+        if sharded and not blocking:
+            raise ValueError(
+                "CheckpointCallback(sharded=True) waits until all is written: leave blocking out."
+            )
         if every != "epoch" and (
             isinstance(every, bool) or not isinstance(every, int) or every < 1
         ):
@@ -78,9 +92,17 @@ class CheckpointCallback(Callback):
         self._blocking = blocking
         self._resume = resume
         self._on_exception = on_exception
+        self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        self._new_store(folder or ".", job=job or "checked here")  # refuses wrong arguments now
+        checked = self._new_store(
+            folder or ".", job=job or "checked here"
+        )  # refuses wrong ones now
+        if sharded and not checked.is_local:
+            raise ValueError(
+                "CheckpointCallback(sharded=True): the workers write into a folder of a file "
+                "system that all of them have mounted. Give its path, not a URL."
+            )
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
@@ -106,6 +128,8 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint."""
+        if self._sharded:
+            trainer.apply_all_operators(_check_divided)
         folder = self._folder or folder_for(trainer, None, "checkpoints")
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
@@ -175,13 +199,8 @@ class CheckpointCallback(Callback):
         """Save an epoch that waits to be judged, or all, and say where the script would go on."""
         lacks = self._unjudged or (self._on_exception and trainer.global_step != self._saved_at)
         if lacks and not isinstance(error, WorkerLostError):  # who is left may not answer
+            self._save(trainer, {}, unless_nan=True)
             self._writer.wait()
-            state = trainer.state_dict(copy=False)
-            if _has_nan((state["models"], state["optimizers"])):
-                logger.warning("Not saved after an exception: the state has NaN in it.")
-            else:
-                self._save(trainer, {}, state=state)
-                self._writer.wait()
         if self._newest is not None and self._resume:
             error.add_note(f"Started again, the script goes on from {self._newest}.")
 
@@ -194,31 +213,76 @@ class CheckpointCallback(Callback):
         trainer: Trainer,
         metrics: dict[str, Any],
         of_training: bool = False,
-        state: dict[str, Any] | None = None,
+        unless_nan: bool = False,
     ) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # before the state is copied, so that there is one at a time
-        state = trainer.state_dict(copy=False) if state is None else state
-        self._unjudged, self._saved_at = False, trainer.global_step
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # in mid-epoch it is not known
-        save = functools.partial(
-            self._store.save,
-            state,
-            metrics,
-            trainer.num_workers,
-            trainer.operator_name,
-            of_training,
+        with self._state(trainer, self._store, unless_nan) as state:
+            if state is None:
+                logger.warning("Not saved after an exception: the state has NaN in it.")
+                return
+            self._unjudged, self._saved_at = False, trainer.global_step
+            save = functools.partial(
+                self._store.save,
+                state,
+                metrics,
+                trainer.num_workers,
+                trainer.operator_name,
+                of_training,
+            )
+
+            def write() -> None:
+                self._newest = locate(save()).shown
+
+            if self._blocking or "tensors" in state:
+                write()
+            else:
+                self._writer.submit(write, f"step {trainer.global_step}")
+
+    @contextlib.contextmanager
+    def _state(
+        self, trainer: Any, store: CheckpointStore, unless_nan: bool
+    ) -> Iterator[dict[str, Any] | None]:
+        """Yield the state to save, whose tensors may be in a folder as long as this lasts.
+
+        Or None if it has NaN in it, and `unless_nan`.
+        """
+        by_itself = self._sharded is None
+        if not (trainer._in_rows and store.is_local if by_itself else self._sharded):
+            state = trainer.state_dict(copy=False)
+            yield None if unless_nan and _has_nan((state["models"], state["optimizers"])) else state
+        elif unless_nan and any(trainer.apply_all_operators(_rows_have_nan)):
+            yield None
+        else:
+            with contextlib.ExitStack() as writing:
+                try:
+                    state = writing.enter_context(trainer._sharded_state(store.tensors_folder))
+                except CheckpointError as error:
+                    if by_itself:
+                        error.add_note(
+                            "CheckpointCallback(sharded=False) has the driver write whole states, "
+                            "if they fit in its memory."
+                        )
+                    raise
+                yield state
+
+
+def _check_divided(operator: Any) -> None:
+    """Refuse what workers do not write together. Runs on the worker."""
+    if getattr(operator._registration, "sharding", None) != "full":
+        raise ValueError(
+            "CheckpointCallback(sharded=True) is for models that are divided, by "
+            'register(sharding="full"). Leave sharded out.'
         )
 
-        def write() -> None:
-            self._newest = locate(save()).shown
 
-        if self._blocking:
-            write()
-        else:
-            self._writer.submit(write, f"step {trainer.global_step}")
+def _rows_have_nan(operator: Any) -> bool:
+    """Whether what a worker holds has NaN in it. Runs on the worker."""
+    registration = operator._registration
+    return _has_nan((registration.training_state(), registration.share_of_state()))
 
 
 def _has_nan(state: Any) -> bool:

@@ -73,6 +73,11 @@ def prepare_write(
     Nobody may change what `state` holds until then.
     """
     target = locate(path)
+    if "path" in (state.get("tensors") or ()):
+        raise CheckpointError(
+            f"Cannot save to {target.shown}: the tensors of this state are in "
+            f"{state['tensors']['path']}. Load it with a trainer, and save that."
+        )
     # numpy's numbers do not load without being allowed, and Python's do
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     archive = arrays if _holds_arrays(state) else _tensors()

@@ -6,20 +6,31 @@ holds the state from before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd.checkpoint.location import LocalFile, Location, locate
+from raysgd.checkpoint.location import LocalFile, Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
+from raysgd.files import TEMPORARY_NAME, sync_folder, temporary_name
 
-__all__ = ["FILE", "STATE", "ShardedFolder", "checked_tensors", "hash_of"]
+__all__ = [
+    "FILE",
+    "STATE",
+    "checked_tensors",
+    "hash_of",
+    "new_tensors",
+    "remove_folder",
+    "remove_unfinished",
+    "writable_folder",
+    "write_folder",
+]
 
 STATE = "state.ckpt"
 _TENSORS = re.compile(r"tensors-[0-9a-f]{8}")
@@ -28,48 +39,83 @@ FILE = "model-00001-of-00001.safetensors"
 _CHUNK = 1 << 20
 
 
-class ShardedFolder:
-    """Where workers write a state together.
-
-    Args:
-        path: a folder; it is made if it is not there.
+def writable_folder(place: Location) -> Path:
+    """Return a folder that workers write a state into together; it is made if it is not there.
 
     Raises:
         CheckpointError: if it is a URL, or no folder that can be written to.
     """
+    if not isinstance(place, LocalFile):
+        raise CheckpointError(
+            f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
+            "of a file system that all of them have mounted. Give its path."
+        )
+    if Path(place.name).is_file():
+        raise CheckpointError(
+            f"Cannot save to {place.shown} with sharded=True: it is a file, and must be a folder."
+        )
+    place.make_folder()
+    return Path(place.name)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        place = locate(path)
-        if not isinstance(place, LocalFile):
-            raise CheckpointError(
-                f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
-                "of a file system that all of them have mounted. Give its path."
-            )
-        if Path(place.name).is_file():
-            raise CheckpointError(
-                f"Cannot save to {place.shown} with sharded=True: it is a file, and must be a "
-                "folder."
-            )
-        place.make_folder()
-        self.path = Path(place.name)
 
-    def new_tensors(self) -> Path:
-        """Return a folder that is not there, for the tensors of a state."""
-        return self.path / f"tensors-{uuid.uuid4().hex[:8]}"
+@contextlib.contextmanager
+def new_tensors(folder: Path) -> Iterator[Path]:
+    """Yield the name of a folder in another, for tensors; what is still there in the end goes."""
+    tensors = folder / temporary_name("tensors")
+    try:
+        yield tensors
+    finally:
+        shutil.rmtree(tensors, ignore_errors=True)
 
-    def describe(self, state: dict[str, Any], tensors: Path, checksum: str) -> dict[str, Any]:
-        """Return a state that says where its tensors are."""
-        return {**state, "tensors": {"file": f"{tensors.name}/{FILE}", "sha256": checksum}}
 
-    def write(self, state: Mapping[str, Any], manifest: Manifest, tensors: Path) -> str:
-        """Write the checkpoint, let go of the one before, and return the folder's path."""
-        from raysgd.checkpoint.file import write_file  # which reads by this module
+def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
+    """Write a state to a folder, let go of the one before, and return the folder's path.
 
-        write_file(state, self.path / STATE, manifest)
-        for each in self.path.iterdir():
-            if _TENSORS.fullmatch(each.name) and each != tensors:
-                shutil.rmtree(each, ignore_errors=True)
-        return str(self.path)
+    Args:
+        state: its ``tensors`` say in which folder of `new_tensors` they are, and their hash.
+        folder: it may hold a state that was written to it before.
+        manifest: what to say about the state.
+
+    Raises:
+        CheckpointError: if it cannot be written.
+    """
+    from raysgd.checkpoint.file import write_file  # which reads by this module
+
+    written = Path(state["tensors"]["path"]).parent
+    tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
+    try:
+        written.rename(tensors)
+        sync_folder(folder)
+        told = {"file": f"{tensors.name}/{FILE}", "sha256": state["tensors"]["sha256"]}
+        write_file({**state, "tensors": told}, folder / STATE, manifest)
+    except BaseException as error:
+        shutil.rmtree(tensors, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"Cannot save to {folder}: {error}") from error
+        raise
+    for each in folder.iterdir():
+        if _TENSORS.fullmatch(each.name) and each != tensors:
+            shutil.rmtree(each, ignore_errors=True)
+    remove_unfinished(folder)
+    return str(folder)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what writers of tensors have left that were killed."""
+    for each in folder.iterdir():
+        found = TEMPORARY_NAME.fullmatch(each.name)
+        if found and found[1] == "tensors":
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a state: first what makes it one, so that a part of it is none.
+
+    Raises:
+        CheckpointError: if that cannot be removed.
+    """
+    LocalFile(str(folder / STATE)).remove()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def hash_of(file: IO[bytes]) -> str:

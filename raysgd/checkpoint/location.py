@@ -159,6 +159,12 @@ class LocalFile:
         except OSError as error:
             raise UnreachableError(f"Cannot list {self.shown}: {error}") from error
 
+    def folder_names(self) -> list[str]:
+        """Return the names of the folders in this folder."""
+        with contextlib.suppress(OSError), os.scandir(self._path) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+        return []
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its type where it says nothing."""

@@ -8,10 +8,18 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
-from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.folder import (
+    STATE,
+    remove_folder,
+    remove_unfinished,
+    writable_folder,
+    write_folder,
+)
+from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.files import TEMPORARY_NAME
@@ -22,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})\.ckpt")
+_NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})(\.ckpt)?")
+"""Without the ending it is a folder, into which workers have written their parts."""
 _LATEST = "latest"
 _BEST = "best"
 
@@ -46,7 +55,8 @@ class CheckpointStore:
     """Saves the checkpoints of one job into a folder, and finds the newest that loads.
 
     The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
-    that names the newest; with `monitor` also ``best``, which names the best. They are moved on
+    that names the newest; with `monitor` also ``best``, which names the best. A state that workers
+    write together is a folder, without ``.ckpt`` in its name. The two are moved on
     when a checkpoint is on disk, and only then are older ones removed: whenever the process is
     killed, the newest checkpoint that loads is the last one that was saved, or the one that was
     under way. One process at a time may save into it.
@@ -103,7 +113,8 @@ class CheckpointStore:
         """Write a checkpoint, name it the newest, and remove what is not to be kept.
 
         Args:
-            state: what a trainer's ``state_dict`` returned.
+            state: what a trainer's ``state_dict`` returned, or that of a divided model whose
+                tensors its workers have written into `tensors_folder`.
             metrics: what was measured with it; the numbers in it are kept in the file.
             world_size: number of workers.
             operator: name of the operator.
@@ -123,8 +134,7 @@ class CheckpointStore:
             self._folder.make_folder()
             self._made = True
         self._learn(self._names())
-        name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}.ckpt"
-        target = self._folder.child(name)
+        name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
         manifest = Manifest(
             world_size=world_size,
             operator=operator,
@@ -132,7 +142,11 @@ class CheckpointStore:
             metrics=numbers,
             of_training=of_training,
         )
-        path = write_file(state, target.name, manifest)
+        if "tensors" in state:
+            path = write_folder(state, writable_folder(self._folder.child(name)), manifest)
+        else:
+            name += ".ckpt"
+            path = write_file(state, self._folder.child(name).name, manifest)
         self._point_to(name)
         self._manifests[name] = manifest
         best = self._best_of(name)
@@ -141,6 +155,20 @@ class CheckpointStore:
         self._best_named = best
         self._tidy(name)
         return path
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path, and no URL."""
+        return isinstance(self._folder, LocalFile)
+
+    @property
+    def tensors_folder(self) -> Path:
+        """The folder in which workers write the tensors of a state that `save` is then given.
+
+        Raises:
+            CheckpointError: if the store's is a URL, or cannot be made.
+        """
+        return writable_folder(self._folder)
 
     @property
     def best(self) -> str | None:
@@ -201,8 +229,20 @@ class CheckpointStore:
 
     def _names(self) -> list[str]:
         """Return the checkpoints' names, newest first."""
-        found = [name for name in self._folder.file_names() if _NAME.fullmatch(name)]
+        files = (name for name in self._folder.file_names() if name.endswith(".ckpt"))
+        found = [name for name in (*files, *self._folders(whole=True)) if _NAME.fullmatch(name)]
         return sorted(found, key=_position_of, reverse=True)
+
+    def _folders(self, whole: bool) -> list[str]:
+        """Return the names of folders that hold a checkpoint, or only parts of one."""
+        if not self.is_local:
+            return []
+        return [
+            name
+            for name in self._folder.folder_names()  # type: ignore[union-attr]
+            if _NAME.fullmatch(name) and not name.endswith(".ckpt")
+            if (Path(self._folder.name) / name / STATE).is_file() is whole
+        ]
 
     def _learn(self, names: Sequence[str]) -> None:
         """Read the manifests that are not known yet: whose they are, and how good."""
@@ -271,16 +311,27 @@ class CheckpointStore:
         """Remove what is not to be kept; the checkpoint is saved, whatever comes of this."""
         try:
             for name in self._to_remove(newest):
-                self._folder.child(name).remove()
+                self._remove(name)
                 del self._manifests[name]
+            for name in self._folders(whole=False):  # it was being written, or removed
+                self._remove(name)
             outdated = None if self._best_of(newest) else _BEST
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
                 target = unfinished[1] if unfinished else ""
                 if target in (_LATEST, _BEST) or _NAME.fullmatch(target) or name == outdated:
                     self._folder.child(name).remove()
+            if self.is_local:
+                remove_unfinished(Path(self._folder.name))
         except CheckpointError as error:
             logger.warning("Saved %s, but could not remove older ones: %s", newest, error)
+
+    def _remove(self, name: str) -> None:
+        file = self._folder.child(name)
+        if name.endswith(".ckpt"):
+            file.remove()
+        else:
+            remove_folder(Path(file.name))
 
     def _to_remove(self, newest: str) -> list[str]:
         """Return the checkpoints that are neither the newest nor among those to keep."""

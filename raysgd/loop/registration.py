@@ -476,6 +476,11 @@ class Registration(ABC):
         return False
 
     @property
+    def in_rows(self) -> bool:
+        """Whether each worker has rows of the models."""
+        return False
+
+    @property
     def lacks_state(self) -> bool:
         """Whether shares were lost with all workers that had them."""
         return False

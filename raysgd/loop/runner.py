@@ -200,6 +200,7 @@ class OperatorRunner(ABC):
             compiling=registration.compiling,
             latest=latest,
             divided=registration.divided,
+            in_rows=registration.in_rows,
             lacks_state=registration.lacks_state,
         )
 

@@ -770,6 +770,10 @@ class TorchRegistration(Registration):
         return bool(self._divided)
 
     @property
+    def in_rows(self) -> bool:
+        return self._full is not None
+
+    @property
     def lacks_state(self) -> bool:
         return any(divided.lacks_state for divided in self._divided)
 

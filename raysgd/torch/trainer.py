@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,8 @@ import torch
 from raysgd import checkpoint
 from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback
-from raysgd.checkpoint.folder import ShardedFolder
+from raysgd.checkpoint.folder import FILE, new_tensors, writable_folder, write_folder
+from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
@@ -25,6 +28,7 @@ from raysgd.torch.memory import concatenated
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding import whole
 from raysgd.trainer import OperatorTrainer
 
@@ -211,20 +215,23 @@ class TorchTrainer(OperatorTrainer):
             raise ValueError("save(sharded=True) waits until all is written: leave blocking out.")
         self._check_open()
         self._writer.wait()
-        folder = ShardedFolder(path)
-        tensors = folder.new_tensors()
+        folder = writable_folder(locate(path))
+        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self.operator_name)
+        with self._sharded_state(folder) as state:
+            return write_folder(state, folder, manifest)
 
+    @contextlib.contextmanager
+    def _sharded_state(self, folder: Path) -> Iterator[dict[str, Any]]:
         def written() -> dict[str, Any]:
             generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
-            arguments = {"folder": str(tensors)}
+            arguments: dict[str, Any] = {"folder": str(tensors)}
             call = Call(method="save_tensors", arguments=arguments, max_losses=3, any_size=True)
             state, checksum = self._call(call)[0]
             state["data"]["rng"] = generators
-            return folder.describe(state, tensors, checksum)
+            return {**state, "tensors": {"path": str(tensors / FILE), "sha256": checksum}}
 
-        state = self._with_own(written)
-        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self.operator_name)
-        return folder.write(state, manifest, tensors)
+        with new_tensors(folder) as tensors:
+            yield self._with_own(written)
 
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
@@ -271,7 +278,7 @@ class TorchTrainer(OperatorTrainer):
         return concatenated(parts)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return whole(state)
+        return with_tensors(whole(state), copy=True)
 
     @classmethod
     def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """States in a folder, to which all workers write."""
 
+import math
 import shutil
 
 import pytest
@@ -7,14 +8,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.checkpoint import read_manifest
-from raysgd.errors import CheckpointError
+from raysgd.callbacks import CheckpointCallback
+from raysgd.checkpoint import CheckpointStore, read_file, read_manifest, write_file
+from raysgd.errors import CallbackError, CheckpointError
 
 
 class Divided(TrainingOperator):
     """Would be divided, if there was another worker."""
 
     def setup(self, config):
+        torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
         model.tied = torch.nn.Linear(3, 3, bias=False)
         model.tied.weight = model[0].weight
@@ -35,10 +38,24 @@ class Divided(TrainingOperator):
 
 
 @pytest.fixture
-def trainer():
-    with TorchTrainer(training_operator_cls=Divided, use_local=True) as made:
-        made.train(num_steps=1)
-        yield made
+def make():
+    """A factory of trainers whose only worker is this process."""
+    made = []
+
+    def make(**config):
+        made.append(TorchTrainer(training_operator_cls=Divided, config=config, use_local=True))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.shutdown()
+
+
+@pytest.fixture
+def trainer(make):
+    trainer = make()
+    trainer.train(num_steps=1)
+    return trainer
 
 
 def tensors_in(folder):
@@ -53,12 +70,13 @@ def same(state, expected):
 
 
 def test_a_state_comes_back_from_a_folder_and_a_save_that_was_cut_off_leaves_the_one_before(
-    trainer, tmp_path
+    trainer, make, tmp_path
 ):
     folder = tmp_path / "saved"
     assert trainer.save(folder, sharded=True) == str(folder)
     assert read_manifest(folder).global_step == 1
     (folder / "tensors-0123abcd").mkdir()
+    (folder / ".saving-0123abcd-tensors").mkdir()
     expected = trainer.state_dict()
     trainer.train()
     trainer.load(folder)
@@ -67,11 +85,92 @@ def test_a_state_comes_back_from_a_folder_and_a_save_that_was_cut_off_leaves_the
     trainer.save(folder, sharded=True)
     later = trainer.state_dict()
     assert tensors_in(folder)  # those of one state
-    with TorchTrainer(
-        training_operator_cls=Divided, config={"sharding": None}, use_local=True
-    ) as other:
-        other.load(folder)
-        same(other.state_dict(), later)
+    assert len(names_in(folder)) == 2
+    other = make(sharding=None)
+    other.load(folder)
+    same(other.state_dict(), later)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def name_at(step):
+    return f"epoch-{-(-step // 2):05d}-step-{step:08d}"
+
+
+def saving(folder, **arguments):
+    return CheckpointCallback(folder, **{"sharded": True, "keep": 2, **arguments})
+
+
+def test_a_run_saves_folders_keeps_the_best_and_goes_on_from_the_newest(make, tmp_path):
+    trainer = make()
+    trainer.fit(3, callbacks=[saving(tmp_path, keep=1, monitor="train_loss", mode="max")])
+    assert names_in(tmp_path) == ["best", name_at(4), name_at(6), "latest"]
+    expected = trainer.state_dict()
+    assert trainer.load_best() == str(tmp_path / name_at(4))
+    assert trainer.global_step == 4
+    again = make()
+    resumed = saving(tmp_path)
+    again.fit(3, callbacks=[resumed])
+    assert resumed.restored_from == str(tmp_path / name_at(6))
+    same(again.state_dict(), expected)
+    # files and folders go together, also of one step
+    for sharded, step, kept in ((False, 8, ".ckpt"), (True, 8, ""), (True, 10, "")):
+        trainer = make()
+        trainer.fit(step // 2, callbacks=[saving(tmp_path, sharded=sharded)])
+        last = name_at(step) + kept
+        trainer.shutdown()
+    assert names_in(tmp_path) == [name_at(8) + ".ckpt", name_at(10), "latest"], last
+
+
+def test_what_is_removed_or_fails_half_way_is_no_checkpoint_and_goes(
+    make, tmp_path, monkeypatch, caplog
+):
+    trainer = make()
+    trainer.fit(1, callbacks=[saving(tmp_path, keep=1)])
+    with monkeypatch.context() as patch:  # killed as it removes the one before
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        trainer.fit(2, callbacks=[saving(tmp_path, keep=1)])
+    assert name_at(2) in names_in(tmp_path)
+    (tmp_path / ".saving-0123abcd-tensors").mkdir()
+    assert CheckpointStore(tmp_path, job="Divided").restore().path == str(tmp_path / name_at(4))
+
+    def fail(*_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raysgd.checkpoint.store.write_folder", fail)
+        with pytest.raises(CallbackError):
+            trainer.fit(3, callbacks=[saving(tmp_path, keep=1)])
+    assert len(names_in(tmp_path)) == 5  # the two, what was killed twice, and "latest"
+    trainer.fit(4, callbacks=[saving(tmp_path, keep=1)])
+    assert names_in(tmp_path) == [name_at(8), "latest"]
+
+
+def test_an_exception_saves_a_folder_unless_there_is_nan_in_it(make, tmp_path, caplog):
+    for value, found in ((1.0, [name_at(1), "latest"]), (math.nan, [])):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+
+        def fail(operator, value=value):
+            operator.model[0].bias.data[0] = value
+            operator.train_batch = None
+
+        trainer = make()
+        trainer.train(num_steps=1)
+        trainer.apply_all_operators(fail)
+        with pytest.raises(TypeError):
+            trainer.fit(2, callbacks=[saving(folder, on_exception=True)])
+        assert names_in(folder) == found
+    assert "NaN" in caplog.text
+
+
+def test_a_state_that_was_read_from_a_folder_is_in_no_other_file(trainer, tmp_path):
+    trainer.save(tmp_path / "saved", sharded=True)
+    state = read_file(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="Load it with a trainer, and save that"):
+        write_file(state, tmp_path / "other.ckpt")
 
 
 def test_a_folder_that_is_damaged_is_refused_and_named(trainer, tmp_path):
@@ -107,11 +206,19 @@ def test_what_no_workers_could_write_to_together_is_refused(
         trainer.save(where, sharded=True, **options)
 
 
-def test_where_nothing_is_divided_it_is_refused(tmp_path):
-    with (
-        TorchTrainer(
-            training_operator_cls=Divided, config={"sharding": None}, use_local=True
-        ) as trainer,
-        pytest.raises(ValueError, match="Leave sharded out"),
-    ):
+def test_where_nothing_is_divided_it_is_refused(make, tmp_path):
+    trainer = make(sharding=None)
+    with pytest.raises(ValueError, match="Leave sharded out"):
         trainer.save(tmp_path / "new", sharded=True)
+    assert names_in(tmp_path / "new") == []
+    with pytest.raises(CallbackError, match="Leave sharded out"):
+        trainer.fit(1, callbacks=[saving(tmp_path)])
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"sharded": 2}, {"blocking": False}, {"folder": "memory://run"}]
+)
+def test_senseless_arguments_of_the_callback_are_refused(arguments):
+    with pytest.raises(ValueError, match="CheckpointCallback\\(sharded="):
+        saving(**{"folder": "run", **arguments})
