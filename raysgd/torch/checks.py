@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _SHARDING_ARGS = {
     "optimizer": ("copies",),
-    "full": ("copies", "init_fn", "reshard_after_forward", "wrap"),
+    "full": ("copies", "init_fn", "offload", "reshard_after_forward", "wrap"),
 }
 
 
@@ -175,6 +175,10 @@ def checked_sharding(
     if not isinstance(reshard, bool | None):
         raise TypeError(
             f"register(sharding_args={{'reshard_after_forward': {reshard!r}}}): must be a bool."
+        )
+    if not isinstance(given.get("offload"), bool | None):
+        raise TypeError(
+            f"register(sharding_args={{'offload': {given['offload']!r}}}): must be a bool."
         )
     _check_wrap(given.get("wrap"))
     if sharding is None:

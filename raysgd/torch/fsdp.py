@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.compiling import repeated_blocks
@@ -58,7 +64,8 @@ class ShardedModels:
             blocks that a model has several of.
         reshard_after_forward: see ``fully_shard``.
         dtype: in which the forward and backward passes compute; None for that of the parameters.
-        device: where the parameters are, or are to be.
+        device: where the parameters are gathered, and models compute.
+        offload: whether the rows of this rank, and their gradients, are on the CPU.
     """
 
     def __init__(
@@ -68,8 +75,13 @@ class ShardedModels:
         reshard_after_forward: bool | None,
         dtype: torch.dtype | None,
         device: torch.device,
+        offload: bool = False,
     ) -> None:
         self.models, self.device = models, device
+        self.rows_device = torch.device("cpu") if offload else device
+        self._offload = OffloadPolicy()
+        if offload:  # where nothing is copied to a GPU there is no memory to pin
+            self._offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         self.reshard_after_forward = reshard_after_forward
         self._policy = (
             MixedPrecisionPolicy()
@@ -97,7 +109,7 @@ class ShardedModels:
         """Of each model, which parameter each name is of."""
         self._before: list[tuple[torch.nn.Module, Any]] = []
         self._handles: list[Any] = []
-        self._mesh: DeviceMesh | None = None
+        self._rows_mesh: DeviceMesh | None = None
         self._units: list[_Unit] = []
         seen: set[int] = set()
         for module in self._divided(wrap):
@@ -141,7 +153,8 @@ class ShardedModels:
         """Divide over the group that there is; the rows of this rank have no content yet."""
         group = dist.group.WORLD
         assert group is not None
-        mesh = self._mesh = DeviceMesh.from_group(group, self.device.type)
+        mesh = DeviceMesh.from_group(group, self.device.type)
+        self._rows_mesh = DeviceMesh.from_group(group, self.rows_device.type)
         self.strip()
         for unit in self._units:
             for number in unit.which:
@@ -153,6 +166,7 @@ class ShardedModels:
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=self._policy,
+                offload_policy=self._offload,
             )
             for number in unit.which:
                 module, name = self._places[number][0]
@@ -212,7 +226,7 @@ class ShardedModels:
         # not in the mesh of the parameter: torch may have that from an equal group, as another rank
         return DTensor.from_local(
             rows.view(-1, *parameter.shape[1:]),
-            self._mesh,
+            self._rows_mesh,
             [Shard(0)],
             run_check=False,
             shape=parameter.shape,

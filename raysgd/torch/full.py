@@ -43,7 +43,8 @@ class FullyDivided(DividedOptimizer):
         optimizer: of a kind that updates each element by itself; it gets the parameters that the
             models have after each division.
         models: as the user made them; they stay the same modules.
-        arguments: ``wrap`` and ``reshard_after_forward``, see `ShardedModels`, and ``copies``.
+        arguments: ``wrap``, ``reshard_after_forward`` and ``offload``, see `ShardedModels`, and
+            ``copies``.
         dtype: in which the models compute; None for that of their parameters.
         drops_gradients: whether nobody needs the gradients after the step under way.
         device: this worker's.
@@ -64,7 +65,8 @@ class FullyDivided(DividedOptimizer):
         is_alone: bool = False,
     ) -> None:
         wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
-        self.models = ShardedModels(models, wrap, again, dtype, device)
+        offload = arguments.get("offload", False)
+        self.models = ShardedModels(models, wrap, again, dtype, device, offload)
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -186,7 +188,7 @@ class FullyDivided(DividedOptimizer):
                 self._make(leader)
                 super().take_state()
                 self._token, self._made = token, {}
-        super().redivide(leader, device)
+        super().redivide(leader, self._device)
         self._lacks_content = False
         if not self.lacks_state:
             self._place()
@@ -265,7 +267,7 @@ class FullyDivided(DividedOptimizer):
         differ = not torch.equal(numbers, torch.get_rng_state())
         with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
-            for parameter, content in made(self.models.models, self._init, self._device):
+            for parameter, content in made(self.models.models, self._init, self.models.device):
                 number = index[id(parameter)]
                 for each in range(self._num_copies(size) + 1):
                     start, stop = self._part(number, (rank - each) % size, size)
@@ -274,7 +276,8 @@ class FullyDivided(DividedOptimizer):
 
     @property
     def _device(self) -> torch.device:
-        return self.models.device
+        """Where what this worker holds is, and travels from."""
+        return self.models.rows_device
 
     def _held_shares(self) -> list[int]:
         return [] if self._lacks_content else super()._held_shares()

@@ -18,9 +18,16 @@ def on_meta(model: torch.nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def moved(
+    model: torch.nn.Module, device: torch.device, buffers_alone: bool = False
+) -> torch.nn.Module:
     """Move what has content to a device."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        stays = tensor.is_meta or (buffers_alone and isinstance(tensor, torch.nn.Parameter))
+        return tensor if stays else tensor.to(device)
+
+    model._apply(move)
     return model
 
 

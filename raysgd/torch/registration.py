@@ -175,7 +175,9 @@ class TorchRegistration(Registration):
         trained = [each for each in criteria if is_trained(each, self.optimizers, modules)]
         self._num_criteria = len(trained)
         init = checked_init(modules, self.optimizers, sharding_args.pop("init_fn", None), sharding)
-        self.models = [moved(model, self.settings.device) for model in [*modules, *trained]]
+        on_cpu = self.context.distributed and sharding_args.get("offload", False)
+        device = self.settings.device
+        self.models = [moved(model, device, on_cpu) for model in [*modules, *trained]]
         if apex_args and self.settings.options.use_fp16 != "apex" and self.context.world_rank == 0:
             logger.warning(
                 "register(apex_args=%r) does nothing: the trainer uses %s. Apex, which takes them, "

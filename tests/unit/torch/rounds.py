@@ -64,6 +64,8 @@ class Round:
     """Whether a share is lost with all that held it."""
     from_meta: bool = False
     """Whether models are made without content, which they get as they are divided."""
+    offload: bool = False
+    """Whether rows are where torch has them that are not on a GPU."""
     alone: bool = False
     """Whether each process sets up alone at the start."""
 
@@ -189,12 +191,14 @@ def fill(module):
         tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5)
 
 
-def make_runner(given, at, divides):
+def make_runner(given, at, divides, use_gpu=False):
     register = dict(given.register)
     if divides:
         arguments = {} if given.copies is None else {"copies": given.copies}
         if given.from_meta:
             arguments["init_fn"] = fill
+        if given.offload:
+            arguments["offload"] = True
         register |= {"sharding": given.sharding, "sharding_args": arguments}
     return TorchRunner(
         TorchOptions(
@@ -209,6 +213,7 @@ def make_runner(given, at, divides):
                 "register": register,
             },
             num_workers=NUM_WORKERS,
+            use_gpu=use_gpu,
             scheduler_step_freq="batch",
             elastic=ElasticConfig(snapshot_every=3),
         )

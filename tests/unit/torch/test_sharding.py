@@ -32,7 +32,14 @@ from raysgd.torch.sharding import (
 )
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import register_all
-from tests.unit.torch.rounds import Round, check_equal, make_runner, play_round
+from tests.unit.torch.rounds import (
+    NUM_STEPS,
+    Round,
+    check,
+    check_equal,
+    make_runner,
+    play_round,
+)
 
 PLAY = """
 import datetime
@@ -145,6 +152,7 @@ CHOSEN += [
 CHOSEN += [
     # who joins gets content from the others; nobody has any where all set up alone
     Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8),
+    Round(sharding="full", offload=True, leaves=[(1, 3, "update")], joins_at=8),
     Round(sharding="full", from_meta=True, alone=True),
 ]
 
@@ -439,6 +447,25 @@ def test_torch_is_one_in_which_private_names_were_seen():
     assert ".".join(torch.__version__.split(".")[:2]) in SEEN_IN
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_with_offload_a_gpu_has_what_is_gathered_alone():
+    backend, context = create_backend("nccl", 30), WorkerContext(distributed=True, gpu_index=0)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    given = Round(optimizer="SGD", sharding="full", offload=True)
+    runner = make_runner(given, lambda moment: None, divides=True, use_gpu=True)
+    runner.setup(context)
+    runner.train(call=0, until_step=NUM_STEPS)
+    (model,) = runner.operator.all_models
+    assert model.count.is_cuda
+    assert all(not parameter.to_local().is_cuda for parameter in model.parameters())
+    check(given, whole(with_shares([runner.state_dict()])))
+    runner.teardown()
+    backend.teardown()
+    backend.close()
+
+
 # ---- what is refused
 
 
@@ -516,7 +543,9 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ({"sharding_args": {"copies": 1}}, {}, ValueError, "pass it too"),
         ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
         ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes 'copies' alone"),
-        ({**FULL, "sharding_args": {"offload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
+        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
+        ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "must be a bool"),
+        ({**ON, "sharding_args": {"offload": True}}, {}, ValueError, "takes 'copies' alone"),
         ({**FULL, "sharding_args": {"wrap": 1}}, {}, TypeError, "must be a class of modules"),
         ({**FULL, "sharding_args": {"reshard_after_forward": 2}}, {}, TypeError, "must be a bool"),
         ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
