@@ -72,6 +72,63 @@ def test_a_worker_whose_connection_breaks_comes_back(monkeypatch, group):
     wait_until(worker.ended.is_set)
 
 
+DRIVER, PEER = ("10.0.0.1", 1, ""), ("10.0.0.2", 1)
+
+
+@pytest.fixture
+def cut_off(monkeypatch):
+    """A worker's end as its driver cannot be reached, and of its peers those that are said."""
+
+    def cut_off(peers=(), reached=(), grace_s=60.0, stops=True, tries=10**6):
+        def connect(address, *timeouts):
+            nonlocal tries
+            tries -= 1
+            if tries < 0:
+                return "connected"
+            raise TimeoutError
+
+        monkeypatch.setattr(module, "connect", connect)
+        monkeypatch.setattr(module, "answers", lambda address: address in reached)
+        monkeypatch.setattr(module, "_ALONE_S", 0.2)
+        monkeypatch.setattr(module, "_RETRY_S", 0.01)
+        stopped, began = [], time.monotonic()
+        terms = Terms(0.5, driver_grace_s=grace_s, stops=stops)
+        watch = DriverWatch(DRIVER, terms, lambda: stopped.append(1), lambda: peers)
+        connection = watch._reconnected()
+        return connection, bool(stopped), time.monotonic() - began
+
+    return cut_off
+
+
+def test_a_worker_that_reaches_nobody_stops_and_ends_soon(cut_off, capsys):
+    connection, has_stopped, _ = cut_off(peers=[PEER])
+    assert (connection, has_stopped) == (None, True)
+    assert "and no other worker either: this worker ends." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peers", [[], [PEER]])
+def test_a_worker_that_reaches_others_stops_and_holds_still_for_as_long_as_is_said(
+    cut_off, capsys, peers
+):
+    connection, has_stopped, took_s = cut_off(peers, reached=[PEER], grace_s=0.5)
+    assert (connection, has_stopped) == (None, True)
+    assert took_s > 0.5
+    assert "(driver_grace_s): this worker ends." in capsys.readouterr().err
+
+
+def test_what_cannot_be_repeated_is_not_stopped(cut_off):
+    """As a training function, which waits in its next report."""
+    connection, has_stopped, _ = cut_off([PEER], stops=False, reached=[PEER], tries=20)
+    assert (connection, has_stopped) == ("connected", False)
+
+
+def test_a_driver_whose_process_is_stopped_is_waited_for(cut_off):
+    """Its kernel answers, though nobody accepts what is connected."""
+    connection, has_stopped, took_s = cut_off(reached=[DRIVER[:2]], grace_s=0.2, tries=40)
+    assert (connection, has_stopped) == ("connected", False)
+    assert took_s > 0.3
+
+
 def test_who_cannot_connect_says_so(group):
     pulse, _ = group.watched()
     group.listener.close()

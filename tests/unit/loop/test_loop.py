@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.context import PausedError
+from raysgd.context import PausedError, Preemption
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from tests.unit.recorder import Recorder, Streaming, Unsized
@@ -890,6 +890,17 @@ def test_a_pause_that_is_asked_for_as_a_segment_begins_is_no_empty_loader(loop_o
     train(loop, call=1, **goal)
     steps = goal.get("until_step", 10)
     assert operator.trained == (EPOCH * 2)[: steps * 8]
+
+
+def test_an_operator_is_told_when_workers_are_going_to_be_taken_away(start):
+    trainer, operator = start()
+    worker = trainer._controller.members[0].worker
+    assert operator.preemption is None
+    for deadline, seen in ((12.5, 12.5), (None, math.inf)):
+        worker.announce(Preemption(deadline=deadline, ranks_by_node={"a": [1]}))
+        assert operator.preemption == seen
+    worker.announce(None)
+    assert operator.preemption is None
 
 
 def test_a_pause_does_not_step_schedulers_of_epochs(start):
