@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -137,6 +138,9 @@ class Slot:
         labels: what the labels of its node have to be.
     """
 
+    label_selector: Mapping[str, str] | None = None
+    """What a worker's own request says of labels: nothing, as that of the bundle has said it."""
+
     def __init__(
         self, group: PlacementGroup, index: int, labels: Mapping[str, str] | None = None
     ) -> None:
@@ -176,13 +180,15 @@ class OpenSlot:
 
     Args:
         bundle: what the worker needs.
+        labels: what the labels of its node have to be.
     """
 
     strategy = "SPREAD"
     last_node_id: str | None = None
     """Ray's id of the node of the worker that has left it."""
 
-    def __init__(self, bundle: Mapping[str, float]) -> None:
+    def __init__(self, bundle: Mapping[str, float], labels: Mapping[str, str]) -> None:
+        self.labels = self.label_selector = dict(labels)
         self._bundle = bundle
 
     @property
@@ -192,8 +198,24 @@ class OpenSlot:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the cluster has so much to spare."""
-        return workers_that_fit(ray.available_resources(), self._bundle) > 0
+        """Whether a node has so much to spare."""
+        free = available_resources_per_node()
+        return any(
+            workers_that_fit(free.get(node["NodeID"], {}), self._bundle)
+            for node in ray.nodes()
+            if node["Alive"] and _are_as_asked(node["Labels"], self.labels)
+        )
+
+
+def _are_as_asked(labels: Mapping[str, str], asked: Mapping[str, str]) -> bool:
+    """Whether labels of a node are those of a selector, in Ray's words: ``!in(a, b)``."""
+
+    def is_one(label: str | None, wanted: str) -> bool:
+        name = wanted.removeprefix("!")
+        given = name[3:-1].split(",") if name.startswith("in(") else [name]
+        return (label in [each.strip() for each in given]) != wanted.startswith("!")
+
+    return all(is_one(labels.get(key), wanted) for key, wanted in asked.items())
 
 
 class _Owner:
@@ -275,22 +297,30 @@ class Reservation:
         ]
         self._waiting_since: dict[PlacementGroup, float] = {}
         """Since when Ray has looked for room in place of nodes that were lost."""
-        self._is_blocked = False
-        """Whether Ray serves no requests, since it looks for several places at once."""
+        self._blocked: list[Slot] | None = None
+        """What is vacant while Ray serves no requests, since it looks for several places at once;
+        None while it serves them."""
         self._is_released = False
         _reservations.add(self)
 
-    def request_slot(self, bundle: Mapping[str, float]) -> Slot | OpenSlot | None:
-        """Request room for one more worker; None where the room is the caller's."""
+    def request_slot(
+        self, bundle: Mapping[str, float], instead_of: Collection[Any] = ()
+    ) -> Slot | OpenSlot | None:
+        """Request room for one more worker; None where the room is the caller's.
+
+        Args:
+            bundle: what it needs.
+            instead_of: slots that stay here, and in place of which more are requested.
+        """
         if not self._owned:
             return None
-        if self._is_blocked:
-            self.slots.append(OpenSlot(bundle))
-            return self.slots[-1]
-        vacant = list(self._labels)
-        for labels in [slot.labels for slot in self.slots if isinstance(slot, Slot)]:
+        vacant, instead = list(self._labels), [*instead_of, *(self._blocked or ())]
+        for labels in [slot.labels for slot in self.slots if slot not in instead]:
             if labels in vacant:
                 vacant.remove(labels)
+        if self._blocked is not None:
+            self.slots.append(OpenSlot(bundle, vacant[0] if vacant else {}))
+            return self.slots[-1]
         group = _requested(self._owners[0], [bundle], "SPREAD", vacant[:1])
         self.groups.append(group)
         if self._is_released:  # by another thread meanwhile
@@ -336,9 +366,11 @@ class Reservation:
             self.slots = [slot for slot in self.slots if getattr(slot, "group", None) != group]
             self.groups.remove(group)
             remove_placement_group(group)
-        self._is_blocked = bool(settled) and not self._labels
-        pending = [slot for slot in self.slots if isinstance(slot, Slot) and slot not in taken]
-        return sum(not slot.is_ready for slot in pending) if self._is_blocked else 0
+        self._blocked = None
+        if settled:
+            pending = [slot for slot in self.slots if isinstance(slot, Slot) and slot not in taken]
+            self._blocked = [slot for slot in pending if not slot.is_ready]
+        return len(self._blocked or ())
 
     def include(self, other: Reservation) -> None:
         """Take over the room of another reservation."""

@@ -213,7 +213,11 @@ class WorkerGroup:
             member = self.spares.take(slot.node_id) if self.spares else None
         if member is None:
             member = self._new_actor(
-                slot.strategy, options.num_cpus, options.num_gpus, dict(options.resources)
+                slot.strategy,
+                options.num_cpus,
+                options.num_gpus,
+                dict(options.resources),
+                slot.label_selector,
             )
         self._slots[member] = slot
         return member
@@ -229,12 +233,14 @@ class WorkerGroup:
         num_cpus: float = 0,
         num_gpus: float = 0,
         resources: dict[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> Member:
         actor_class = _actor_class().options(
             scheduling_strategy=strategy,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             resources=resources or None,
+            label_selector=dict(labels or {}) or None,
         )
         return ActorMember(actor_class.remote(catches_sigterm=True), self._channels, self.pulses)
 
@@ -276,7 +282,9 @@ class WorkerGroup:
                 self.doubted = nowhere
             wanted += len(self.doubted)
             while request and len(reservation.slots) < wanted:
-                slot = reservation.request_slot(self.options.bundle)
+                leaving = [self._slots.get(member) for member in self.leaving()]
+                instead_of = [*going, *leaving, *self.doubted]
+                slot = reservation.request_slot(self.options.bundle, instead_of)
                 if slot is None:
                     break
                 if len(reservation.slots) > usual:

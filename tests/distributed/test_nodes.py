@@ -132,15 +132,18 @@ while not (ready := [slot.is_ready for slot in group.vacant_slots()]).count(True
 print(json.dumps(sorted(ready)), flush=True)
 group.shutdown()
 
-# the same where a worker is in the third place, which cannot be given back
-node = cluster.add_node(num_cpus=0, resources={"place": 2})
-group = WorkerGroup(GroupOptions(num_workers=3, num_cpus=0, resources={"place": 1}))
+# the same where a worker is in the third place, which cannot be given back, by labels of nodes
+labelled = {"num_cpus": 0, "labels": {"zone": "a"}}
+node = cluster.add_node(**labelled, resources={"place": 2})
+zones = [{"zone": "!a"}, {"zone": "a"}, {"zone": "a"}]
+options = {"num_cpus": 0, "resources": {"place": 1}, "label_selectors": zones}
+group = WorkerGroup(GroupOptions(num_workers=3, **options))
 group.reserve(60)
 last, = [slot for slot in group.vacant_slots() if slot.node_id != node.node_id]
 group.members = [group.new_member(last)]
 print(json.dumps([bool(group.members[0].control("info").result(60).node_ip)]), flush=True)
 cluster.remove_node(node)
-cluster.add_node(num_cpus=0, resources={"place": 1})
+cluster.add_node(**labelled, resources={"place": 1})
 end = time.monotonic() + 30
 while not (ready := [slot for slot in group.vacant_slots() if slot.is_ready]):
     if time.monotonic() > end:

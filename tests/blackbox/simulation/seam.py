@@ -190,7 +190,7 @@ class Reservation:
     def drop_lost(self, taken):
         return 0
 
-    def request_slot(self, bundle):
+    def request_slot(self, bundle, instead_of=()):
         self.slots.append(Slot(self._world, len(self.slots)))
         return self.slots[-1]
 

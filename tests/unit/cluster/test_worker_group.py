@@ -72,7 +72,7 @@ def test_an_inline_group_starts_and_ends_without_anything():
 
 
 class FakeSlot:
-    node_id = last_node_id = None
+    node_id = last_node_id = label_selector = None
 
     def __init__(self, name):
         self.strategy = name
@@ -92,9 +92,10 @@ class FakeReservation:
     def drop_lost(self, taken):
         return 0
 
-    def request_slot(self, bundle):
+    def request_slot(self, bundle, instead_of=()):
         if not self.owned:
             return None
+        self.instead_of = instead_of
         self.slots.append(FakeSlot(len(self.slots)))
         return self.slots[-1]
 
@@ -231,6 +232,7 @@ def test_room_on_a_node_that_is_to_go_is_no_room_and_other_is_requested(start):
     slot = group.slot_of(member)
     group.drains.drain_node(member.node_id, None)
     assert [slot.strategy for slot in group.vacant_slots()] == [2]  # before the worker leaves
+    assert group._reservation.instead_of == [slot]
     group.discard(member)
     assert slot not in group.vacant_slots()
     assert len(group.vacant_slots()) == 1
