@@ -413,7 +413,7 @@ class Controller:
 
     def _poll(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
         """Do what there is to do while a call is under way."""
-        if self._group.is_cut_off:
+        if self._group.is_cut_off():
             return  # from all workers, which wait as well
         progress = self.ask_progress()
         if call.on_wait is not None:
@@ -807,7 +807,7 @@ class Controller:
         deadline = self._clock.monotonic() + _SILENCE_S
         while True:
             self._clock.wait(asked.values(), _TICK_S)
-            if self._group.is_cut_off:
+            if self._group.is_cut_off():
                 deadline = self._clock.monotonic() + _SILENCE_S
             # answers are lost with Ray's connection to a worker, after 20 s without a link
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
@@ -1182,7 +1182,7 @@ class Controller:
             attempt.settle(1.0)
             self._check_open()
             now = self._clock.monotonic()
-            if self._group.is_cut_off:  # all workers are silent
+            if self._group.is_cut_off():  # all workers are silent
                 heartbeats = Heartbeats(_SILENCE_S)
                 continue
             for member in heartbeats.silent(attempt.pending, now) if listening else ():

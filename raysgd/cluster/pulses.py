@@ -161,11 +161,16 @@ class HostPulse:
 
     def _cause(self) -> str:
         silence_s = self.silence_s or 0.0
-        since = datetime.fromtimestamp(time.time() - silence_s).strftime("%H:%M:%S")
         return (
             f"its host {self._info.node_ip} is unreachable: the driver has heard nothing of it "
-            f"since {since}, for {silence_s:.1f} s (unreachable_s={self._terms.unreachable_s:g})"
+            f"since {_time_before(silence_s)}, for {silence_s:.1f} s "
+            f"(unreachable_s={self._terms.unreachable_s:g})"
         )
+
+
+def _time_before(seconds: float) -> str:
+    """Return the time of day so many seconds ago."""
+    return datetime.fromtimestamp(time.time() - seconds).strftime("%H:%M:%S")
 
 
 async def _answers_now(connection: socket.socket) -> bool:
@@ -223,6 +228,16 @@ class Pulses:
             return HostPulse(info, lose, self)
         except (OSError, RuntimeError):
             return None
+
+    def say_cut_off(self, hosts: Sequence[str], silence_s: float) -> None:
+        """Log that nothing was heard of any host, for so long, and what follows."""
+        logger.warning(
+            "The driver has heard nothing of any worker's host (%s) since %s: its own is cut off, "
+            "most likely. They wait for each other for up to %g s (driver_grace_s).",
+            ", ".join(dict.fromkeys(hosts)),
+            _time_before(silence_s),
+            self.terms.driver_grace_s,
+        )
 
     def note(self, told: Future[Any]) -> None:
         """Take note of whether a worker could be told of its pulse, and connect."""

@@ -89,6 +89,8 @@ class WorkerGroup:
         self._channels = Channels()
         self.pulses: Pulses | None = None
         """Of the workers that start from now on; None: Ray alone tells when a host is lost."""
+        self._silent_since: float | None = None
+        """Since when no worker's host is there, as the log has said."""
         self._ending = threading.RLock()
         self._is_wanted = True
 
@@ -119,11 +121,23 @@ class WorkerGroup:
             lambda: [member.pulse for member in self.members or self._slots],
         )
 
-    @property
     def is_cut_off(self) -> bool:
-        """Whether no worker's host is there any more: it is the driver's that is cut off."""
+        """Whether no worker's host is there any more: it is the driver's that is cut off.
+
+        The log says so as it begins and as it ends.
+        """
         pulses = [member.pulse for member in self.members]
-        return bool(pulses) and all(p is not None and p.is_silent for p in pulses)
+        is_cut_off = bool(pulses) and all(p is not None and p.is_silent for p in pulses)
+        if is_cut_off and self._silent_since is None:
+            silence_s = min(p.silence_s or 0.0 for p in pulses if p is not None)
+            self._silent_since = self.clock.time() - silence_s
+            assert self.pulses is not None
+            self.pulses.say_cut_off([m.info.node_ip for m in self.members], silence_s)
+        elif self._silent_since is not None and any(p and p.is_heard for p in pulses):
+            silence_s = self.clock.time() - self._silent_since
+            logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
+            self._silent_since = None
+        return is_cut_off
 
     def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.

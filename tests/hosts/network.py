@@ -1,8 +1,8 @@
 """Hosts on this machine: network namespaces on a switch, whose cables can be pulled.
 
 The first has the driver, and is in a network of its own. Each of the others has a card that leads
-to that one, a card that leads to the others, one that leads nowhere, and processes of its own; all
-share the files. It takes root, and `ip` of iproute2. Nothing outside of the namespaces is changed.
+to that one, a card that leads to the others, one that leads nowhere, a name that is 127.0.0.1 to it,
+and processes of its own; all share the files. It takes root, and `ip` of iproute2. Nothing outside of the namespaces is changed.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from tests.conftest import wait_until
 
 PORT = 6380
 START_S, START_TRIES = 60.0, 3
+NAMED = 'echo $0 > /proc/sys/kernel/hostname && mount --bind $1 /etc/hosts && shift && exec "$@"'
 _numbers = iter(range(100))
 
 
@@ -28,8 +29,8 @@ def why_not():
     """Return why there can be no such hosts here; None where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "network namespaces need iproute2"
+    if None in (shutil.which("ip"), shutil.which("unshare")):
+        return "network namespaces need iproute2 and util-linux"
     name = f"rs{os.getpid()}try"
     tried = _ip("netns", "add", name, check=False)
     _ip("netns", "del", name, check=False)
@@ -48,9 +49,10 @@ class Hosts:
 
     Args:
         cpus: how many CPUs Ray finds on each of them.
+        keeps_tables: whether Ray's head keeps its tables in files, and may start again.
     """
 
-    def __init__(self, cpus):
+    def __init__(self, cpus, keeps_tables=False):
         self.cpus = cpus
         self._name = f"rs{os.getpid()}n{next(_numbers)}"
         self._switch = f"{self._name}sw"
@@ -63,6 +65,9 @@ class Hosts:
             "PYTHONPATH": os.getcwd(),
             "OMP_NUM_THREADS": "1",
         }
+        if keeps_tables:
+            (tables := self.folder / "tables").mkdir()
+            self.environment |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tables)}
 
     def address(self, host):
         """By which Ray knows it."""
@@ -133,12 +138,12 @@ class Hosts:
 
     def spawn(self, host, command, **options):
         """Start a process on a host."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace(host), *command],
-            env=self.environment,
-            start_new_session=True,
-            **options,
-        )
+        named = self.folder / f"hosts{host}"
+        named.write_text(f"127.0.0.1 localhost host{host}\n")
+        inside = ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts"]
+        inside += ["sh", "-c", NAMED, f"host{host}", str(named)]
+        options = {"env": self.environment, "start_new_session": True, **options}
+        return subprocess.Popen([*inside, *command], **options)
 
     def processes(self, host, name=""):
         """The processes on a host whose name begins with this."""
@@ -178,6 +183,14 @@ class Hosts:
         command += ["--reason=DRAIN_NODE_REASON_PREEMPTION"]
         command += [f"--deadline-remaining-seconds={deadline_s}"]
         assert self.spawn(0, command).wait(180) == 0
+
+    def restart_head(self):
+        """Kill Ray's head, and start it again."""
+        (head,) = self.processes(0, "gcs_server")
+        command, environment = head.cmdline(), head.environ()
+        head.kill()
+        wait_until(lambda: not self.processes(0, "gcs_server"))
+        self.spawn(0, command, env=environment)
 
     def power_off(self, host):
         self.cut(host)

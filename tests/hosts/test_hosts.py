@@ -217,6 +217,22 @@ def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
     assert IN_SOAK or run.pause(began) < 5.0  # what is lost is sent again after up to twice that
 
 
+@pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on four hosts")
+def test_rays_head_dies_and_starts_again_with_its_tables_and_nobody_is_lost():
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Hosts([0, 1, 1, 2], keeps_tables=True) as hosts, contextlib.closing(Run(hosts)) as run:
+        run.train()
+        began = time.time()
+        hosts.restart_head()
+        time.sleep(90)  # Ray's nodes try for a minute
+        assert run.pause(began) < 3.0
+        killed = time.time()
+        send([run.alone()[1]], signal.SIGKILL)
+        run.await_size(NUM_WORKERS, run.await_size(NUM_WORKERS - 1, killed))
+        assert kinds(run.end()) == ["lost", "resumed", "grown"]
+
+
 def test_of_two_that_do_not_reach_each_other_one_is_given_up(run):
     parted = time.time()
     run.hosts.part([1, 2])
@@ -276,31 +292,23 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
 
 
 def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
-    """One is sent SIGTERM, and a node is drained, with room elsewhere; then there is none."""
+    """A node is drained, with room elsewhere; then one is sent SIGTERM, and there is none."""
     began = time.time()
-    terminate(run)
-    moved = run.await_size(NUM_WORKERS, time.time())
     drained = min(run.alone())  # it has one CPU, as many as are left
     run.hosts.drain(drained, 30)
     wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
     moved = run.await_size(NUM_WORKERS, time.time())
-    terminate(run)
-    run.await_size(NUM_WORKERS - 1, moved)
-    events = run.end()
-    assert kinds(events) == [*["draining", "moved"] * 2, "draining", "resumed", "grown"]
-    causes = [cause for kind, cause in events if kind == "draining"]
-    sent = "its process was sent SIGTERM"
-    assert causes == [sent, "Ray drains its node", sent]
-    assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
-    assert run.redone(began) == 0
-    assert run.hosts.address(drained) not in run.call("workers")
-
-
-def terminate(run):
-    """Send SIGTERM to a worker, and wait for its end."""
     worker = next(iter(run.alone().values()))
     worker.send_signal(signal.SIGTERM)
     wait_until(lambda: not worker.is_running(), 30)
+    run.await_size(NUM_WORKERS - 1, moved)
+    events = run.end()
+    assert kinds(events) == ["draining", "moved", "draining", "resumed", "grown"]
+    causes = [cause for kind, cause in events if kind == "draining"]
+    assert causes == ["Ray drains its node", "its process was sent SIGTERM"]
+    assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
+    assert run.redone(began) == 0
+    assert run.hosts.address(drained) not in run.call("workers")
 
 
 def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):
@@ -314,6 +322,9 @@ def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
     assert "lost" not in kinds(run.end())
+    said = run.log.read_text()
+    assert re.search(r"nothing of any worker's host \(10\.123.*\) since \d\d:.* is cut off", said)
+    assert "The driver hears of workers' hosts again, after" in said
     assert not [moment for moment, *_ in run.steps(cut) if cut + 3.5 < moment < healed]
     before = run.workers
     run.train()
