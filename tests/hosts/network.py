@@ -1,8 +1,9 @@
 """Hosts on this machine: network namespaces on a switch, whose cables can be pulled.
 
 The first has the driver, and is in a network of its own. Each of the others has a card that leads
-to that one, a card that leads to the others, one that leads nowhere, a name that is 127.0.0.1 to it,
-and processes of its own; all share the files. It takes root, and `ip` of iproute2. Nothing outside of the namespaces is changed.
+to that one, a card that leads to the others, one that leads nowhere, a name that is 127.0.0.1 to
+it, and processes of its own; all share the files. It takes root, `ip` of iproute2, and `unshare` of
+util-linux. Nothing outside of the namespaces is changed.
 """
 
 import contextlib
