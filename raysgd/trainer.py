@@ -654,6 +654,9 @@ class OperatorTrainer:
         """
         self._check_open()
         target = checkpoint.check_writable(path)
+        return self._write_weights(target)
+
+    def _write_weights(self, target: str) -> str:
         return checkpoint.save_model(self._saved_weights(), target)
 
     def _saved_weights(self) -> Any:

@@ -97,9 +97,6 @@ def lightning_worker(rank, name, num_steps, pipe):
     """Train with a LightningModule; the epochs of its fit wait for the word to begin."""
     import lightning
 
-    for logger in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
-
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -114,6 +111,17 @@ def lightning_worker(rank, name, num_steps, pipe):
 
         def configure_optimizers(self):
             return make_optimizer(self.model)
+
+    loader = DataLoader(make_data(name, num_steps), batch_size=BATCH_SIZE, shuffle=True)
+    fit_on_demand(Module(), loader, pipe, "ddp")
+
+
+def fit_on_demand(module, loader, pipe, strategy):
+    """Let a trainer of Lightning's wait before each epoch until it is told to go on."""
+    import lightning
+
+    for logger in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
 
     class OnDemand(lightning.Callback):
         def on_train_start(self, trainer, module):
@@ -130,7 +138,7 @@ def lightning_worker(rank, name, num_steps, pipe):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=NUM_WORKERS,
-        strategy="ddp",
+        strategy=strategy,
         max_epochs=-1,
         callbacks=[OnDemand()],
         logger=False,
@@ -138,9 +146,8 @@ def lightning_worker(rank, name, num_steps, pipe):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(make_data(name, num_steps), batch_size=BATCH_SIZE, shuffle=True)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        trainer.fit(Module(), loader)
+        trainer.fit(module, loader)
 
 
 class Processes:

@@ -5,13 +5,15 @@
 
 All sides have two workers with one thread each, stay alive for the whole run, and take their
 epochs in turn, so that the load of the machine is the same for all. Their losses have to agree.
-*by hand* is torch's ``fully_shard`` in the loop that its tutorial has; *full* and *optimizer* are
+*by hand* is torch's ``fully_shard`` in the loop that its tutorial has, *Lightning* the same by its
+``ModelParallelStrategy`` (left out where Lightning is not installed); *full* and *optimizer* are
 ``register(sharding=...)`` of raysgd, with no copy of a share and with one; *DDP* is raysgd's too.
 raysgd takes a snapshot after each epoch, which the loop by hand does not: ``--steps`` says how long
 an epoch is, and ``--no-snapshots`` leaves them out. (Accelerate 1.15 leaves models on CPUs whole.)
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -21,7 +23,7 @@ from pathlib import Path
 import ray
 import torch
 import torch.distributed as dist
-from _peers import Processes
+from _peers import Processes, fit_on_demand
 from _workloads import NUM_WORKERS, in_turn, machine, spread
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -130,6 +132,37 @@ def by_hand(rank, floats, num_steps, pipe):
     dist.destroy_process_group()
 
 
+def by_lightning(rank, floats, num_steps, pipe):
+    """Train as the page of Lightning on FSDP2 does."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_gpt(floats)
+
+        def configure_model(self):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+        def training_step(self, batch, index):
+            tokens, target = batch
+            loss = loss_of(self.model(tokens), target)
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return make_adamw(self.model)
+
+    loader = DataLoader(make_texts(num_steps), batch_size=BATCH_SIZE, shuffle=True)
+    strategy = ModelParallelStrategy(data_parallel_size=NUM_WORKERS, tensor_parallel_size=1)
+    fit_on_demand(Module(), loader, pipe, strategy)
+
+
 class Language(TrainingOperator):
     def setup(self, config):
         torch.set_num_threads(1)
@@ -170,6 +203,7 @@ def divided(sharding, copies):
 
 SIDES = {
     "FSDP2 by hand": lambda floats, num_steps: Processes(by_hand, floats, num_steps),
+    "Lightning": lambda floats, num_steps: Processes(by_lightning, floats, num_steps),
     "full": lambda floats, num_steps: Raysgd(floats, num_steps, **divided("full", 0)),
     "full, a copy": lambda floats, num_steps: Raysgd(floats, num_steps, **divided("full", 1)),
     "optimizer": lambda floats, num_steps: Raysgd(floats, num_steps, **divided("optimizer", 0)),
@@ -216,6 +250,8 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="a small model, two runs")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
+    if "Lightning" in args.sides and importlib.util.find_spec("lightning") is None:
+        args.sides.remove("Lightning")
     if args.smoke_test:
         args.runs, args.steps, args.floats = 2, 2, 50_000
     if args.no_snapshots:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
+from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.trees import map_leaves
@@ -48,8 +49,8 @@ class CheckpointCallback(Callback):
         sharded: whether each worker writes its rows of models that are divided
             (``register(sharding="full")``), as ``trainer.save(folder, sharded=True)`` does. A
             checkpoint is a folder then, and is always written before training goes on. None: where
-            models are divided and `folder` is a path; False: states that the driver puts together,
-            which need its memory and no file system that all workers share.
+            models are divided, and `folder` is a path on a file system that the workers share;
+            elsewhere, and with False, the driver puts whole states together in its memory.
         on_exception: whether to save, also in mid-epoch, when an exception or Ctrl-C ends training,
             unless too few workers are left. A state with NaN in it is not saved then.
 
@@ -251,23 +252,21 @@ class CheckpointCallback(Callback):
         Or None if it has NaN in it, and `unless_nan`.
         """
         by_itself = self._sharded is None
-        if not (trainer._in_rows and store.is_local if by_itself else self._sharded):
-            state = trainer.state_dict(copy=False)
-            yield None if unless_nan and _has_nan((state["models"], state["optimizers"])) else state
-        elif unless_nan and any(trainer.apply_all_operators(_rows_have_nan)):
-            yield None
-        else:
+        if trainer._in_rows and store.is_local if by_itself else self._sharded:
+            if unless_nan and any(trainer.apply_all_operators(_rows_have_nan)):
+                yield None
+                return
             with contextlib.ExitStack() as writing:
                 try:
-                    state = writing.enter_context(trainer._sharded_state(store.tensors_folder))
-                except CheckpointError as error:
-                    if by_itself:
-                        error.add_note(
-                            "CheckpointCallback(sharded=False) has the driver write whole states, "
-                            "if they fit in its memory."
-                        )
-                    raise
-                yield state
+                    yield writing.enter_context(trainer._sharded_state(store.tensors_folder))
+                    return
+                except UnsharedFolderError as error:
+                    if not by_itself:
+                        raise
+                    self._sharded = False
+                    logger.warning("%s The driver saves whole states instead.", error)
+        state = trainer.state_dict(copy=False)
+        yield None if unless_nan and _has_nan((state["models"], state["optimizers"])) else state
 
 
 def _check_divided(operator: Any) -> None:

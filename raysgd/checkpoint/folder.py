@@ -23,6 +23,7 @@ from raysgd.files import TEMPORARY_NAME, sync_folder, temporary_name
 __all__ = [
     "FILE",
     "STATE",
+    "UnsharedFolderError",
     "checked_tensors",
     "hash_of",
     "new_tensors",
@@ -37,6 +38,10 @@ _TENSORS = re.compile(r"tensors-[0-9a-f]{8}")
 FILE = "model-00001-of-00001.safetensors"
 """The name that torch gives a single file of tensors."""
 _CHUNK = 1 << 20
+
+
+class UnsharedFolderError(CheckpointError):
+    """Workers are on hosts that have different folders of one name."""
 
 
 def writable_folder(place: Location) -> Path:

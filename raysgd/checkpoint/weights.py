@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from raysgd.checkpoint.location import locate
@@ -12,7 +15,7 @@ from raysgd.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["save_model"]
+__all__ = ["save_model", "save_rows"]
 
 
 def save_model(
@@ -50,6 +53,54 @@ def save_model(
         file.write(content)
 
     return target.write(fill)
+
+
+def save_rows(
+    written: Path,
+    rest: Mapping[str, torch.Tensor],
+    other_names: Mapping[str, str],
+    path: str | os.PathLike[str],
+) -> str:
+    """Write weights as `save_model` does, most of which are in a file and need not fit in memory.
+
+    Args:
+        written: a ``.safetensors`` file.
+        rest: what else there is.
+        other_names: names that tensors have besides, and those that they have there.
+        path: where to.
+
+    Returns:
+        The absolute path, or the URL.
+
+    Raises:
+        CheckpointError: if it cannot be written there.
+    """
+    from safetensors.torch import save
+
+    def fill(file: IO[bytes]) -> None:
+        with written.open("rb") as source:
+            start, header = _header(source.read(8), source.read)
+            size = written.stat().st_size - start
+            small = save({name: value.contiguous() for name, value in rest.items()})
+            first, more = _header(small[:8], lambda length: small[8 : 8 + length])
+            for entry in more.values():
+                entry["data_offsets"] = [size + offset for offset in entry["data_offsets"]]
+            told = {"__metadata__": {"format": "pt", **other_names}, **header, **more}
+            text = json.dumps(told).encode()
+            text += b" " * (-len(text) % 8)  # as safetensors aligns what follows
+            file.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.write(small[first:])
+
+    return locate(path).write(fill)
+
+
+def _header(length: bytes, read: Callable[[int], bytes]) -> tuple[int, dict[str, Any]]:
+    """Return where the tensors of a ``.safetensors`` file begin, and what it says of them."""
+    size = int.from_bytes(length, "little")
+    header = json.loads(read(size))
+    header.pop("__metadata__", None)
+    return 8 + size, header
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> bytes:

@@ -231,6 +231,23 @@ class FullyDivided(DividedOptimizer):
             )
         return found
 
+    def prefixes(self, count: int) -> list[str]:
+        """Return what the names of the first models' parameters begin with in a file of weights."""
+        return [""] if count == 1 else [f"{index}." for index in range(count)]
+
+    def weights(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the rows of the first models by name, and the other names of tied parameters."""
+        first_names: dict[int, str] = {}
+        other_names: dict[str, str] = {}
+        for prefix, names in zip(self.prefixes(count), self.models.names, strict=False):
+            for name, which in names.items():
+                kept = first_names.setdefault(which, prefix + name)
+                if kept != prefix + name:
+                    other_names[prefix + name] = kept
+        models = self.models
+        rows = {name: models.rows_as(n, models.local(n)) for n, name in first_names.items()}
+        return rows, other_names
+
     def tensors(self) -> dict[str, Any]:
         """Return this worker's rows of models and of the optimizer's state, by their names."""
         (_, blocks), *_ = self._shares()

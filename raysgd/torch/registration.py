@@ -49,7 +49,7 @@ from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.precision.native import NativeAmp
-from raysgd.torch.sharded_files import named_tensors, write
+from raysgd.torch.sharded_files import hash_in, named_tensors, write
 from raysgd.torch.sharding import DividedOptimizer, is_divided
 from raysgd.torch.state import (
     copied,
@@ -814,13 +814,35 @@ class TorchRegistration(Registration):
                 "Leave sharded out."
             )
         if self._full is None:
-            return write(named_tensors(state), folder)
+            write(named_tensors(state), folder)
+            return hash_in(folder)
         for each in state.pop("shares")[0]:
             number, start, stop, _, _, values = each
             rest = {n: v for n, v in values.items() if not is_divided(v, stop - start)}
             if "optimizers" in state:
                 state["optimizers"][0]["state"].setdefault(number, rest)
-        return write(self._full.tensors(), folder)
+        write(self._full.tensors(), folder)
+        return hash_in(folder)
+
+    def write_weights(self, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Write the parameters of the models that were given, which are divided, to a file.
+
+        Returns:
+            What else the models' states have, and for names of parameters that are not in the file
+            those that the same ones have there.
+        """
+        assert self._full is not None
+        count = len(self.given_models)
+        rows, other_names = self._full.weights(count)
+        write(rows, folder)
+        rest = {
+            f"{prefix}{name}": value
+            for prefix, held in zip(
+                self._full.prefixes(count), self._full.undivided()[:count], strict=True
+            )
+            for name, value in held.state_dict().items()
+        }
+        return rest, other_names
 
     def held_state(self) -> list[Any]:
         return [divided.held() for divided in self._divided]

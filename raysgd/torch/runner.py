@@ -96,6 +96,16 @@ class TorchRunner(OperatorRunner):
         found = self._registration.write_tensors(state, folder)
         return (state, found) if self._registration.context.world_rank == 0 else None
 
+    def save_weights(self, *, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
+        """Write the parameters of divided models into a file, each worker its part.
+
+        Returns:
+            On rank 0 what else the models' states have, and other names of parameters.
+        """
+        rest, other_names = self._registration.write_weights(folder)
+        is_first = self._registration.context.world_rank == 0
+        return (self._registration.to_cpu(rest), other_names) if is_first else None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # a snapshot has what each worker held
         given = with_tensors(whole(state), copy=not self._registration.divided)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.checkpoint.folder import FILE, hash_of
+from raysgd.checkpoint.folder import FILE, UnsharedFolderError, hash_of
 from raysgd.errors import CheckpointError
 from raysgd.files import sync_folder
 
-__all__ = ["named_tensors", "with_tensors", "write"]
+__all__ = ["hash_in", "named_tensors", "with_tensors", "write"]
 
 
-def write(tensors: Mapping[str, Any], folder: str) -> str:
-    """Write tensors, or rows of `DTensor`, and return the hash of the file. All ranks must call it.
+def write(tensors: Mapping[str, Any], folder: str) -> None:
+    """Write tensors, or rows of `DTensor`, into one file. All ranks must call it.
 
     Args:
         tensors: by their names in the file.
@@ -47,14 +47,23 @@ def write(tensors: Mapping[str, Any], folder: str) -> str:
             from safetensors.torch import save_file
 
             save_file(dict(tensors), path / FILE)
-        if not is_first:
-            return ""
-        shutil.rmtree(path / "sharded", ignore_errors=True)
-        with (path / FILE).open("rb") as file:
-            os.fsync(file.fileno())
-            found = hash_of(file)
-        sync_folder(path)
-        return found
+        if is_first:
+            shutil.rmtree(path / "sharded", ignore_errors=True)
+            with (path / FILE).open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(path)
+
+
+def hash_in(folder: str) -> str:
+    """Return the hash of the file that was written into a folder; on other ranks than 0, nothing.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return ""
+    with _told(folder), (Path(folder) / FILE).open("rb") as file:
+        return hash_of(file)
 
 
 def _check_shared(path: Path) -> None:
@@ -63,7 +72,10 @@ def _check_shared(path: Path) -> None:
     seen = [False] * dist.get_world_size()
     dist.all_gather_object(seen, path.is_dir())
     if not all(seen):
-        raise FileNotFoundError("some workers have another folder of that name")
+        raise UnsharedFolderError(
+            f"Cannot save to {path}: some workers have another folder of that name. All workers "
+            "have to reach it: on several nodes it must be on a file system that they share."
+        )
 
 
 def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:

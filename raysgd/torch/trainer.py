@@ -17,8 +17,15 @@ import torch
 from raysgd import checkpoint
 from raysgd.arguments import suggests
 from raysgd.callbacks.base import Callback
-from raysgd.checkpoint.folder import FILE, new_tensors, writable_folder, write_folder
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.folder import (
+    FILE,
+    UnsharedFolderError,
+    new_tensors,
+    writable_folder,
+    write_folder,
+)
+from raysgd.checkpoint.location import LocalFile, locate
+from raysgd.checkpoint.weights import save_rows
 from raysgd.cluster.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
@@ -232,6 +239,19 @@ class TorchTrainer(OperatorTrainer):
 
         with new_tensors(folder) as tensors:
             yield self._with_own(written)
+
+    def _write_weights(self, target: str) -> str:
+        if not self._in_rows or not isinstance(locate(target), LocalFile):
+            return super()._write_weights(target)
+        try:
+            with new_tensors(Path(target).parent) as folder:
+                arguments: dict[str, Any] = {"folder": str(folder)}
+                call = Call(method="save_weights", arguments=arguments, max_losses=3, any_size=True)
+                rest, other_names = self._call(call)[0]
+                return save_rows(folder / FILE, rest, other_names, target)
+        except UnsharedFolderError as error:
+            logger.warning("%s The driver writes the whole models instead.", error)
+            return super()._write_weights(target)
 
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100

@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import CheckpointCallback
 from raysgd.checkpoint import CheckpointStore, read_file, read_manifest, write_file
+from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.errors import CallbackError, CheckpointError
+from raysgd.torch.runner import TorchRunner
 
 
 class Divided(TrainingOperator):
@@ -164,6 +166,31 @@ def test_an_exception_saves_a_folder_unless_there_is_nan_in_it(make, tmp_path, c
             trainer.fit(2, callbacks=[saving(folder, on_exception=True)])
         assert names_in(folder) == found
     assert "NaN" in caplog.text
+
+
+@pytest.fixture
+def unshared(monkeypatch):
+    """Whether the workers have another folder each, as on several nodes."""
+
+    def refuse(*_, **__):
+        raise UnsharedFolderError("Some have another.")
+
+    monkeypatch.setattr(TorchTrainer, "_in_rows", True)
+    monkeypatch.setattr(TorchRunner, "save_tensors", refuse)
+    monkeypatch.setattr(TorchRunner, "save_weights", refuse)
+
+
+def test_where_workers_share_no_folder_the_driver_writes_the_whole(
+    trainer, tmp_path, unshared, caplog
+):
+    trainer.fit(2, callbacks=[saving(tmp_path, sharded=None)])
+    assert names_in(tmp_path) == [name_at(2) + ".ckpt", name_at(4) + ".ckpt", "latest"]
+    assert caplog.text.count("The driver saves whole states") == 1
+    trainer.save_model(tmp_path / "model.safetensors")
+    assert "The driver writes the whole models" in caplog.text
+    with pytest.raises(CallbackError, match="Some have another"):
+        trainer.fit(3, callbacks=[saving(tmp_path)])
+    assert len(names_in(tmp_path)) == 4
 
 
 def test_a_state_that_was_read_from_a_folder_is_in_no_other_file(trainer, tmp_path):

@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd.backends import create_backend
 from raysgd.checkpoint.folder import FILE
+from raysgd.checkpoint.weights import save_rows
 from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
 from raysgd.torch.full import FullyDivided
@@ -66,6 +68,8 @@ class Round:
     """Whether models are made without content, which they get as they are divided."""
     offload: bool = False
     """Whether rows are where torch has them that are not on a GPU."""
+    saved: bool = False
+    """Whether a state and weights go through files in the end, into which all write their rows."""
     alone: bool = False
     """Whether each process sets up alone at the start."""
 
@@ -280,7 +284,7 @@ class Player:
                 runner = self.runner = make_runner(given, self.at, divides=True)
                 break
             if not any(told.values()) and (goal == NUM_STEPS):
-                return self.result()
+                return self.result(given)
             if not any(told.values()):
                 members, absent = sorted(members + absent), []
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
@@ -295,7 +299,7 @@ class Player:
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)
         self.gather("left", members, "")
-        return self.result()
+        return self.result(given)
 
     def hand_over(self, goes, members):
         """Do what the driver does when a worker leaves that had been announced."""
@@ -406,7 +410,7 @@ class Player:
         self.store.set(f"{key}/{self.process}", json.dumps(value))
         return {p: json.loads(self.store.get(f"{key}/{p}")) for p in members}
 
-    def result(self):
+    def result(self, given):
         """Return the state, which is the same when all have loaded it and divided it anew."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
@@ -416,8 +420,8 @@ class Player:
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
-        if self.runner._registration.sharding == "full":
-            self.runner.load_state_dict(self.through_a_folder())
+        if given.saved:
+            self.runner.load_state_dict(self.through_a_folder(state))
             check_equal(self.joined(self.runner.state_dict()), state)
         # the numbers of batches differ between workers
         losses = self.runner.validate(call=-1)
@@ -432,8 +436,8 @@ class Player:
         assert len(list(self.runner.operator.validation_loader)) > 1
         return state
 
-    def through_a_folder(self):
-        """Return the state as it is read from a folder into which all write their rows."""
+    def through_a_folder(self, state):
+        """Return the state as it is read from a folder, and compare the weights from one."""
         told = [tempfile.mkdtemp() if self.context.world_rank == 0 else ""]
         dist.broadcast_object_list(told, 0)
         folder = Path(told[0])
@@ -442,7 +446,14 @@ class Player:
         rest, checksum = told[0]
         held = with_tensors({**rest, "tensors": {"path": str(folder / FILE)}}, copy=True)
         dist.barrier()
+        weights = self.runner.save_weights(folder=str(folder / "weights"))
         if self.context.world_rank == 0:
+            path = save_rows(folder / "weights" / FILE, *weights, folder / "whole")
+            with safe_open(path, "pt") as file:
+                names, other = file.keys(), file.metadata()
+                found = {name: file.get_tensor(name) for name in names}
+            assert other == {"format": "pt", "head.weight": "embedding.weight"}
+            check_equal({**found, "head.weight": found["embedding.weight"]}, state["models"][0])
             assert checksum == hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
             shutil.rmtree(folder)
         return held

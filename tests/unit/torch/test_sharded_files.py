@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from raysgd.errors import CheckpointError
+from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.torch.sharded_files import write
 
 
 def test_a_folder_that_each_worker_has_for_itself_is_refused(process_group, tmp_path, monkeypatch):
     """Rank 0 would put together a state without the rows of the others."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)  # who made it on another host
-    with pytest.raises(CheckpointError, match=r"some workers have another folder of that name\."):
+    with pytest.raises(
+        UnsharedFolderError, match=r"some workers have another folder of that name\."
+    ):
         write({"models.0.weight": torch.ones(2)}, str(tmp_path / "tensors-0123abcd"))
