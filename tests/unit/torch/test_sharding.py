@@ -431,6 +431,27 @@ def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(pro
     assert [set(vars(module)) for module in model.modules()] == names
 
 
+def test_workers_that_evaluate_different_blocks_are_told_so(process_group, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    models = ShardedModels([model], None, None, None, CPU)
+    models.shard()
+    told = []
+
+    def reduce(held, op):  # with another rank, which is at the first block
+        told.append(held.tolist())
+        held.copy_(torch.maximum(held, torch.tensor([0, 0])))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="the same blocks in the same order on every worker"),
+        models.on_demand(),
+    ):
+        model[1](torch.ones(2, 4))  # it is the second of those that are gathered by themselves
+    assert told == [[1, -1]]
+    assert of_blocks_there(model) == [False, False, False]
+
+
 def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
     model[1].inner.weight = model[0].weight
