@@ -255,10 +255,14 @@ class FullyDivided(DividedOptimizer):
         for piece in (piece for block in blocks for piece in block.pieces):
             pieces[piece.which].append(piece)
         found: dict[str, Any] = {}
+        seen: set[int] = set()
         for index, names in enumerate(self.models.names):
             for name, which in names.items():
-                if which in pieces:  # of those that are tied the file wants one each
-                    own = self.models.local(which).clone()
+                if which in pieces:
+                    own = self.models.local(which)
+                    if which in seen:  # of those that are tied the file wants one each
+                        own = own.clone()
+                    seen.add(which)
                     found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
         for which, of_it in pieces.items():
             of_it.sort(key=lambda piece: piece.start)
@@ -266,7 +270,7 @@ class FullyDivided(DividedOptimizer):
             for name, value in held[0].items():
                 if not is_divided(value, of_it[0].stop - of_it[0].start):
                     continue
-                rows = torch.cat([each[name] for each in held])
+                rows = value if len(held) == 1 else torch.cat([each[name] for each in held])
                 key = f"optimizers.0.{self._numbers[which]}.{name}"
                 found[key] = self.models.rows_as(which, rows)
         return found

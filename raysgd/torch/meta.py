@@ -15,7 +15,7 @@ Init = Callable[[torch.nn.Module], Any]
 
 def on_meta(model: torch.nn.Module) -> bool:
     """Whether a model, or a part of it, has no content."""
-    return any(parameter.is_meta for parameter in model.parameters())
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def moved(
@@ -106,7 +106,7 @@ def made(
         device: where buffers are to be.
 
     Raises:
-        ValueError: if it leaves a parameter out.
+        ValueError: if it leaves a parameter or a buffer out.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     places = Counter(p for module in modules for p in _own(module._parameters).values())
@@ -119,33 +119,46 @@ def made(
         for name, parameter in own.items():
             content = contents[name]
             if content is None:
-                empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
-                content = torch.nn.Parameter(empty, parameter.requires_grad)
+                content = torch.nn.Parameter(_unfilled(parameter), parameter.requires_grad)
             if places[parameter] > 1:
                 shared[parameter] = content
             module._parameters[name] = contents[name] = content
-        for name, buffer in buffers.items():
-            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        unfilled = {name: _unfilled(buffer) for name, buffer in buffers.items()}
+        module._buffers.update(unfilled)
         try:
             with torch.no_grad():
                 init(module)
         finally:
             filled = {name: module._parameters[name] for name in own}
             module._parameters.update(own)
-        for name in buffers:
-            module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+        for name, empty in unfilled.items():
+            found = module._buffers[name]
+            is_untouched = found is empty and not found._version and not found.any()
+            if found is None or is_untouched or torch.isnan(found).any():
+                raise _no_content(module, name)
+            module._buffers[name] = found.to(device)
         for name, parameter in own.items():
             content = filled[name]
             assert content is not None
             if torch.isnan(content).any():
-                raise ValueError(
-                    f"{type(module).__name__}.{name} has no content, or NaN, after the function "
-                    "that fills what a module has itself (init_fn, or reset_parameters)."
-                )
+                raise _no_content(module, name)
             if places[parameter] == 1:
                 yield parameter, content.detach()
     for parameter, content in shared.items():
         yield parameter, content.detach()
+
+
+def _unfilled(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU that shows, if it can, that nobody has filled it."""
+    can_show = like.is_floating_point() or like.is_complex()
+    return torch.full(like.shape, torch.nan if can_show else 0, dtype=like.dtype)
+
+
+def _no_content(module: torch.nn.Module, name: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__}.{name} has no content, or NaN, after the function that fills "
+        "what a module has itself (init_fn, or reset_parameters)."
+    )
 
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:

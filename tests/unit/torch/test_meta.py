@@ -1,5 +1,6 @@
 """Models on the meta device."""
 
+import pytest
 import torch
 
 from raysgd.torch.meta import checked_init, make_whole, moved, on_meta
@@ -46,3 +47,51 @@ def test_whole_parameters_are_there_for_one_module_at_a_time():
 
     make_whole([empty], fill, CPU)
     assert there == [[n == m for m in range(3)] for n in range(3)]
+
+
+class Position(torch.nn.Module):
+    """Has what it computes as it is made, and a parameter of integers."""
+
+    def __init__(self, **values):
+        super().__init__()
+        for name, value in values.items():
+            self.register_buffer(name, value, persistent=False)
+        self.table = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+
+def fill_table(module):
+    module.table.copy_(torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("steps", [1]), ("scales", [1.0]), ("mask", [True])],
+)
+def test_a_buffer_that_nobody_fills_is_refused(name, value):
+    """Its content is lost on the meta device, and zeros would be another one."""
+    with torch.device("meta"):
+        empty = Position(**{name: torch.tensor(value)})
+    with pytest.raises(ValueError, match=rf"Position\.{name} has no content"):
+        make_whole([empty], fill_table, CPU)
+
+    def fill(module):
+        fill_table(module)
+        setattr(module, name, torch.tensor(value))
+
+    def fill_in_place(module):
+        fill_table(module)
+        getattr(module, name).zero_()
+
+    for each, expected in ((fill, value), (fill_in_place, [0])):
+        with torch.device("meta"):
+            made = Position(**{name: torch.tensor(value)})
+        make_whole([made], each, CPU)
+        assert getattr(made, name).tolist() == expected
+        assert made.table.tolist() == [0, 1]
+
+
+def test_a_model_whose_buffers_alone_have_no_content_is_on_meta():
+    with torch.device("meta"):
+        found = Position(steps=torch.ones(1))
+    found.table = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert on_meta(found)
