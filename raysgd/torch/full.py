@@ -150,16 +150,17 @@ class FullyDivided(DividedOptimizer):
 
     # ---- what this worker holds
 
-    def expect_values(self) -> None:
-        """Let parameters without content be on the device, where optimizers load their state."""
-        for parameter in self._parameters:
-            if parameter.is_meta:
-                room = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-                whole = torch.nn.Parameter(room, parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, whole)
+    def take_values(
+        self, states: Sequence[Mapping[str, Any]], of_optimizer: Mapping[str, Any]
+    ) -> None:
+        """Divide what whole states of the models and of the optimizer have.
 
-    def take_values(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Divide what whole states of the models have, and the state of the optimizer."""
+        No more than rows of them come to the device.
+
+        Args:
+            states: of the models.
+            of_optimizer: one that fits the optimizer's groups.
+        """
         values: list[Any] = [None] * len(self._parameters)
         for names, state in zip(self.models.names, states, strict=False):
             for name, which in names.items():
@@ -167,7 +168,27 @@ class FullyDivided(DividedOptimizer):
         held = [p if v is None else v for p, v in zip(self._parameters, values, strict=True)]
         self._values = [value.detach() for value in held]
         self._lacks_content = False
+        numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        given: dict[Any, Any] = {
+            parameter: dict(of_optimizer["state"][number])
+            for parameter, number in zip(everything, numbers, strict=True)
+            if number in of_optimizer["state"]
+        }
+        state = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
+        self.optimizer.__setstate__(state)  # as it loads one, where it changes those of older files
         self.take_state()
+
+    def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name == "step":  # on the CPU, but for kernels that count by themselves
+            groups = self.optimizer.param_groups
+            (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
+            counts = group.get("fused") or group.get("capturable")
+            return value.to(self._device, torch.float32) if counts else value
+        dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+        return value.to(self._device, dtype)
 
     def take_state(self) -> None:
         """Do so, and put it in its place."""

@@ -895,11 +895,13 @@ class TorchRegistration(Registration):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over models, optimizers and schedulers, and the scaler where both sides have one."""
-        if self._full is not None:
-            self._full.expect_values()
-        self._load(state)
-        if self._full is not None:
-            self._full.take_values(self._saved("models", self._unwrapped, state))
+        if self._full is None:
+            self._load(state)
+        else:
+            (of_optimizer,) = state["optimizers"]
+            self._load({**state, "optimizers": [{**of_optimizer, "state": {}}]})
+            models = self._saved("models", self._unwrapped, state)
+            self._full.take_values(models, of_optimizer)
             return
         for divided in self._divided:
             divided.take_state()

@@ -417,7 +417,7 @@ class DividedOptimizer:
             for index, first, end in self._cuts(start, stop):
                 parameter = self._parameters[index]
                 state = {
-                    name: _cut(value, parameter, first, end)
+                    name: self._taken(name, _cut(value, parameter, first, end), parameter)
                     for name, value in whole.get(parameter, {}).items()
                     if parameter in updated
                 }
@@ -426,6 +426,10 @@ class DividedOptimizer:
             self._add(self._state, self._blocks, start, stop, self._version, contents)
         self._token = self._token[0], self._token[1] + 1
         self.settled, self.lacks_state = True, False
+
+    def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+        """Return a value of the state, for elements of a parameter, as the optimizer needs it."""
+        return value
 
     def begin_together(self) -> None:
         """Agree with those that have set up together. Every rank must call it."""
