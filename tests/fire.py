@@ -8,11 +8,16 @@ import psutil
 
 
 class Fire(threading.Thread):
-    """Kills one every 0.4 to 2.2 s, whether it trains or comes up; a seed says when and which."""
+    """Kills one every 0.4 to 2.2 s, whether it trains or comes up; a seed says when and which.
+
+    It ends by itself once `enough` says so.
+    """
+
+    enough = staticmethod(lambda: False)
 
     def __init__(self, seed, pauses_s=(0.4, 2.2)):
         super().__init__(daemon=True)
-        self._pauses_s = pauses_s
+        self.pauses_s = pauses_s
         self._draw = random.Random(seed)
         self._over = threading.Event()
         self.num_kills = 0
@@ -26,10 +31,11 @@ class Fire(threading.Thread):
 
     def end(self):
         self._over.set()
-        self.join()
+        if self.is_alive():
+            self.join()
 
     def run(self):
-        while not self._over.wait(self._draw.uniform(*self._pauses_s)):
+        while not (self._over.wait(self._draw.uniform(*self.pauses_s)) or self.enough()):
             if found := _workers():
                 self._draw.choice(found).send_signal(signal.SIGKILL)
                 self.num_kills += 1
