@@ -119,6 +119,11 @@ class Run:
         wait_until(lambda: any(num == size for _, num, _ in self.steps(since)), 60)
         return next(moment for moment, num, _ in self.steps(since) if num == size)
 
+    def await_epochs(self, number):
+        """Wait for so many epochs' steps."""
+        began, num_samples = time.time(), number * NUM_SAMPLES
+        wait_until(lambda: 4 * len(self.steps(began)) > num_samples, 60)
+
     def redone(self, since):
         """How many steps since then had been done already when others went on."""
         ahead, most = 0, 0
@@ -208,7 +213,8 @@ def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
         run.hosts.heal(2)
         healed = time.time()
         run.await_size(NUM_WORKERS, healed)
-        time.sleep(max(0.0, healed + 1.0 - time.time()))
+        time.sleep(max(0.0, healed + 1.0 - time.time()) * IN_SOAK)
+    run.await_epochs(2)  # at the end of each the driver is asked
     stopped.send_signal(signal.SIGSTOP)
     time.sleep(60 if IN_SOAK else 3)
     stopped.send_signal(signal.SIGCONT)
