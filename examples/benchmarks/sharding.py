@@ -1,7 +1,10 @@
-"""Time what dividing an optimizer costs and saves: epochs, memory, and the step after a loss.
+"""Time what dividing costs and saves: epochs, memory, and the step after a loss.
 
     python examples/benchmarks/sharding.py
+    python examples/benchmarks/sharding.py --sharding full --epochs-alone
     python examples/benchmarks/sharding.py --num-workers 4 --runs 9 --json sharding.json
+
+The optimizer is divided, or with ``--sharding full`` the model as well.
 
 - *epoch*: of resnet by AdamW, with no copy of a share and with one, beside one that is not divided.
   The trainers take turns.
@@ -37,11 +40,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
 
-SIDES = {
-    "not divided": {},
-    "no copy": {"sharding": "optimizer", "sharding_args": {"copies": 0}},
-    "one copy": {"sharding": "optimizer", "sharding_args": {"copies": 1}},
-}
+SIDES = {"not divided": None, "no copy": 0, "one copy": 1}
+"""How many copies of a share there are."""
 NUM_LAYERS = 8
 
 
@@ -62,7 +62,7 @@ class Timed(TrainingOperator):
             models=model,
             optimizers=getattr(torch.optim, config["optimizer"])(model.parameters(), lr=1e-4),
             criterion=torch.nn.MSELoss(),
-            **SIDES[config["side"]],
+            **config["register"],
         )
         # resnet has the batches of two workers, which those there are share
         size = BATCH_SIZE * NUM_WORKERS // self.world_size if floats is None else 2
@@ -75,10 +75,17 @@ class Timed(TrainingOperator):
         return metrics
 
 
+class Made:
+    sharding = "optimizer"
+
+
 def make_trainer(side, floats, num_workers, optimizer="AdamW"):
+    copies = SIDES[side]
+    divided = {"sharding": Made.sharding, "sharding_args": {"copies": copies}}
+    register = {} if copies is None else divided
     return TorchTrainer(
         training_operator_cls=Timed,
-        config={"side": side, "floats": floats, "optimizer": optimizer},
+        config={"register": register, "floats": floats, "optimizer": optimizer},
         num_workers=num_workers,
         elastic=ElasticConfig(grow=False, snapshot_every=None),
     )
@@ -153,13 +160,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--sharding", choices=["optimizer", "full"], default="optimizer")
+    parser.add_argument("--epochs-alone", action="store_true")
     parser.add_argument("--smoke-test", action="store_true", help="one run of small models")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
+    Made.sharding = args.sharding
     runs = 1 if args.smoke_test else args.runs
     large, middle = (10_000, 10_000) if args.smoke_test else (25_000_000, 10_000_000)
     ray.init("local", num_cpus=3 * args.num_workers, include_dashboard=False)
     epoch, copy = epochs(args.num_workers, runs)
+    for side, ratio in epoch.items() if args.epochs_alone else ():
+        print(f"{side:12} epoch {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
+    if args.epochs_alone:
+        spent = f"{copy['median']:.2f} ({copy['min']:.2f} to {copy['max']:.2f})"
+        print(f"an epoch with one copy takes {spent} of one without")
+        return
     most, state = memory(args.num_workers, large)
     result = {
         "machine": machine(),

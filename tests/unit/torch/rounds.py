@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Round:
     copies: int | None = None
     register: dict[str, Any] = field(default_factory=dict)
     leaves: list[tuple[int, int, str]] = field(default_factory=list)
-    """Process, step and moment."""
+    """Process, step and moment; in the validation that follows it is no step."""
     moves: int | None = None
     """Who leaves between two steps, having handed over what it holds."""
     joins_at: int | None = None
@@ -157,7 +158,9 @@ class Divided(TrainingOperator):
         return {"train_loss": loss.detach(), "num_samples": len(tokens)}
 
     def validate_batch(self, batch, batch_info):
-        return {"val_loss": self.all_models[0](batch[0]).sum(), "num_samples": len(batch[0])}
+        loss = self.all_models[0](batch[0]).sum()
+        self.at("validate")
+        return {"val_loss": loss, "num_samples": len(batch[0])}
 
     def state_dict(self):
         return {"num_updates": self.num_updates}
@@ -270,7 +273,7 @@ class Player:
         while True:
             goal = NUM_STEPS if given.joins_at is None or not absent else given.joins_at
             goes = given.moves is not None and not self.step
-            left = self.train(call, MOVE_AT if goes else goal)
+            left = self.attempt(partial(self.train, call, MOVE_AT if goes else goal))
             if goes:
                 left = self.hand_over(given.moves, members)
             told = self.gather("left", members, left)
@@ -284,7 +287,7 @@ class Player:
                 runner = self.runner = make_runner(given, self.at, divides=True)
                 break
             if not any(told.values()) and (goal == NUM_STEPS):
-                return self.result(given)
+                return self.result(given, members)
             if not any(told.values()):
                 members, absent = sorted(members + absent), []
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
@@ -299,7 +302,7 @@ class Player:
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)
         self.gather("left", members, "")
-        return self.result(given)
+        return self.result(given, members)
 
     def hand_over(self, goes, members):
         """Do what the driver does when a worker leaves that had been announced."""
@@ -338,10 +341,13 @@ class Player:
             raise RuntimeError("gloo/ on purpose")
 
     def train(self, call, goal):
-        """Train; return what was in the way."""
+        self.runner.train(call=call, until_step=goal)
+
+    def attempt(self, function):
+        """Call a function; return what was in the way."""
         result = ""
         try:
-            self.runner.train(call=call, until_step=goal)
+            function()
             return result
         except LeftError:
             result = "left"
@@ -410,7 +416,22 @@ class Player:
         self.store.set(f"{key}/{self.process}", json.dumps(value))
         return {p: json.loads(self.store.get(f"{key}/{p}")) for p in members}
 
-    def result(self, given):
+    def validate(self, members):
+        """Validate, also after losses; return what those that are left have found."""
+        found = []
+        while not found:
+            left = self.attempt(lambda: found.append(self.runner.validate(call=-1)))
+            told = self.gather("validated", members, left)
+            if left == "left":
+                self.runner.teardown()
+                return None
+            members = [process for process, has_left in told.items() if has_left != "left"]
+            if any(told.values()):
+                found.clear()
+                self.rejoin(members, is_new=False)
+        return found[0]
+
+    def result(self, given, members):
         """Return the state, which is the same when all have loaded it and divided it anew."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
@@ -424,7 +445,8 @@ class Player:
             self.runner.load_state_dict(self.through_a_folder(state))
             check_equal(self.joined(self.runner.state_dict()), state)
         # the numbers of batches differ between workers
-        losses = self.runner.validate(call=-1)
+        if (losses := self.validate(members)) is None:
+            return None
         models = self.runner.models()
         if self.context.world_rank == 0:
             assert models[0](torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
@@ -433,6 +455,7 @@ class Player:
                 model["count"] = saved["count"]  # which counts forward passes
             check_equal(held, state["models"])
         assert losses["num_samples"] > 0
+        assert (self.process, None, "validate") not in self.leaves
         assert len(list(self.runner.operator.validation_loader)) > 1
         return state
 

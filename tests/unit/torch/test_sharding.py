@@ -152,7 +152,12 @@ CHOSEN += [
 CHOSEN += [
     # who joins gets content from the others; nobody has any where all set up alone
     Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8, saved=True),
-    Round(sharding="full", offload=True, leaves=[(1, 3, "update")], saved=True),
+    Round(
+        sharding="full",
+        offload=True,
+        leaves=[(1, 3, "update"), (2, None, "validate")],
+        saved=True,
+    ),
     Round(sharding="full", from_meta=True, alone=True),
 ]
 
