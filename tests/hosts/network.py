@@ -56,6 +56,7 @@ class Hosts:
     def __init__(self, cpus, keeps_tables=False):
         self.cpus = cpus
         self._name = f"rs{os.getpid()}n{next(_numbers)}"
+        self._heads = []
         self._switch = f"{self._name}sw"
         self.folder = Path(tempfile.mkdtemp(prefix="hosts"))
         self.environment = {
@@ -191,7 +192,7 @@ class Hosts:
         command, environment = head.cmdline(), head.environ()
         head.kill()
         wait_until(lambda: not self.processes(0, "gcs_server"))
-        self.spawn(0, command, env=environment)
+        self._heads.append(self.spawn(0, command, env=environment))
 
     def power_off(self, host):
         self.cut(host)
@@ -209,6 +210,8 @@ class Hosts:
     def close(self):
         for host in range(len(self.cpus)):
             self._kill_all(host)
+        for head in self._heads:
+            head.wait()
         for name in [*map(self.namespace, range(len(self.cpus))), self._switch]:
             _ip("netns", "del", name, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
