@@ -309,8 +309,8 @@ class Loop:
         Until then it is open whether the loop takes batches in parts.
         """
         in_parts = self._registration.in_parts
-        source.keep_parts(self._registration.keeps_parts)
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
+            source.keep_parts(offset, self._registration.known_sizes)
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
         for batch in self._batches:  # noqa: UP028  "yield from" would end it with this one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -322,9 +322,15 @@ class Registration(ABC):
         return False
 
     @property
-    def keeps_parts(self) -> bool:
-        """Whether parts of batches are to have the sizes that they have in the full group."""
-        return False
+    def known_sizes(self) -> Collection[int] | None:
+        """Sizes of parts of batches that are new to no worker; None: sizes do not matter.
+
+        Where they matter, a group of any size has the parts of the full one.
+        """
+        return None
+
+    def take_known_sizes(self, known: Collection[int] | None) -> None:  # noqa: B027
+        """Take over what another worker has as `known_sizes`."""
 
     @property
     def num_skipped(self) -> int:

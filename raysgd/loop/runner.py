@@ -87,6 +87,7 @@ class OperatorRunner(ABC):
         if rank != leader:
             self._check_data(state["fingerprint"])
             registration.set_batch_size(state["batching"])
+            registration.take_known_sizes(state["known_sizes"])
             registration.parts.why_not = registration.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
         follows = rank != leader and (registration.replicated or registration.global_step == 0)
@@ -464,6 +465,7 @@ class OperatorRunner(ABC):
             "call": self._running.call_state(),
             "fingerprint": registration.fingerprint(),
             "batching": registration.batching(),
+            "known_sizes": registration.known_sizes,
             "indivisible": registration.parts.why_not,
         }
 

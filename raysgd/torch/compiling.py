@@ -26,6 +26,10 @@ _REGIONAL = "regional"
 _MOST_CALLS = 16
 """How many kinds of calls are remembered of a model; torch compiles fewer for one function."""
 
+_MOST_STATIC = 8
+"""How often one function is compiled for a single size beyond what torch allows: batches have parts
+of four sizes at the most, and of several blocks only the first has input without gradients."""
+
 
 @dataclass(frozen=True)
 class SeenCall:
@@ -116,11 +120,19 @@ class CompiledModel:
         self._model = model
         self.dynamic = bool(arguments.get("dynamic"))
         """Whether it is compiled for all sizes at once."""
-        self.seen: dict[SeenCall, list[bool]] = {}
-        """The kinds of calls so far, oldest first, and which modules were in train mode."""
+        self.is_static = False
+        """Whether a new size is compiled by itself, and not as one that varies.
+
+        What torch compiles for any size is slower, and once it is there torch prefers it.
+        """
+        self.seen: dict[SeenCall, tuple[list[bool], bool]] = {}
+        """Kinds of calls so far, oldest first: which modules were in train mode; `is_static`."""
         self.is_compiling = False
         """Whether the newest call was the first of its kind."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            limit = torch._dynamo.config.recompile_limit + _MOST_STATIC
+            options.setdefault("recompile_limit", limit)
         blocks = list(repeated_blocks(model)) if arguments.get(_REGIONAL, False) else [model]
         if not blocks:
             raise ValueError(
@@ -134,7 +146,10 @@ class CompiledModel:
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         self._note(arguments, keywords)
-        return self._run(*arguments, **keywords)
+        if not self.is_static:
+            return self._run(*arguments, **keywords)
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            return self._run(*arguments, **keywords)
 
     def _note(self, arguments: Any, keywords: Any) -> None:
         self.is_compiling, packed = False, io.BytesIO()
@@ -153,10 +168,13 @@ class CompiledModel:
         )
         if call not in self.seen and len(self.seen) < _MOST_CALLS:
             self.is_compiling = True
-            self.seen[call] = [module.training for module in self._model.modules()]
+            modes = [module.training for module in self._model.modules()]
+            self.seen[call] = modes, self.is_static
 
     def repeat(
-        self, calls: Sequence[tuple[SeenCall, Sequence[bool]]], wrapped: torch.nn.Module
+        self,
+        calls: Sequence[tuple[SeenCall, tuple[Sequence[bool], bool]]],
+        wrapped: torch.nn.Module,
     ) -> None:
         """Make calls that another worker has seen, forward and backward, with zeros.
 
@@ -164,7 +182,7 @@ class CompiledModel:
             calls: of the same model there, as in `seen`.
             wrapped: the model in its wrapper, if it has one: it takes no part in any exchange.
         """
-        for call, modes in calls:
+        for call, (modes, self.is_static) in calls:
             arguments, keywords = _Maker(io.BytesIO(call.arguments)).load()
             for module, training in zip(self._model.modules(), modes, strict=True):
                 module.training = training
@@ -184,7 +202,7 @@ class CompiledModel:
                 # not by backward(), which wrappers would take for that of a step
                 ones = [torch.ones_like(each) for each in found]
                 torch.autograd.grad(found, parameters, ones, allow_unused=True)
-        self.is_compiling = False
+        self.is_compiling = self.is_static = False
 
 
 def _device_type(model: torch.nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,7 @@ class TorchRegistration(Registration):
         self.averages: Averages | None = None
         """Averages of the models, where a callback has asked for them."""
         self._compiled: list[CompiledModel] = []
+        self._sizes: set[int] = set()
         self._awaits_compilers = False
         self.evaluation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
@@ -432,6 +433,8 @@ class TorchRegistration(Registration):
         if place.is_part:
             self._watch_schedulers(place)
         super().begin_batch(place)
+        for compiled in self._compiled:
+            compiled.is_static = bool(place.tried)
         self.optimization.begin_batch(self.models, place)
 
     def note_schedule(self) -> None:
@@ -498,6 +501,7 @@ class TorchRegistration(Registration):
             self._awaits_compilers = False
             collectives.bound(self.settings.options.timeout_s)
         self.global_step += num_batches
+        self._sizes.update(self.place.tried)
         self.split = self.split.eased(self.global_step, self.epoch)
         self._buffers.remember_step()
         if self.averages is not None:
@@ -686,9 +690,14 @@ class TorchRegistration(Registration):
         return any(compiled.is_compiling for compiled in self._compiled)
 
     @property
-    def keeps_parts(self) -> bool:
-        """Whether parts of batches are to have the sizes that are compiled."""
-        return any(not compiled.dynamic for compiled in self._compiled)
+    def known_sizes(self) -> Collection[int] | None:
+        """Sizes of parts that the models are compiled for; None where that makes no difference."""
+        if all(compiled.dynamic for compiled in self._compiled):
+            return None
+        return self._sizes.union(range(self._smallest_part))
+
+    def take_known_sizes(self, known: Collection[int] | None) -> None:
+        self._sizes = set(known or ())
 
     def _await_compilers(self) -> None:
         """Let nobody give up a collective of the group's first step while others compile for it."""

@@ -270,6 +270,25 @@ def test_calls_of_any_kind_are_repeated_as_they_were(call):
     assert [len(GRAPHS), len(backward)] == num_seen
 
 
+def test_sizes_that_are_tried_are_compiled_by_themselves_here_and_ahead():
+    seen = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        GRAPHS.clear()
+        model = Block()
+        compiled = CompiledModel(model, {"backend": count})
+        if seen:
+            compiled.repeat(pickle.loads(pickle.dumps(seen)), model)
+        compiled.is_static = True
+        for size in (5, 4):
+            model(torch.ones(size, 8))
+        compiled.is_static = False
+        assert len(GRAPHS) == 2
+        seen = list(compiled.seen.items())
+        model(torch.ones(3, 8))
+        assert len(GRAPHS) == 3, "the second was compiled for any size"
+
+
 def test_nobody_is_taken_for_compiling_who_has_many_shapes():
     model = make_model()
     compiled = CompiledModel(model, {"backend": count, "dynamic": True})
@@ -314,7 +333,8 @@ class Growing(Compiled):
 
 def test_what_is_left_eager_is_told_once_with_its_reason(caplog):
     torch._dynamo.utils.counters.clear()
-    config = {"make": Peeking, "compile": {"backend": count, "dynamic": False}, "batch_size": 4}
+    given = {"backend": count, "dynamic": False, "recompile_limit": 2}
+    config = {"make": Peeking, "compile": given, "batch_size": 4}
     with TorchTrainer(training_operator_cls=Growing, config=config, use_local=True) as trainer:
         trainer.train()
         trainer.train()
