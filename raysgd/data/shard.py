@@ -192,24 +192,26 @@ class Place:
     weight: float = 1
     """What a part counts for in its batch; 0 for samples of it that are given a second time."""
 
-    def parts(self, number: int, rows: int, planned: int) -> Sequence[Place]:
+    def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[Place]:
         """Return the places of the parts into which a batch is split, `number` of them.
 
         Args:
             number: of parts.
             rows: the first dimension of the batch, which its parts share.
             planned: the most parts of any batch of the group.
+            repeats: how many more follow, which count for nothing.
         """
         sizes = [high - low for low, high in (even_part(rows, number, i) for i in range(number))]
         weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
+        weights += [0.0] * repeats
         whole = 1.0 if self.size is None else self.size
         return [
             replace(
                 self,
                 position=self.position + index,
                 planned=self.planned * planned,
-                is_last=self.is_last and index == number - 1,
-                ends_step=self.ends_step and index == number - 1,
+                is_last=self.is_last and index == len(weights) - 1,
+                ends_step=self.ends_step and index == len(weights) - 1,
                 is_part=True,
                 size=whole * weight,
                 total=self.planned if self.size is None else self.total,

@@ -178,6 +178,7 @@ class Loop:
         """
         registration = self._registration
         registration.check_averaged()
+        registration.check_whole()
         registration.measure_norms(logged is not None)
         if self._call != call:
             self._begin(call)
@@ -277,8 +278,8 @@ class Loop:
         if segment.epoch_is_over or (limit is None and not segment.paused):
             registration.offset = 0
             registration.epoch += 1
-            registration.end_epoch()
             self._batches = None
+            registration.end_epoch()
 
     def _new_segment(self, source: Source, limit: int | None) -> Segment:
         registration = self._registration

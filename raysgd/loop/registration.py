@@ -373,6 +373,9 @@ class Registration(ABC):
         """Whether training goes on without what there was no memory for, as an error says."""
         return False
 
+    def check_whole(self) -> None:  # noqa: B027
+        """Raise what has left an update half made, if no other worker has made it since."""
+
     def raise_split(self, factor: int) -> None:  # noqa: B027
         """Train batches in more parts. Every rank must do so at the same step."""
 

@@ -175,10 +175,12 @@ class Segment:
             Batches to train again: those of a group that the loop left before its end.
         """
         lost = self._give_up() if self._in_flight and not self._place.is_last else []
-        if self._in_flight:
-            self._commit()
-        self._note_offset()
-        self._registration.end_segment()
+        try:
+            if self._in_flight:
+                self._commit()
+        finally:
+            self._note_offset()
+            self._registration.end_segment()
         return lost
 
     def fail(self) -> list[Any]:

@@ -13,6 +13,9 @@ from raysgd.torch.state import saved_name
 
 __all__ = ["Averages", "averages_problem"]
 
+_SWAPPED_AT_ONCE = 2**20
+"""Elements; a row may have more."""
+
 
 class Averages:
     """The average of each parameter of some models, on its device; as torch's AveragedModel has it.
@@ -33,6 +36,7 @@ class Averages:
         self._models = models
         self.change(decay, start_epoch)
         self._count = 0
+        self._num_added = 0
         self._averages = [
             {saved_name(name): p.detach().clone() for name, p in model.named_parameters()}
             for model in models
@@ -55,14 +59,20 @@ class Averages:
 
     @torch.no_grad()
     def _add(self) -> None:
+        """Add the models; where that has failed half-way, what was left of it."""
         pairs = list(self._pairs())
         own, given = [average for _, average in pairs], [p.detach() for p, _ in pairs]
-        if self._count == 0:
-            for average, parameter in zip(own, given, strict=True):
-                average.copy_(parameter)
-        else:
-            self._update(own, given, self._count)
-        self._count += 1
+        # on a CPU one by one, as torch does; a GPU does all, or nothing
+        at_once = 1 if any(each.device.type == "cpu" for each in own) else max(1, len(own))
+        for start in range(self._num_added, len(own), at_once):
+            averages, parameters = own[start : start + at_once], given[start : start + at_once]
+            if self._count == 0:
+                for average, parameter in zip(averages, parameters, strict=True):
+                    average.copy_(parameter)
+            else:
+                self._update(averages, parameters, self._count)
+            self._num_added = start + at_once
+        self._count, self._num_added = self._count + 1, 0
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         seen: set[int] = set()  # models may share some
@@ -78,18 +88,32 @@ class Averages:
         if not self._count:
             yield
             return
-        self._swap()
+        room = self._room()
+        self._swap(room)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(room)
+
+    def _room(self) -> dict[Any, torch.Tensor]:
+        """Return memory to swap by, of each kind, so that nothing else is asked for midway."""
+        sizes: dict[Any, int] = {}
+        for parameter, _ in self._pairs():
+            for rows in _in_rows(parameter):
+                sizes[_kind(rows)] = max(rows.numel(), sizes.get(_kind(rows), 0))
+        return {
+            (dtype, device): torch.empty(size, dtype=dtype, device=device)
+            for (dtype, device), size in sizes.items()
+        }
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self, room: Mapping[Any, torch.Tensor]) -> None:
         for parameter, average in self._pairs():
-            held = parameter.detach().clone()
-            parameter.copy_(average)
-            average.copy_(held)
+            for rows, other in zip(_in_rows(parameter), _in_rows(average), strict=True):
+                held = room[_kind(rows)][: rows.numel()].view(rows.shape)
+                held.copy_(rows)
+                rows.copy_(other)
+                other.copy_(held)
 
     # ---- state
 
@@ -111,6 +135,19 @@ class Averages:
             for name, average in own.items():
                 average.copy_(given[name])
         return made
+
+
+def _in_rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a tensor as some rows of it at a time."""
+    rows = tensor.detach()
+    if not rows.numel() or not rows.dim():
+        return [rows]
+    at_once = max(1, _SWAPPED_AT_ONCE * len(rows) // rows.numel())
+    return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def averages_problem(models: Sequence[torch.nn.Module], state: Any) -> str:

@@ -443,8 +443,8 @@ class TorchRegistration(Registration):
 
     def end_epoch(self) -> None:
         """Average, and say what nobody has stepped: optimizers in an epoch, schedulers in two."""
-        if self.averages is not None:
-            self.averages.note_epoch(self.epoch)
+        if (averages := self.averages) is not None:
+            self._finish(lambda: averages.note_epoch(self.epoch))
         self._epochs_ended += 1
         if self._epochs_ended == 1 and (idle := self.optimization.idle()):
             self.say(
@@ -503,9 +503,23 @@ class TorchRegistration(Registration):
         self.global_step += num_batches
         self._sizes.update(self.place.tried)
         self.split = self.split.eased(self.global_step, self.epoch)
+        self._finish(self._note_update)
+
+    def _note_update(self) -> None:
         self._buffers.remember_step()
         if self.averages is not None:
             self.averages.note_update()
+
+    def _finish(self, what: Callable[[], None]) -> None:
+        """Do what follows updates, which stay: once more where memory runs out, with all freed."""
+        try:
+            what()
+        except Exception as error:
+            if not self.does_without(error):
+                raise
+            free_memory()
+            what()
+            self.say("unfinished", "Memory ran out behind an update, and was freed: %r", error)
 
     def average(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or go on with what is there of the same kind."""
@@ -598,21 +612,22 @@ class TorchRegistration(Registration):
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self._batch_norms) else 2
 
     def _num_parts(self, rows: int) -> int:
-        """Return in how many parts to train a batch; a forward pass may communicate.
-
-        So they are equally many on all workers, but where batch normalization forbids that.
-        """
+        """Return in how many parts to train a batch; 1 for one of another kind."""
         factor, smallest = self.split.factor, self._smallest_part
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
         if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
             return super().split_batch(batch, place)
-        rows = _num_rows(batch)
-        if (number := self._num_parts(rows)) == 1:
+        factor, rows = self.split.factor, _num_rows(batch)
+        number = self._num_parts(rows)
+        # a forward pass may communicate, so that all workers make equally many
+        repeats = factor - number if self.context.world_size > 1 else 0
+        if number + repeats == 1:
             return super().split_batch(batch, place)
-        places = place.parts(number, rows, self.split.factor)
-        return list(zip(batch_parts(batch, number), places, strict=True))
+        parts = batch_parts(batch, number) if rows else [batch]
+        places = place.parts(number, max(rows, 1), factor, repeats)
+        return list(zip(parts + parts[-1:] * repeats, places, strict=True))
 
     def does_without(self, error: BaseException) -> bool:
         return self.settings.options.split_on_oom and ran_out_of_memory(error)
@@ -643,11 +658,13 @@ class TorchRegistration(Registration):
             return f"the batch of {rows} samples is in {min(factor, rows)} parts already"
         return ""
 
-    def raise_split(self, factor: int) -> None:
+    def check_whole(self) -> None:
         half_made, self._half_made = self._half_made, None
         if half_made is not None and half_made[0] == self.global_step:
             half_made[1].add_note(_NOT_SPLIT.format(_HALF_MADE))
             raise half_made[1]
+
+    def raise_split(self, factor: int) -> None:
         self.split = self.split.raised(factor, self.global_step)
         free_memory()
         if self._batch_norms:

@@ -69,15 +69,25 @@ def run_out(trainer, where, rank):
     step, num_events = trainer.global_step, len(trainer.events)
 
     def plan(operator):
-        operator._registration.split = Split()
+        registration = operator._registration
+        registration.split = Split()
         operator.faults = {(rank, step): where}
+        add = registration.averages._add
+        registration.averages._add = lambda: (Fault.happen("average"), add())
 
     trainer.apply_all_operators(plan)
     trainer.train(num_steps=1)
     happened = [event for event in trainer.events[num_events:] if event.kind == "split"]
-    assert [(event.ranks, event.factor) for event in happened] == [((rank,), 2)]
-    learnt = trainer.apply_all_operators(lambda operator: flat(operator.model))
+    split = [((rank,), 2)] if where != "average" else []  # its update is made, and stays
+    assert [(event.ranks, event.factor) for event in happened] == split
+    learnt = trainer.apply_all_operators(all_weights)
     assert all(torch.equal(each, learnt[0]) for each in learnt)
+
+
+def all_weights(operator):
+    assert all(rank != operator.world_rank for rank, _ in operator.faults)
+    (averages,) = operator._registration.averages.state_dict()["models"]
+    return torch.cat([flat(operator.model), *(each.flatten() for each in averages.values())])
 
 
 def react(trainer):
@@ -109,7 +119,7 @@ def go_on_with_others(saved):
             for rank in range(size, trainer.num_workers):
                 chaos.kill(trainer, rank)
             trainer.load(saved)
-            assert (trainer.num_workers, trainer.global_step) == (size, 19)
+            assert (trainer.num_workers, trainer.global_step) == (size, 21)
             train_on(trainer)
             check(trainer)
 
@@ -134,12 +144,21 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
         elastic=ElasticConfig(resize_cooldown_s=0.0),
     ) as trainer:
         assert trainer.config[BATCH_SIZE] == 14
-        faults = [chaos.Fault(rank=1, step=3), chaos.Fault(rank=0, step=21)]
+        faults = [chaos.Fault(rank=1, step=3), chaos.Fault(rank=0, step=23)]
         with chaos.Chaos(trainer, faults) as injected:
             assert trainer.train()["num_samples"] == 203
             react(trainer)
-            for rank, where in ((0, "forward"), (1, "backward"), (1, "exchange"), (0, "update")):
+            trainer.apply_all_operators(lambda o: o._registration.average(0.5, start_epoch=1))
+            trainer.train(num_steps=1)
+            for rank, where in (
+                (0, "forward"),
+                (1, "backward"),
+                (1, "exchange"),
+                (0, "update"),
+                (0, "average"),
+            ):
                 run_out(trainer, where, rank)
+            trainer.apply_all_operators(lambda o: setattr(o._registration, "averages", None))
             trainer.save(saved)
             train_on(trainer)
         assert not injected.pending

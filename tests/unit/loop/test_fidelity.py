@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import event, example, given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
 from raysgd.context import OutOfMemoryError, WorkerContext
@@ -437,6 +438,33 @@ def test_a_loss_lets_no_schedule_miss_a_metric_nor_be_told_it_twice():
         for member in workers.members:
             member.runner.update_schedulers(call=call, metric=1.0)
     assert [member.operator.plateau.last_epoch for member in workers.members] == [2, 2]
+
+
+class Mixed(Mortal):
+    """One batch of each epoch cannot be split."""
+
+    def register_data(self, *, train_loader, **others):
+        def collate(items):
+            batch = torch.utils.data.default_collate(items)
+            return [*batch, "text"] if 7 in batch[1] else batch
+
+        loader = DataLoader(
+            train_loader.dataset, batch_size=train_loader.batch_size, collate_fn=collate
+        )
+        super().register_data(train_loader=loader, **others)
+
+    def train_batch(self, batch, batch_info):
+        return super().train_batch(batch[:3], batch_info)
+
+
+def test_a_worker_whose_batch_cannot_be_split_has_as_many_parts_as_the_others():
+    config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3, "tells": True}
+    workers = Workers(2, config, 2, Mixed)
+    dying = workers.members[0].operator
+    dying.error, dying.death = MemoryError, (0, "before")
+    workers.train(12)
+    assert workers.members[1].registration.split.factor == 2
+    workers.check(*plain_run(config, 6))
 
 
 def test_scale_makes_steps_follow_the_number_of_workers():

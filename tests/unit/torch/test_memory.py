@@ -17,6 +17,7 @@ from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.loop.split import Split
 from raysgd.report import make_report
+from raysgd.torch.averages import Averages
 from raysgd.torch.memory import batch_parts, num_rows, ran_out_of_memory
 from tests.fidelity import Exact, flat, make_data
 from tests.operators import Classifier
@@ -51,6 +52,20 @@ class Scarce(Exact):
         self.sizes = []
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
+        if config.get("averages", False):
+            self.average()
+
+    def average(self):
+        self._registration.average(decay=0.5, start_epoch=1)
+        averages = self._registration.averages
+        update, last = averages._update, [*averages._averages[0].values()][-1]
+
+        def fail_midway(own, given, count):
+            if own[0] is last:
+                self.failing.fail("average")
+            update(own, given, count)
+
+        averages._update = fail_midway
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -116,14 +131,17 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
             points.append({"global_step": trainer.global_step, **metrics})
 
     results = []
-    for faults in ({}, {1: "forward", 3: "backward", 6: "update"}):
-        config = {"accumulated": accumulated, "faults": faults, "shuffle": True}
+    for faults in ({}, {1: "forward", 3: "backward", 6: "update", 9: "average"}):
+        config = {"accumulated": accumulated, "faults": faults, "shuffle": True, "averages": True}
         points = []
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
             measured = [*trainer.fit(2, log_every=2), *points]
-            results.append((measured, flat(trainer.get_model()), trainer.global_step))
+            operator = trainer.get_local_operator()
+            (averages,) = operator._registration.averages.state_dict()["models"]
+            learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
+            results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])
-            assert trainer.split == (8 if faults else 1)
+            assert operator.faults == {}
     (expected, weights, num_steps), (measured, own_weights, own_steps) = results
     torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
     assert own_steps == num_steps == 16
@@ -455,6 +473,38 @@ def test_an_update_that_fails_is_taken_back_or_the_error_raised(is_changed):
         else:
             trainer.train()
             assert splits(trainer) == [2]
+
+
+def test_an_update_that_no_worker_has_made_is_an_error_also_where_the_next_attempt_failed_early():
+    with local() as trainer:
+        trainer.train(num_steps=2)
+        trainer.get_local_operator()._registration._half_made = 2, MemoryError("midway")
+        with pytest.raises(MemoryError, match="midway") as caught:
+            trainer.train()
+        assert "in the midst of the update" in notes_of(caught.value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_their_averages_for_a_while_or_stay_as_they_are(fails, monkeypatch):
+    """Rows at a time, so that it takes no memory midway."""
+    monkeypatch.setattr("raysgd.torch.averages._SWAPPED_AT_ONCE", 20)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(3, 3).double())
+    model[0].weight = torch.nn.Parameter(torch.randn(10, 8)[::2])
+    model.scale = torch.nn.Parameter(torch.tensor(2.0))
+    averages = Averages([model], decay=0.5)
+    averages.note_update()
+    learnt = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if fails:
+        monkeypatch.setattr(torch, "empty", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError), averages.in_place():
+            raise AssertionError
+    else:
+        with averages.in_place():
+            assert all(map(torch.equal, model.parameters(), learnt))
+    assert not any(parameter.any() for parameter in model.parameters())
 
 
 # ---- batches
