@@ -665,8 +665,9 @@ class TorchRegistration(Registration):
             raise half_made[1]
 
     def raise_split(self, factor: int) -> None:
+        is_again = self.split.factor > 1 and self.split.since == self.global_step
         self.split = self.split.raised(factor, self.global_step)
-        free_memory()
+        free_memory(all_objects=is_again)
         if self._batch_norms:
             self.say(
                 "batch norm",
