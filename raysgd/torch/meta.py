@@ -106,7 +106,7 @@ def made(
         device: where buffers are to be.
 
     Raises:
-        ValueError: if it leaves a parameter or a buffer out.
+        ValueError: if it leaves a parameter or a buffer out, or puts one of another shape in place.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     places = Counter(p for module in modules for p in _own(module._parameters).values())
@@ -115,50 +115,72 @@ def made(
         own, buffers = _own(module._parameters), _own(module._buffers)
         if not own and not buffers:
             continue
-        contents = {name: shared.get(p) for name, p in own.items()}
+        empty: dict[str, torch.Tensor] = {n: _unfilled(buffer) for n, buffer in buffers.items()}
+        module._buffers.update(empty)
         for name, parameter in own.items():
-            content = contents[name]
+            content = shared.get(parameter)
             if content is None:
                 content = torch.nn.Parameter(_unfilled(parameter), parameter.requires_grad)
+                empty[name] = content
             if places[parameter] > 1:
                 shared[parameter] = content
-            module._parameters[name] = contents[name] = content
-        unfilled = {name: _unfilled(buffer) for name, buffer in buffers.items()}
-        module._buffers.update(unfilled)
+            module._parameters[name] = content
         try:
             with torch.no_grad():
                 init(module)
         finally:
             filled = {name: module._parameters[name] for name in own}
             module._parameters.update(own)
-        for name, empty in unfilled.items():
-            found = module._buffers[name]
-            is_untouched = found is empty and not found._version and not found.any()
-            if found is None or is_untouched or torch.isnan(found).any():
-                raise _no_content(module, name)
+        for name in buffers:
+            found = _checked(module, name, empty[name], module._buffers[name])
             module._buffers[name] = found.to(device)
         for name, parameter in own.items():
-            content = filled[name]
-            assert content is not None
-            if torch.isnan(content).any():
-                raise _no_content(module, name)
+            content = _checked(module, name, empty.get(name), filled[name])
+            if content.shape != parameter.shape or content.dtype != parameter.dtype:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is of shape {tuple(content.shape)} and "
+                    f"{content.dtype} after the function that fills what a module has itself, and "
+                    f"was of {tuple(parameter.shape)} and {parameter.dtype}."
+                )
             if places[parameter] == 1:
                 yield parameter, content.detach()
+            elif content is not shared[parameter]:  # another object was put in its place
+                shared[parameter].detach().copy_(content)
     for parameter, content in shared.items():
         yield parameter, content.detach()
 
 
 def _unfilled(like: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU that shows, if it can, that nobody has filled it."""
-    can_show = like.is_floating_point() or like.is_complex()
-    return torch.full(like.shape, torch.nan if can_show else 0, dtype=like.dtype)
+    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype)
 
 
-def _no_content(module: torch.nn.Module, name: str) -> ValueError:
-    return ValueError(
-        f"{type(module).__name__}.{name} has no content, or NaN, after the function that fills "
-        "what a module has itself (init_fn, or reset_parameters)."
-    )
+def _mark(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, found: Any) -> Any:
+    """Return what a module has after it was filled, if it was.
+
+    Args:
+        module: for the message.
+        name: of what it is.
+        empty: what `_unfilled` returned for it; None where it had content before.
+        found: what it has now.
+    """
+    is_filled = isinstance(found, torch.Tensor) and not found.isnan().any()
+    if is_filled and empty is not None and found is empty and empty.numel():
+        # no mark shows in truth values, but whether they were written to
+        is_written = empty.dtype == torch.bool and empty._version
+        is_filled = bool(is_written or (empty != _mark(empty.dtype)).any())
+    if not is_filled:
+        raise ValueError(
+            f"{type(module).__name__}.{name} has no content, or NaN, after the function that fills "
+            "what a module has itself (init_fn, or reset_parameters)."
+        )
+    return found
 
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:

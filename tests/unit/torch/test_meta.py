@@ -80,7 +80,8 @@ def test_a_buffer_that_nobody_fills_is_refused(name, value):
 
     def fill_in_place(module):
         fill_table(module)
-        getattr(module, name).zero_()
+        value = getattr(module, name)
+        (value if value.dtype == torch.bool else value.data).zero_()
 
     for each, expected in ((fill, value), (fill_in_place, [0])):
         with torch.device("meta"):
@@ -88,6 +89,34 @@ def test_a_buffer_that_nobody_fills_is_refused(name, value):
         make_whole([made], each, CPU)
         assert getattr(made, name).tolist() == expected
         assert made.table.tolist() == [0, 1]
+
+
+def test_other_objects_may_be_put_in_the_place_of_parameters_if_they_fit():
+    def put(module, dtype=torch.float32):
+        weight = torch.full(module.weight.shape, len(there) + 1.0, dtype=dtype)
+        there.append(weight)
+        module.weight = torch.nn.Parameter(weight)
+
+    there = []
+    with torch.device("meta"):
+        tied = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
+        tied[2].weight = tied[0].weight
+    make_whole([tied], put, CPU)
+    assert [each.weight[0, 0].item() for each in tied] == [3, 2, 3]
+    assert tied[0].weight is tied[2].weight
+    with torch.device("meta"):
+        other = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"Linear\.weight is of shape \(2, 2\) and torch.float64"):
+        make_whole([other], lambda module: put(module, torch.float64), CPU)
+
+
+def test_a_parameter_with_two_names_in_a_module_may_be_filled_by_one():
+    with torch.device("meta"):
+        twice = torch.nn.Linear(2, 2)
+        twice.same = twice.bias
+    make_whole([twice], lambda module: module.reset_parameters(), CPU)
+    assert twice.same is twice.bias
+    assert not twice.bias.isnan().any()
 
 
 def test_a_model_whose_buffers_alone_have_no_content_is_on_meta():
