@@ -99,6 +99,9 @@ def prepare_write(
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `write_file`, or ``torch.save`` of an older library, wrote.
 
+    Of a folder that workers wrote together it has all but large tensors: these are in the
+    ``.safetensors`` file that ``state["tensors"]["path"]`` names. A trainer loads them from there.
+
     Raises:
         CheckpointError: if the file is missing, damaged, of a newer format, not a state, or holds
             objects that ``torch.load(weights_only=True)`` refuses.
