@@ -414,6 +414,7 @@ class Controller:
     def _poll(self, call: Call, attempt: Attempt, monitor: HealthMonitor) -> None:
         """Do what there is to do while a call is under way."""
         if self._group.is_cut_off():
+            self._give_up_gone(attempt)
             return  # from all workers, which wait as well
         progress = self.ask_progress()
         if call.on_wait is not None:
@@ -437,6 +438,15 @@ class Controller:
             joining, leaving = self._who_moves()
             if joining or leaving or self._must_save:
                 self._pause(attempt, progress)
+
+    def _give_up_gone(self, attempt: Attempt) -> None:
+        """Give up silent workers whose time is over: that they would be silent then was said."""
+        now = self._clock.time()
+        for member, notice in self._group.leaving().items():
+            pulse = member.pulse
+            if notice.leave_by <= now and pulse is not None and pulse.is_silent:
+                why = f"its host {member.info.node_ip} is silent, as was announced: {notice.cause}"
+                attempt.give_up(member, HostLostError(why))
 
     def _give_up_parted(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
         """Give a worker up that others do not reach, though the driver does."""

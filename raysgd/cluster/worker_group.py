@@ -16,7 +16,7 @@ from raysgd.cluster.channels import Channels
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.drains import Drains, Notice
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
-from raysgd.cluster.pulses import Pulses, Terms
+from raysgd.cluster.pulses import HostPulse, Pulses, Terms
 from raysgd.cluster.spares import Spares
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.comm.network import driver_address
@@ -89,8 +89,9 @@ class WorkerGroup:
         self._channels = Channels()
         self.pulses: Pulses | None = None
         """Of the workers that start from now on; None: Ray alone tells when a host is lost."""
-        self._silent_since: float | None = None
-        """Since when no worker's host is there, as the log has said."""
+        self._silent: list[HostPulse] = []
+        """Of all workers, none of whose hosts is there, as the log has said."""
+        self._silent_since = 0.0
         self._ending = threading.RLock()
         self._is_wanted = True
 
@@ -128,15 +129,17 @@ class WorkerGroup:
         """
         pulses = [member.pulse for member in self.members]
         is_cut_off = bool(pulses) and all(p is not None and p.is_silent for p in pulses)
-        if is_cut_off and self._silent_since is None:
-            silence_s = min(p.silence_s or 0.0 for p in pulses if p is not None)
+        if is_cut_off and not self._silent:
+            self._silent = [pulse for pulse in pulses if pulse is not None]
+            silence_s = min(pulse.silence_s or 0.0 for pulse in self._silent)
             self._silent_since = self.clock.time() - silence_s
             assert self.pulses is not None
             self.pulses.say_cut_off([m.info.node_ip for m in self.members], silence_s)
-        elif self._silent_since is not None and any(p and p.is_heard for p in pulses):
-            silence_s = self.clock.time() - self._silent_since
-            logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
-            self._silent_since = None
+        elif not is_cut_off and self._silent:
+            if any(pulse.is_heard for pulse in self._silent):  # and not only who came after them
+                silence_s = self.clock.time() - self._silent_since
+                logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
+            self._silent = []
         return is_cut_off
 
     def start(self, timeout_s: float) -> None:

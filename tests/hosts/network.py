@@ -136,6 +136,8 @@ class Hosts:
                 print(f"no node of Ray's on host {host} within {START_S} s:", log.read_text())
                 self._kill_all(host)
                 started.wait()
+                if not host:  # by which the next one would take this one for a head that runs
+                    (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
         assert "Ray runtime started" in log.read_text(), log.read_text()
 
     def spawn(self, host, command, **options):
