@@ -135,10 +135,11 @@ class WorkerGroup:
             self._silent_since = self.clock.time() - silence_s
             assert self.pulses is not None
             self.pulses.say_cut_off([m.info.node_ip for m in self.members], silence_s)
-        elif not is_cut_off and self._silent:
-            if any(pulse.is_heard for pulse in self._silent):  # and not only who came after them
-                silence_s = self.clock.time() - self._silent_since
-                logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
+        elif self._silent and any(pulse.is_heard for pulse in self._silent):
+            silence_s = self.clock.time() - self._silent_since
+            logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
+            self._silent = []
+        elif not any(pulse in self._silent for pulse in pulses):  # others came after them
             self._silent = []
         return is_cut_off
 
