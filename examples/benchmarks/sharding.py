@@ -14,6 +14,7 @@ The optimizer is divided, or with ``--sharding full`` the model as well.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -75,13 +76,9 @@ class Timed(TrainingOperator):
         return metrics
 
 
-class Made:
-    sharding = "optimizer"
-
-
-def make_trainer(side, floats, num_workers, optimizer="AdamW"):
+def make_trainer(num_workers, sharding, side, floats, optimizer="AdamW"):
     copies = SIDES[side]
-    divided = {"sharding": Made.sharding, "sharding_args": {"copies": copies}}
+    divided = {"sharding": sharding, "sharding_args": {"copies": copies}}
     register = {} if copies is None else divided
     return TorchTrainer(
         training_operator_cls=Timed,
@@ -91,9 +88,9 @@ def make_trainer(side, floats, num_workers, optimizer="AdamW"):
     )
 
 
-def epochs(num_workers, runs):
+def epochs(make, runs):
     """Return for each side the ratio of its epochs to those not divided, and what a copy costs."""
-    trainers = {side: make_trainer(side, None, num_workers) for side in SIDES}
+    trainers = {side: make(side, None) for side in SIDES}
     try:
 
         def epoch(trainer):
@@ -119,11 +116,11 @@ def memory_of_process():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, held
 
 
-def memory(num_workers, floats):
+def memory(make, floats):
     """Return for each side the most bytes that the workers have held, and those of the state."""
     most, held = {}, {}
     for side, optimizer in [("not divided", "SGD"), *((side, "AdamW") for side in SIDES)]:
-        with make_trainer(side, floats, num_workers, optimizer) as trainer:
+        with make(side, floats, optimizer) as trainer:
             trainer.train(num_steps=4)
             most[side], held[side, optimizer] = zip(
                 *trainer.apply_all_workers(memory_of_process), strict=True
@@ -133,12 +130,12 @@ def memory(num_workers, floats):
     return {side: spread(most[side]) for side in SIDES}, {s: spread(state[s]) for s in SIDES}
 
 
-def next_step(num_workers, floats, runs):
+def next_step(make, num_workers, floats, runs):
     """Return for each side the seconds from a kill to the next step."""
     seconds = {side: [] for side in SIDES if side != "no copy"}  # which would start anew
     for _ in range(runs):
         for side, measured in seconds.items():
-            with make_trainer(side, floats, num_workers) as trainer:
+            with make(side, floats) as trainer:
                 trainer.train(num_steps=4)
                 killed = []
 
@@ -165,18 +162,18 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="one run of small models")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
-    Made.sharding = args.sharding
+    make = functools.partial(make_trainer, args.num_workers, args.sharding)
     runs = 1 if args.smoke_test else args.runs
     large, middle = (10_000, 10_000) if args.smoke_test else (25_000_000, 10_000_000)
     ray.init("local", num_cpus=3 * args.num_workers, include_dashboard=False)
-    epoch, copy = epochs(args.num_workers, runs)
+    epoch, copy = epochs(make, runs)
     for side, ratio in epoch.items() if args.epochs_alone else ():
         print(f"{side:12} epoch {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
     if args.epochs_alone:
         spent = f"{copy['median']:.2f} ({copy['min']:.2f} to {copy['max']:.2f})"
         print(f"an epoch with one copy takes {spent} of one without")
         return
-    most, state = memory(args.num_workers, large)
+    most, state = memory(make, large)
     result = {
         "machine": machine(),
         "workers": args.num_workers,
@@ -185,7 +182,7 @@ def main():
         "copy": copy,
         "memory": most,
         "state": state,
-        "next_step_s": next_step(args.num_workers, middle, runs),
+        "next_step_s": next_step(make, args.num_workers, middle, runs),
     }
     for side in SIDES:
         ratio, step = result["epoch"][side], result["next_step_s"].get(side)
