@@ -165,7 +165,7 @@ class TwoHeads(TrainingOperator):
     def setup(self, config):
         keras = keras_of(config)
         features = keras.Input((64,))
-        body = keras.layers.Dense(8, activation="relu", name="body")(features)
+        body = keras.layers.Dense(8, name="body")(features)  # no unit of it dies
         heads = [keras.layers.Dense(10, name=name)(body) for name in "ab"]
         self.model, self.optimizer = self.register(
             keras.Model(features, heads), getattr(keras.optimizers, config["optimizer"])(0.1)
