@@ -96,9 +96,8 @@ class CheckpointCallback(Callback):
         self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        checked = self._new_store(
-            folder or ".", job=job or "checked here"
-        )  # refuses wrong ones now
+        # refuses wrong arguments now
+        checked = self._new_store(folder or ".", job=job or "checked here")
         if sharded and not checked.is_local:
             raise ValueError(
                 "CheckpointCallback(sharded=True): the workers write into a folder of a file "
