@@ -15,6 +15,8 @@ __all__ = ["Drains", "Notice"]
 
 _LOOK_EVERY_S = 1.0
 """How often to ask Ray."""
+_SILENT_S = 2.0
+"""How long Ray's head may take for an answer before it counts as one that stands still."""
 _FORGET_S = 60.0
 """How long after its time a node that is still there counts as one that is going."""
 _TERM_S = 10.0
@@ -42,6 +44,7 @@ class Drains:
         self._of_members: weakref.WeakKeyDictionary[Member, Notice]
         self._of_members = weakref.WeakKeyDictionary()
         self._is_over: threading.Event | None = None
+        self._answered_at = 0.0
 
     # ---- what is announced
 
@@ -69,6 +72,7 @@ class Drains:
         """Ask Ray from now on until `stop`, in a thread, since it may take long to answer."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
+            self._answered_at = self._clock.monotonic()
             name = "raysgd-drains"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
@@ -80,13 +84,20 @@ class Drains:
 
     def _ask(self, is_over: threading.Event) -> None:
         while not is_over.wait(_LOOK_EVERY_S):
-            with contextlib.suppress(Exception):  # Ray is shut down, or its head is away
+            with contextlib.suppress(Exception):  # Ray is shut down
                 from ray._private.state import state  # nothing public says it (Ray 2.60)
 
                 self._of_ray = {
                     node: _notice("Ray drains its node", deadline_ms / 1000 or None)
                     for node, deadline_ms in state.get_draining_nodes().items()
                 }
+            self._answered_at = self._clock.monotonic()
+
+    @property
+    def is_ray_silent(self) -> bool:
+        """Whether Ray's head stands still, so that whoever asks it waits until it goes on."""
+        waited_s = self._clock.monotonic() - self._answered_at
+        return self._is_over is not None and waited_s > _LOOK_EVERY_S + _SILENT_S
 
     # ---- what there is
 

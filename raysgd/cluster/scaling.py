@@ -133,6 +133,8 @@ class ScaleUp:
             return False
         if not may_resize(now, self._resized_at, False, self._config):
             return False
+        if self._group.drains.is_ray_silent:
+            return False
         return any(slot.is_ready for slot in self._group.vacant_slots())
 
     def resized(self) -> None:
@@ -142,12 +144,16 @@ class ScaleUp:
     def tend(self, generation: int, starting: bool = False) -> None:
         """Bring replacements forward, and start those that are missing; never waits for long.
 
+        Nothing is done while Ray's head stands still: its answers would be waited for.
+
         Args:
             generation: the newest.
             starting: whether they are to be the group, in the room that was reserved for it.
         """
         options = self._group.options
         if not starting and (not self._config.grow or not self._can_join or options.inline):
+            return
+        if self._group.drains.is_ray_silent:
             return
         self._advance(self._replacements)
         num_staying = len(self._group.members) - len(self._group.leaving())

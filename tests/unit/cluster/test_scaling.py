@@ -3,6 +3,7 @@
 import pytest
 
 from raysgd.cluster import scaling as scaling_module
+from raysgd.cluster.drains import Drains
 from raysgd.cluster.scaling import ScaleUp
 from raysgd.cluster.worker_group import GroupOptions
 from raysgd.elastic.config import ElasticConfig
@@ -38,6 +39,7 @@ class FakeGroup:
         self.discarded = []
         self.spares = FakeSpares()
         self.doubted = []
+        self.drains = Drains(clock)
 
     def vacant_slots(self, request=True):
         return [slot for slot in self.slots if slot not in self.taken]
