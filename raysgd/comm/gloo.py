@@ -181,6 +181,22 @@ class GlooGroup(ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Start gathering tensors, as torch's functional collectives and DTensor do.
+
+        They reach gloo with Python's lock held (torch 2.13). Gloo's thread may hold the lock of its
+        queue then and need Python's, so that both would wait for ever.
+        """
+        chunks = [output.chunk(self.size()) for output in outputs]
+        by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
+        return _Operation(
+            self._running, lambda: self._gloo.allgather_coalesced(by_rank, tensors), outputs
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
         if self._mesh is not None:

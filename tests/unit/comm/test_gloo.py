@@ -351,6 +351,7 @@ DIVIDED = """
 import datetime, sys
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from raysgd.comm.gloo import GlooGroup
@@ -397,14 +398,18 @@ for expected, found in zip(whole, divided, strict=True):
     torch.testing.assert_close(found.full_tensor(), expected)
 
 if rank == 0:
-    waits = dist.reduce_scatter_tensor(part, torch.arange(4.0), async_op=True)
+    works = [
+        dist.reduce_scatter_tensor(part, torch.arange(4.0), async_op=True),
+        all_gather_tensor(part, 0, group),
+    ]
     group.interrupt()
-    try:
-        waits.wait()
-    except RuntimeError as error:
-        assert "interrupted" in str(error), error
-    else:
-        raise SystemExit("not interrupted")
+    for waits in works:
+        try:
+            waits.wait()
+        except RuntimeError as error:
+            assert "interrupted" in str(error), error
+        else:
+            raise SystemExit("not interrupted")
     store.set("interrupted", "")
 else:
     store.wait(["interrupted"])
