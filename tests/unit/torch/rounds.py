@@ -252,8 +252,7 @@ class Player:
         self.process, self.store, self.watched_store = process, connect(), connect()
         self.generation = 0
         self.prefix = ""
-        self.backend = None
-        self.group = ""
+        self.entered = None, ""
         threading.Thread(target=self.interrupt_broken, daemon=True).start()
 
     def play(self, number, given):
@@ -352,18 +351,19 @@ class Player:
         except LeftError:
             result = "left"
         except RuntimeError as error:
-            if not self.backend.is_communication_error(error):
+            if not self.entered[0].is_communication_error(error):
                 raise
             result = "failed"
-        self.store.set(f"{self.group}/broken", "")
+        self.store.set(f"{self.entered[1]}/broken", "")
         return result
 
     def interrupt_broken(self):
         """Do what the driver does when a worker fails: end the collectives of the others."""
         while True:
-            if (group := self.group) and self.watched_store.check([f"{group}/broken"]):
-                self.backend.interrupt()
-                while self.group == group:
+            backend, group = entered = self.entered
+            if group and self.watched_store.check([f"{group}/broken"]):
+                backend.interrupt()
+                while self.entered is entered:
                     time.sleep(0.001)
             time.sleep(0.001)
 
@@ -382,7 +382,7 @@ class Player:
             generation=self.generation,
         )
         backend.setup(context, rendezvous)
-        self.backend, self.group = backend, group
+        self.entered = backend, group
         if context_of:  # a worker that sets up alone is told the ranks that it will have
             self.context = WorkerContext(
                 world_rank=context_of.index(self.process),
@@ -392,11 +392,10 @@ class Player:
             )
 
     def leave_group(self):
-        self.group = ""
-        if self.backend is not None:
-            self.backend.teardown()
-            self.backend.close()
-            self.backend = None
+        (backend, _), self.entered = self.entered, (None, "")
+        if backend is not None:
+            backend.teardown()
+            backend.close()
 
     def rejoin(self, members, is_new):
         steps = self.gather("steps", members, None if is_new else self.step)
