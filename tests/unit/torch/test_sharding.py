@@ -443,6 +443,7 @@ def test_workers_that_evaluate_different_blocks_are_told_so(process_group, monke
     told = []
 
     def reduce(held, op):  # with another rank, which is at the first block
+        assert not told, "it was not refused"
         told.append(held.tolist())
         held.copy_(torch.maximum(held, torch.tensor([0, 0])))
 
