@@ -26,7 +26,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from raysgd.comm.connection import Address, Listener, connect
-from raysgd.comm.pulse import BEAT_S, Pulse, answers
+from raysgd.comm.guard import Guard, answers
+from raysgd.comm.pulse import BEAT_S, Pulse
 from raysgd.elastic.policies import WorkerInfo
 
 __all__ = [
@@ -270,6 +271,7 @@ class DriverWatch:
         self._terms = terms
         self._stop = stop
         self._peers = peers
+        self._guard: Guard | None = None
 
     def start(self) -> str:
         """Connect, and follow the pulse from then on; returns why that cannot be, or nothing."""
@@ -277,6 +279,9 @@ class DriverWatch:
             connection = connect(self._address, _CONNECT_S)
         except OSError as error:
             return str(error)
+        if connection.getsockname()[0] != connection.getpeername()[0]:  # not on the driver's host
+            with contextlib.suppress(OSError):  # no process can be started
+                self._guard = Guard()
         threading.Thread(
             target=self._follow, args=(connection,), name="raysgd-pulse", daemon=True
         ).start()
@@ -287,6 +292,7 @@ class DriverWatch:
             with connection, contextlib.suppress(OSError):  # closed by the driver, or on the way
                 pulse = Pulse(connection)
                 while pulse.beat() < self._terms.unreachable_s + MARGIN_S:
+                    self._tell_guard()
                     time.sleep(BEAT_S)
             found = self._reconnected()
             if found is None:
@@ -319,14 +325,24 @@ class DriverWatch:
                         f"the driver cannot be reached for {waited_s:.0f} s, and no other worker "
                         "either"
                     )
+            self._tell_guard()
             time.sleep(_RETRY_S)
         print(f"raysgd: {why}: this worker ends.", file=sys.stderr)
         return None
 
     def _is_alone(self) -> bool:
         """Whether other workers have other hosts, and none of these can be reached."""
-        peers = list(self._peers())[:_NUM_ASKED]
+        peers = self._asked_peers()
         return bool(peers) and not any(map(answers, peers))
+
+    def _asked_peers(self) -> Sequence[tuple[str, int]]:
+        return self._peers()[:_NUM_ASKED]
+
+    def _tell_guard(self) -> None:
+        if self._guard is not None:
+            peers = self._asked_peers()
+            alone_s = _ALONE_S if peers else self._terms.driver_grace_s
+            self._guard.tell([self._address[:2], *peers], alone_s)
 
 
 def _end() -> None:

@@ -19,11 +19,10 @@ import time
 
 from raysgd.comm.sockets import confirmation
 
-__all__ = ["BEAT_S", "Pulse", "answers"]
+__all__ = ["BEAT_S", "Pulse"]
 
 BEAT_S = 0.25
 """How often to call `Pulse.beat`."""
-_REACH_S = 0.5
 
 
 class Pulse:
@@ -64,14 +63,3 @@ class Pulse:
             self._socket.send(b"\0")
         self._unconfirmed_since = now
         return 0.0
-
-
-def answers(address: tuple[str, int]) -> bool:
-    """Whether the host of an address answers there at all, if only that nobody listens."""
-    try:
-        socket.create_connection(address, timeout=_REACH_S).close()
-    except ConnectionRefusedError:
-        pass
-    except OSError:
-        return False
-    return True

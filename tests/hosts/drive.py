@@ -1,5 +1,6 @@
 """A driver on a host of its own, which does what the test says: a line of JSON for each call."""
 
+import ctypes
 import json
 import os
 import sys
@@ -19,7 +20,8 @@ STEP_S = 0.02
 class Logged(Ledger):
     """Writes down in a file of its process when a step was done, by how many workers, and which.
 
-    Once there is a file ``stubborn-PID`` no exception gets out of its process any more.
+    Once there is a file ``stubborn-PID`` no exception gets out of its process any more; with
+    ``locked-PID`` it holds Python's lock for two minutes.
     """
 
     def setup(self, config):
@@ -33,11 +35,16 @@ class Logged(Ledger):
         try:
             done = super().train_batch(batch, batch_info)
         except Exception:
-            while os.path.exists(os.path.join(self.folder, f"stubborn-{os.getpid()}")):
+            while self.is_asked_to_be("stubborn"):
                 time.sleep(0.1)
             raise
+        if self.is_asked_to_be("locked"):
+            ctypes.PyDLL(None).sleep(120)
         self.log.write(json.dumps([time.time(), self.world_size, self.global_step]) + "\n")
         return done
+
+    def is_asked_to_be(self, what):
+        return os.path.exists(os.path.join(self.folder, f"{what}-{os.getpid()}"))
 
 
 class Driver:

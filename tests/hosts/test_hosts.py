@@ -160,8 +160,8 @@ def kinds(events):
 def test_hosts_that_vanish_cost_three_seconds_and_their_workers_end(run):
     """Whether they come back or not, and whatever the user's code does about it."""
     gone, back = (run.workers[run.hosts.address(host)] for host in (3, 2))
-    for pid in (gone, back):
-        (run.folder / f"stubborn-{pid}").touch()
+    (run.folder / f"stubborn-{back}").touch()
+    (run.folder / f"locked-{gone}").touch()
     cut = time.time()
     run.hosts.cut(2)
     run.hosts.cut(3)

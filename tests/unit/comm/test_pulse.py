@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from raysgd.comm.pulse import BEAT_S, Pulse, answers
+from raysgd.comm.guard import answers
+from raysgd.comm.pulse import BEAT_S, Pulse
 from tests.conftest import FORKS, wait_until
 
 pytestmark = pytest.mark.skipif(not Pulse.IS_AVAILABLE, reason="only Linux's kernel can be asked")
