@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from raysgd.cluster.channels import Channel, Channels
-from raysgd.cluster.pulses import HostLostError, HostPulse, Pulses
+from raysgd.cluster.pulses import EndedError, HostLostError, HostPulse, LostError, Pulses
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
@@ -145,7 +145,7 @@ class ActorMember(Member):
         self._pulses = pulses
         self._waiting: dict[Future[Any], None] = {}
         """Answers of Ray's that are awaited."""
-        self._lost: HostLostError | None = None
+        self._lost: LostError | None = None
         self._channel: Channel | None = None
         self._turn = 0
         """Number of the newest call of the work thread."""
@@ -159,7 +159,7 @@ class ActorMember(Member):
             told = self._submit("watch", (pulse.address, self._pulses.terms))
             told.add_done_callback(self._pulses.note)
 
-    def _lose(self, error: HostLostError) -> None:
+    def _lose(self, error: LostError) -> None:
         """Let all calls that are under way, and all later ones, fail: nobody will answer."""
         self._lost = error
         with contextlib.suppress(KeyError):  # when none is left
@@ -427,6 +427,7 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(
         error,
         HostLostError
+        | EndedError
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError

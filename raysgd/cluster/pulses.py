@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.comm.connection import Address, Listener, connect
 from raysgd.comm.guard import Guard, answers
@@ -33,8 +34,10 @@ from raysgd.elastic.policies import WorkerInfo
 __all__ = [
     "MARGIN_S",
     "DriverWatch",
+    "EndedError",
     "HostLostError",
     "HostPulse",
+    "LostError",
     "PartedError",
     "Pulses",
     "Terms",
@@ -65,6 +68,13 @@ class PartedError(HostLostError):
     """The host of a worker does not reach that of another, though the driver reaches both."""
 
 
+class EndedError(Exception):
+    """The process of a worker has ended, as the kernel of its host says."""
+
+
+LostError: TypeAlias = HostLostError | EndedError
+
+
 class Terms(NamedTuple):
     """How long driver and workers wait for each other, in seconds."""
 
@@ -83,9 +93,7 @@ class HostPulse:
         pulses: those of the whole group.
     """
 
-    def __init__(
-        self, info: WorkerInfo, lose: Callable[[HostLostError], None], pulses: Pulses
-    ) -> None:
+    def __init__(self, info: WorkerInfo, lose: Callable[[LostError], None], pulses: Pulses) -> None:
         self._info = info
         self._lose = lose
         self._terms = pulses.terms
@@ -110,22 +118,28 @@ class HostPulse:
     async def _talk(self, connection: socket.socket) -> None:
         """Follow the pulse of a worker that has connected, maybe again."""
         pulse: Pulse | None = Pulse(connection)
+        ended_at = math.inf
         self._connection = connection
         while not self._is_closed and self._connection is connection:
             try:
                 if pulse is not None:
                     silence_s = pulse.beat()
                     self._heard_at = max(self._heard_at, time.monotonic() - silence_s)
-            except OSError:
-                pulse = None  # the worker may come back, if it has not died, as Ray will tell
+            except OSError as error:
+                if pulse is not None and isinstance(error, ConnectionError):
+                    ended_at = time.monotonic()
+                pulse = None  # the worker may come back, if it has not died
             if not self.is_heard:
                 self._steady_since = None
             elif self._steady_since is None:
                 self._steady_since = time.monotonic()
-            if self._is_lost():
+            if time.monotonic() - ended_at >= self._terms.unreachable_s:  # Ray tells it sooner
+                self.close()
+                self._lose(EndedError("its connection to the driver was closed on its host"))
+            elif ended_at == math.inf and self._is_lost():
                 self.close()
                 self._lose(HostLostError(self._cause()))
-            elif self.is_heard:
+            elif self.is_heard or pulse is None:
                 await asyncio.sleep(BEAT_S)
             elif await _answers_now(connection):
                 self._heard_at = time.monotonic()
@@ -221,7 +235,7 @@ class Pulses:
         self.listener_for = listener_for
         self.others = others
 
-    def of(self, info: WorkerInfo, lose: Callable[[HostLostError], None]) -> HostPulse | None:
+    def of(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostPulse | None:
         """Return a pulse that a worker may connect to; None where there can be none."""
         if not Pulse.IS_AVAILABLE:
             return None

@@ -227,7 +227,10 @@ def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
     run.await_epochs(1)
     head.send_signal(signal.SIGCONT)
     run.await_size(NUM_WORKERS, alone)
-    assert kinds(run.end()) == ["lost", "resumed", "grown"]
+    events = run.end()
+    assert kinds(events) == ["lost", "resumed", "grown"]
+    assert "its connection to the driver was closed" in events[0][1]  # as its process has died
+    assert run.call("workers").keys() == run.workers.keys()
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on four hosts")

@@ -4,13 +4,14 @@ import asyncio
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from raysgd.cluster import pulses as module
-from raysgd.cluster.pulses import DriverWatch, Pulses, Terms, _answers_now
-from raysgd.comm.connection import Listener
+from raysgd.cluster.pulses import DriverWatch, EndedError, Pulses, Terms, _answers_now
+from raysgd.comm.connection import Listener, connect
 from raysgd.comm.pulse import BEAT_S, Pulse
 from raysgd.elastic.policies import WorkerInfo
 from tests.conftest import wait_until
@@ -28,9 +29,9 @@ def group():
     made = []
 
     def watched(terms=TERMS):
-        lost = threading.Event()
+        lost = Future()
         pulses = Pulses(terms, lambda info: listener, lambda: [pulse for pulse, _ in made])
-        made.append((pulses.of(PLACE, lambda error: lost.set()), lost))
+        made.append((pulses.of(PLACE, lost.set_result), lost))
         return made[-1]
 
     yield SimpleNamespace(listener=listener, watched=watched)
@@ -54,7 +55,7 @@ def test_a_worker_that_is_given_up_stops_and_ends(monkeypatch, group):
     pulse.close()
     wait_until(worker.ended.is_set)
     assert worker.stopped.is_set()
-    assert not lost.is_set()
+    assert not lost.done()
 
 
 def test_a_worker_whose_connection_breaks_comes_back(monkeypatch, group):
@@ -67,9 +68,18 @@ def test_a_worker_whose_connection_breaks_comes_back(monkeypatch, group):
     wait_until(lambda: pulse.is_heard)
     assert not (worker.stopped.is_set())
     assert not (worker.ended.is_set())
-    assert not (lost.is_set())
+    assert not lost.done()
     pulse.close()
     wait_until(worker.ended.is_set)
+
+
+def test_a_worker_whose_connection_is_closed_and_that_does_not_come_back_has_died(group):
+    pulse, lost = group.watched()
+    with connect(pulse.address, 5.0):
+        wait_until(lambda: pulse.is_heard)
+    closed = time.monotonic()
+    assert isinstance(lost.result(20), EndedError)  # though no other worker is heard
+    assert time.monotonic() - closed >= TERMS.unreachable_s
 
 
 DRIVER, PEER = ("10.0.0.1", 1, ""), ("10.0.0.2", 1)
