@@ -76,8 +76,8 @@ class NativeAmp(Precision):
             return
         if id(optimizer) in self._stepped:
             self._rescale()
+        self._checked.add(id(optimizer))  # before: what follows may raise, and has begun then
         self.scaler.unscale_(optimizer)
-        self._checked.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters, unless a gradient is infinite or NaN."""
@@ -86,8 +86,8 @@ class NativeAmp(Precision):
             return
         if id(optimizer) in self._stepped:
             self._rescale()
-        self.scaler.step(optimizer)
         self._checked.add(id(optimizer))
+        self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if all(id(registered) in self._stepped for registered in self._optimizers):
             self._update()

@@ -261,6 +261,22 @@ def test_a_step_that_was_given_up_leaves_the_scale_and_the_count_alone():
     assert models[0].weight.item() == 0.0
 
 
+def test_a_step_that_was_given_up_as_the_optimizer_failed_leaves_no_gradient_scaled():
+    native = create_precision(True, CPU, torch.float16)
+    models, optimizers = one_layer(native, 2)
+    failing = optimizers[0].register_step_pre_hook(lambda *_: 1 / 0)
+    native.backward(models[0](torch.ones(1, 1)).sum(), True)
+    with pytest.raises(ZeroDivisionError):
+        native.step(optimizers[0])
+    native.abandon()
+    failing.remove()
+    optimizers[0].zero_grad()
+    native.backward(models[0](torch.ones(1, 1)).sum(), True)
+    native.step(optimizers[0])
+    native.commit()
+    assert models[0].weight.item() == 0.0
+
+
 def test_a_step_that_was_given_up_counts_no_overflow():
     """Not even one after which the scale has changed already."""
     native = create_precision(True, CPU, torch.float16)
