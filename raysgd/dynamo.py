@@ -65,12 +65,17 @@ class _StandIn(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__
+        if name.startswith("__reduce"):  # of a class in a script, which is pickled by value
+            return own(name)
         # asked of every module that there is, but for the path, by which its parts are imported
         is_common = name.startswith("__") and name != "__path__"
         if _is_postponed() and (is_common or name in own("__dict__")):
             return own(name)
         _load()
         return getattr(sys.modules[own("__name__")], name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (super().__getattribute__("__name__"),)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _load()

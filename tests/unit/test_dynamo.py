@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import IN_SOAK
 
 CODE = """
-import importlib, importlib.util, inspect, json, os, sys, threading
+import importlib, importlib.util, inspect, json, os, pickle, sys, threading
 import torch, torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from raysgd.dynamo import postpone_dynamo
@@ -91,10 +91,13 @@ def imports_from_it():
 
 def kept_the_stand_in():
     utils = stand_in.utils  # answers nothing by itself from now on
+    pickled = [pickle.loads(pickle.dumps(stand_in)) is stand_in]
     stand_in.config.optimize_ddp = "python_reducer"
     names = ("disable", "graph_break", "utils", "config", "__file__")
+    pickled.append(pickle.loads(pickle.dumps(stand_in)) is torch._dynamo is not stand_in)
     return (
-        all(getattr(stand_in, name) is getattr(torch._dynamo, name) for name in names)
+        all(pickled)
+        and all(getattr(stand_in, name) is getattr(torch._dynamo, name) for name in names)
         and utils.get_optimize_ddp_mode() == stand_in.utils.get_optimize_ddp_mode()
         == "python_reducer" and utils.counters is torch._dynamo.utils.counters
     )
