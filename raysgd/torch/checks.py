@@ -207,7 +207,9 @@ def checked_sharding(
 
 def _check_wrap(wrap: Any) -> None:
     kinds = wrap if isinstance(wrap, list | tuple) else [wrap]
-    if not (wrap is None or callable(wrap) or (kinds and all(isinstance(k, type) for k in kinds))):
+    are_kinds = kinds and all(isinstance(kind, type) for kind in kinds)
+    is_function = callable(wrap) and not isinstance(wrap, torch.nn.Module)
+    if not (wrap is None or are_kinds or is_function):
         raise TypeError(
             f"register(sharding_args={{'wrap': {wrap!r}}}): must be a class of modules, a list of "
             "them, or a function that is given a module and returns whether to gather it by itself."

@@ -127,6 +127,12 @@ class ShardedModels:
             kinds = tuple(wrap) if isinstance(wrap, list | tuple) else wrap
             if isinstance(kinds, type | tuple):
                 chosen = {module for module in inside if isinstance(module, kinds)}
+                if not chosen:
+                    names = sorted({type(module).__name__ for module in inside})
+                    raise ValueError(
+                        f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no such "
+                        f"module. They have {', '.join(names)}."
+                    )
             else:
                 chosen = {module for module in inside if kinds(module)}
             for block in chosen:

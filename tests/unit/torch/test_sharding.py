@@ -467,6 +467,10 @@ def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(pr
     model[1].inner.weight = model[0].weight
     with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
         ShardedModels([model], Block, None, None, CPU)
+    with pytest.raises(
+        ValueError, match=r"have no such module\. They have Block, Linear, Sequential"
+    ):
+        ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
 
 
 def test_torch_is_one_in_which_private_names_were_seen():
@@ -574,6 +578,12 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "must be a bool"),
         ({**ON, "sharding_args": {"offload": True}}, {}, ValueError, "takes 'copies' alone"),
         ({**FULL, "sharding_args": {"wrap": 1}}, {}, TypeError, "must be a class of modules"),
+        (
+            {**FULL, "sharding_args": {"wrap": torch.nn.Linear(1, 1)}},
+            {},
+            TypeError,
+            "must be a class of modules",
+        ),
         ({**FULL, "sharding_args": {"reshard_after_forward": 2}}, {}, TypeError, "must be a bool"),
         ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
         ({**FULL, "ddp_args": {"bucket_cap_mb": 1}}, {}, ValueError, "leave it, and ddp_args, out"),
