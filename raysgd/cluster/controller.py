@@ -364,8 +364,8 @@ class Controller:
         said = repr(outcome.value())
         self._record("split", [member], cause=said, factor=outcome.split)
         logger.warning(
-            "Worker %d ran out of memory after step %d. All workers take the step back, and from "
-            "now on train each batch as %d parts that make one update: %s",
+            "Worker %d ran out of memory after step %d. The step is done again unless its update "
+            "was made, and from now on each batch is trained as %d parts that make one update: %s",
             self._ranks[member],
             self.progress.global_step,
             outcome.split,
