@@ -52,6 +52,8 @@ _ALONE_S = 3.0
 _END_S = 1.0
 """How long a worker that is not wanted waits for Ray to end it."""
 _RETRY_S = 0.2
+_COME_BACK_S = 2.0
+"""How long a worker has at least to come back whose connection was closed."""
 _CONNECT_S = 5.0
 _REACH_S = 0.5
 _NUM_REFUSALS = 3
@@ -69,7 +71,7 @@ class PartedError(HostLostError):
 
 
 class EndedError(Exception):
-    """The process of a worker has ended, as the kernel of its host says."""
+    """The kernel of a worker's host has closed its connection: its process has ended."""
 
 
 LostError: TypeAlias = HostLostError | EndedError
@@ -118,7 +120,7 @@ class HostPulse:
     async def _talk(self, connection: socket.socket) -> None:
         """Follow the pulse of a worker that has connected, maybe again."""
         pulse: Pulse | None = Pulse(connection)
-        ended_at = math.inf
+        peer, num_looks_left = connection.getpeername(), math.inf
         self._connection = connection
         while not self._is_closed and self._connection is connection:
             try:
@@ -127,21 +129,24 @@ class HostPulse:
                     self._heard_at = max(self._heard_at, time.monotonic() - silence_s)
             except OSError as error:
                 if pulse is not None and isinstance(error, ConnectionError):
-                    ended_at = time.monotonic()
+                    # looks, not seconds: this process may stand still meanwhile
+                    num_looks_left = max(self._terms.unreachable_s, _COME_BACK_S) / BEAT_S
                 pulse = None  # the worker may come back, if it has not died
             if not self.is_heard:
                 self._steady_since = None
             elif self._steady_since is None:
                 self._steady_since = time.monotonic()
-            if time.monotonic() - ended_at >= self._terms.unreachable_s:  # Ray tells it sooner
+            num_looks_left -= 1
+            may_come_back = 0 < num_looks_left < math.inf
+            if num_looks_left <= 0 and await _answers_now(peer):  # Ray tells it sooner
                 self.close()
                 self._lose(EndedError("its connection to the driver was closed on its host"))
-            elif ended_at == math.inf and self._is_lost():
+            elif not may_come_back and self._is_lost():
                 self.close()
                 self._lose(HostLostError(self._cause()))
             elif self.is_heard or pulse is None:
                 await asyncio.sleep(BEAT_S)
-            elif await _answers_now(connection):
+            elif await _answers_now(peer):
                 self._heard_at = time.monotonic()
                 await asyncio.sleep(BEAT_S)
 
@@ -188,8 +193,8 @@ def _time_before(seconds: float) -> str:
     return datetime.fromtimestamp(time.time() - seconds).strftime("%H:%M:%S")
 
 
-async def _answers_now(connection: socket.socket) -> bool:
-    """Whether the host at the other end answers a new connection, if only to refuse it.
+async def _answers_now(address: Any) -> bool:
+    """Whether the host of an address answers a new connection, if only to refuse it.
 
     What is not confirmed is sent again in ever longer intervals. So a link that is up again is
     noticed before.
@@ -198,7 +203,7 @@ async def _answers_now(connection: socket.socket) -> bool:
     with socket.socket() as probe:
         probe.setblocking(False)
         try:
-            connecting = asyncio.ensure_future(loop.sock_connect(probe, connection.getpeername()))
+            connecting = asyncio.ensure_future(loop.sock_connect(probe, address))
             try:  # a timeout would win over an answer that came while there was no processor
                 await asyncio.wait([connecting], timeout=BEAT_S)
                 if not connecting.done():
@@ -286,6 +291,7 @@ class DriverWatch:
         self._stop = stop
         self._peers = peers
         self._guard: Guard | None = None
+        self._known_peers: Sequence[tuple[str, int]] = ()
 
     def start(self) -> str:
         """Connect, and follow the pulse from then on; returns why that cannot be, or nothing."""
@@ -303,12 +309,13 @@ class DriverWatch:
 
     def _follow(self, connection: socket.socket) -> None:
         while True:
-            with connection, contextlib.suppress(OSError):  # closed by the driver, or on the way
-                pulse = Pulse(connection)
-                while pulse.beat() < self._terms.unreachable_s + MARGIN_S:
-                    self._tell_guard()
-                    time.sleep(BEAT_S)
-            found = self._reconnected()
+            with connection:  # open until there is another: who closes it has ended
+                with contextlib.suppress(OSError):  # closed by the driver, or on the way
+                    pulse = Pulse(connection)
+                    while pulse.beat() < self._terms.unreachable_s + MARGIN_S:
+                        self._tell_guard()
+                        time.sleep(BEAT_S)
+                found = self._reconnected()
             if found is None:
                 _end()
                 return
@@ -354,7 +361,9 @@ class DriverWatch:
 
     def _tell_guard(self) -> None:
         if self._guard is not None:
-            peers = self._asked_peers()
+            with contextlib.suppress(OSError):  # no descriptor is left, to ask for addresses with
+                self._known_peers = self._asked_peers()
+            peers = self._known_peers
             alone_s = _ALONE_S if peers else self._terms.driver_grace_s
             self._guard.tell([self._address[:2], *peers], alone_s)
 

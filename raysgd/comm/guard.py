@@ -80,7 +80,7 @@ def _guard(guarded: int) -> None:
             alone_since = None
         elif alone_since is None:
             alone_since = time.monotonic()
-        elif time.monotonic() - alone_since >= alone_s:
+        elif time.monotonic() - alone_since >= alone_s and os.getppid() == guarded:
             os.kill(guarded, signal.SIGKILL)
 
 

@@ -154,6 +154,6 @@ def test_an_answer_that_came_while_the_driver_had_no_processor_counts():
         loop.call_later(0.05, time.sleep, 2 * BEAT_S)
         one, other = socket.socketpair()
         with one, other:
-            return await _answers_now(one)
+            return await _answers_now(one.getpeername())
 
     assert asyncio.run(asked())
