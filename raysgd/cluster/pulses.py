@@ -363,9 +363,8 @@ class DriverWatch:
         if self._guard is not None:
             with contextlib.suppress(OSError):  # no descriptor is left, to ask for addresses with
                 self._known_peers = self._asked_peers()
-            peers = self._known_peers
-            alone_s = _ALONE_S if peers else self._terms.driver_grace_s
-            self._guard.tell([self._address[:2], *peers], alone_s)
+            driver, grace_s = self._address[:2], self._terms.driver_grace_s
+            self._guard.tell(driver, grace_s, self._known_peers, _ALONE_S)
 
 
 def _end() -> None:

@@ -1,14 +1,15 @@
 """A guard beside a process: ends it where it stands still and its host reaches nobody.
 
 A process that is cut off ends by itself, in a thread of Python. Where Python's lock is held for
-minutes no thread can, nor in a process that is stopped. The guard is a process of its own, of 6
-MB: it imports the standard library alone, and this file is its program.
+minutes no thread can, nor in a process that is stopped. The guard is a process of its own, with
+some 6 MB: it imports the standard library alone, and this file is its program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -39,14 +40,22 @@ class Guard:
         self._pipe = self._process.stdin.fileno()
         os.set_blocking(self._pipe, False)
 
-    def tell(self, addresses: Sequence[tuple[str, int]], alone_s: float) -> None:
+    def tell(
+        self,
+        driver: tuple[str, int],
+        grace_s: float,
+        peers: Sequence[tuple[str, int]],
+        alone_s: float,
+    ) -> None:
         """Say that the process is at work, and when to end it once nothing is heard of it.
 
         Args:
-            addresses: at which other hosts may answer.
-            alone_s: for how long none of them does until it is to end.
+            driver: an address on the driver's host.
+            grace_s: for how long that does not answer until the process is to end.
+            peers: addresses on other hosts; maybe none.
+            alone_s: the same where none of these answers either.
         """
-        line = json.dumps([alone_s, *addresses]).encode() + b"\n"
+        line = json.dumps([driver, grace_s, peers, alone_s]).encode() + b"\n"
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the guard may be stopped
             os.write(self._pipe, line)
 
@@ -63,24 +72,27 @@ def answers(address: tuple[str, int]) -> bool:
 
 
 def _guard(guarded: int) -> None:
-    alone_s: float = 0.0
-    addresses: list[list[Any]] = []
-    alone_since: float | None = None
+    told: list[Any] | None = None
+    cut_off_since = alone_since = math.inf
     while True:
         heard = select.select([0], [], [], _STILL_S)[0]
         if os.getppid() != guarded:  # it has ended; its forks may hold the pipe
             return
         if heard:
-            told = os.read(0, 65536)
-            if not told:
+            read = os.read(0, 65536)
+            if not read:
                 return
-            whole = told[: told.rfind(b"\n")]
-            alone_s, *addresses = json.loads(whole.rpartition(b"\n")[2])
-        if heard or not addresses or any(answers((host, port)) for host, port in addresses):
-            alone_since = None
-        elif alone_since is None:
-            alone_since = time.monotonic()
-        elif time.monotonic() - alone_since >= alone_s and os.getppid() == guarded:
+            told = json.loads(read[: read.rfind(b"\n")].rpartition(b"\n")[2])
+        if heard or told is None or answers(tuple(told[0])):
+            cut_off_since = alone_since = math.inf
+            continue
+        _, grace_s, peers, alone_s = told
+        now = time.monotonic()
+        cut_off_since = min(cut_off_since, now)
+        is_alone = bool(peers) and not any(answers(tuple(peer)) for peer in peers)
+        alone_since = min(alone_since, now) if is_alone else math.inf
+        is_over = now - cut_off_since >= grace_s or now - alone_since >= alone_s
+        if is_over and os.getppid() == guarded:
             os.kill(guarded, signal.SIGKILL)
 
 
