@@ -186,8 +186,8 @@ class GlooGroup(ProcessGroup):
     ) -> Work:
         """Start gathering tensors, as torch's functional collectives and DTensor do.
 
-        They reach gloo with Python's lock held (torch 2.13). Gloo's thread may hold the lock of its
-        queue then and need Python's, so that both would wait for ever.
+        They would reach gloo with Python's lock held (torch 2.13). Gloo's thread may hold the lock
+        of its queue then and need Python's, so that both would wait for ever.
         """
         chunks = [output.chunk(self.size()) for output in outputs]
         by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
@@ -196,6 +196,17 @@ class GlooGroup(ProcessGroup):
         )
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Start reductions of which each rank gets its parts, as those do; one after the other."""
+        *before, last = zip(outputs, tensors, strict=True)
+        for output, tensor in before:
+            self._reduce_scatter_base(output, tensor, options).wait()
+        return self._reduce_scatter_base(*last, options)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""

@@ -351,7 +351,7 @@ DIVIDED = """
 import datetime, sys
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from raysgd.comm.gloo import GlooGroup
@@ -367,6 +367,8 @@ assert work.get_future().wait()[0] is part is work.result()[0]
 assert part.tolist() == [[0, 1.5], [3, 4.5]][rank]
 dist.reduce_scatter_tensor(part, rank * torch.arange(4.0), dist.ReduceOp.MAX)
 assert part.tolist() == [[0, 1], [2, 3]][rank]
+found = reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group)
+assert found.tolist() == [[0, 2], [4, 6]][rank]
 work = dist.reduce_scatter(part, [torch.ones(2), torch.full((2,), 3.0)], async_op=True)
 assert work.get_future().wait()[0] is part and part.tolist() == [2.0 + 4 * rank] * 2
 
@@ -401,6 +403,7 @@ if rank == 0:
     works = [
         dist.reduce_scatter_tensor(part, torch.arange(4.0), async_op=True),
         all_gather_tensor(part, 0, group),
+        reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group),
     ]
     group.interrupt()
     for waits in works:
