@@ -94,6 +94,7 @@ class ScaleUp:
         self._is_first = True
         self._is_calm = True
         """Whether nobody was lost yet, so that a start may take its time."""
+        self._is_ray_silent = False
         self.error: BaseException | None = None
         """Why the newest worker failed, where another one would fail in the same way."""
 
@@ -133,8 +134,6 @@ class ScaleUp:
             return False
         if not may_resize(now, self._resized_at, False, self._config):
             return False
-        if self._group.drains.is_ray_silent:
-            return False
         return any(slot.is_ready for slot in self._group.vacant_slots())
 
     def resized(self) -> None:
@@ -153,7 +152,14 @@ class ScaleUp:
         options = self._group.options
         if not starting and (not self._config.grow or not self._can_join or options.inline):
             return
-        if self._group.drains.is_ray_silent:
+        if self._group.drains.is_ray_silent != self._is_ray_silent:
+            self._is_ray_silent = not self._is_ray_silent
+            logger.warning(
+                "Ray's head does not answer: workers that are lost are replaced when it does."
+                if self._is_ray_silent
+                else "Ray's head answers again."
+            )
+        if self._is_ray_silent:
             return
         self._advance(self._replacements)
         num_staying = len(self._group.members) - len(self._group.leaving())
