@@ -82,6 +82,32 @@ def test_a_worker_whose_connection_is_closed_and_that_does_not_come_back_has_die
     assert time.monotonic() - closed >= TERMS.unreachable_s
 
 
+def test_a_worker_keeps_its_connection_until_it_has_another(monkeypatch):
+    """Or it would look dead, where it stands still in between."""
+    one, other = socket.socketpair()
+    watch, seen = DriverWatch(("", 0, ""), TERMS, print, list), []
+
+    class Silent:
+        def __init__(self, connection):
+            pass
+
+        def beat(self):
+            return 100.0
+
+    def reconnected():
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nothing to read, not even the end
+            other.recv(1)
+        seen.append("open")
+
+    monkeypatch.setattr(module, "Pulse", Silent)
+    monkeypatch.setattr(watch, "_reconnected", reconnected)
+    monkeypatch.setattr(module, "_end", lambda: seen.append("ended"))
+    with other:
+        watch._follow(one)
+    assert seen == ["open", "ended"]
+
+
 DRIVER, PEER = ("10.0.0.1", 1, ""), ("10.0.0.2", 1)
 
 
