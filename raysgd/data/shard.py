@@ -141,7 +141,10 @@ class Shard:
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
-        """Return how many samples this worker takes at the first `num_steps` steps."""
+        """Return how many samples this worker takes at the first `num_steps` steps.
+
+        Those are left out that are given a second time.
+        """
         num_full = min(num_steps, self.num_steps(offset)) - 1
         if num_full < 0:
             return 0
@@ -152,7 +155,7 @@ class Shard:
 
     def _taken(self, start: int, in_parts: bool) -> int:
         """Return how many samples this worker takes at the step that begins at `start`."""
-        if not (self.even and in_parts and self.dealt):
+        if not self.even:
             return sum(stop - first for first, stop in self.batches(start, 1))
         (size,) = self.sizes(start, 1)
         return sum(high - low for low, high, counts in self._parts(size, in_parts) if counts)
@@ -190,7 +193,7 @@ class Place:
     share: float = 1.0
     """What the mean over these counts for in the mean over the workers."""
     weight: float = 1
-    """What a part counts for in its batch; 0 for samples of it that are given a second time."""
+    """What it counts for in its batch; 0 for samples that are given a second time."""
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[Place]:
         """Return the places of the parts into which a batch is split, `number` of them.
@@ -257,7 +260,7 @@ def places_of(
     for step, parts in enumerate(parts_of):
         own = [high - low if counts else 0 for low, high, counts in parts]
         for i, count in enumerate(own):
-            weight = 1 if not is_part else count / sum(own) if count else 0
+            weight = count / sum(own) if is_part and count else min(count, 1)
             found.append((count, step, i == len(own) - 1, weight))
     total = sum(count for count, *_ in found)
     return tuple(

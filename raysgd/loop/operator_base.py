@@ -199,7 +199,7 @@ class OperatorBase:
         """
         place = self._registration.place
         metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
-        if not place.weight:  # its samples were in the part before as well
+        if not place.weight:  # its samples count in another part, or for another worker
             metrics, weight = {}, 0
         meters.hold(metrics, weight, place.ends_step)
         if place.is_last:

@@ -221,16 +221,16 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         places_of(tuple(sizes), world_size, rank, at_once, in_parts, full_size * keeps_parts, tried)
         for rank in range(world_size)
     ]
-    weights = Counter()
+    weights, num_taken = Counter(), 0
     for rank, own in enumerate(places):
         start, held = 0, iter(own)
         for step, size in enumerate(sizes):
             shard = Shard(size, at_once, world_size, rank, **kept)
             if step == 0:
                 shard = shard.trying(0, known=())
-            if in_parts and keeps_parts and world_size < full_size:
-                taken = sum(place.size for place in own if place.step == step)
-                assert shard.num_taken(0, 1, in_parts) == taken
+            counted = sum(place.size for place in own if place.step == step)
+            assert shard.num_taken(0, 1, in_parts) == counted
+            num_taken += counted
             in_full_group = [even_part(size, full_size, part) for part in range(full_size)]
             for low, high in shard.batches(in_parts=in_parts):
                 place = next(held)
@@ -248,12 +248,14 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert next(held, None) is None
     expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
     assert weights == pytest.approx(expected, rel=1e-12)
+    assert num_taken == sum(sizes)
     # what is said by forward passes is said equally often
     assert len({tuple(place.step for place in own) for own in places}) == 1
     for own in places:
         assert [place.is_last for place in own] == [False] * (len(own) - 1) + [True]
         weights_of_steps = Counter()
         for place in own:
+            assert bool(place.weight) == bool(place.size)  # of what does not count no metric does
             weights_of_steps[place.step] += place.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 

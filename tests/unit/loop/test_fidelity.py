@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
 from raysgd.context import OutOfMemoryError, WorkerContext
+from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
@@ -310,6 +311,16 @@ def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
     at_once = math.ceil(global_batch / full)
     largest = max(member.operator.largest for member in workers.members)
     assert largest <= (4 if at_once in (2, 3) else at_once)
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_a_sample_that_is_given_to_several_workers_counts_once(split):
+    """The last step has one, for three."""
+    workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
+    found = merge_workers(
+        workers.each(lambda rank, member: member.runner.train(call=0, until_step=3, split=split))
+    )
+    assert (found["num_samples"], found["batch_count"]) == (25, 3)
 
 
 class Raw(Exact):
