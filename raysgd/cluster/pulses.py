@@ -346,7 +346,6 @@ class DriverWatch:
                         f"the driver cannot be reached for {waited_s:.0f} s, and no other worker "
                         "either"
                     )
-            self._tell_guard()
             time.sleep(_RETRY_S)
         print(f"raysgd: {why}: this worker ends.", file=sys.stderr)
         return None
