@@ -47,7 +47,7 @@ class Guard:
         peers: Sequence[tuple[str, int]],
         alone_s: float,
     ) -> None:
-        """Say that the process is at work, and when to end it once nothing is heard of it.
+        """Say that the process is at work and hears the driver, and when to end it otherwise.
 
         Args:
             driver: an address on the driver's host.
@@ -92,7 +92,8 @@ def _guard(guarded: int) -> None:
         is_alone = bool(peers) and not any(answers(tuple(peer)) for peer in peers)
         alone_since = min(alone_since, now) if is_alone else math.inf
         is_over = now - cut_off_since >= grace_s or now - alone_since >= alone_s
-        if is_over and os.getppid() == guarded:
+        is_still = not select.select([0], [], [], 0)[0]  # others were asked meanwhile
+        if is_over and is_still and os.getppid() == guarded:
             os.kill(guarded, signal.SIGKILL)
 
 
