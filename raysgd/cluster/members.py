@@ -311,9 +311,15 @@ class ActorMember(Member):
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
         if self._lost is None:
-            with contextlib.suppress(Exception):  # its node may be gone already
-                self.signal(signal.SIGKILL)
+            # Ray asks its head, for a task on a node, without a limit in time
+            sending = threading.Thread(target=self._try_kill, daemon=True)
+            sending.start()
+            sending.join(_SIGNAL_S)
         self.kill()
+
+    def _try_kill(self) -> None:
+        with contextlib.suppress(Exception):  # its node may be gone already
+            self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> bool:
         """Send a signal to the actor's process, from its node."""
