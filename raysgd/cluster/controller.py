@@ -552,6 +552,8 @@ class Controller:
             Whether it did.
         """
         with self._until_shut_down():
+            if self._group.drains.is_ray_silent:
+                return False  # nobody could be started
             leaving = self._group.leaving()
             if leaving:
                 num_staying = len(self.members) - len(leaving)
@@ -913,7 +915,8 @@ class Controller:
             if self._scale_up.are_enough(min_workers):
                 return
             now = self._clock.monotonic()
-            if len(self.members) + self._scale_up.coming() < min_workers and now >= deadline:
+            is_short = len(self.members) + self._scale_up.coming() < min_workers
+            if is_short and now >= deadline and not self._group.drains.is_ray_silent:
                 if number == config.max_attempts:
                     raise self._failed(f"{missing}, and no room for more: {self._group.room()}")
                 wait_s = backoff_s(number, config, random.random())

@@ -44,7 +44,8 @@ class Drains:
         self._of_members: weakref.WeakKeyDictionary[Member, Notice]
         self._of_members = weakref.WeakKeyDictionary()
         self._is_over: threading.Event | None = None
-        self._answered_at = 0.0
+        self._asked_at: float | None = None
+        """When Ray was asked the question that is open; None where none is."""
 
     # ---- what is announced
 
@@ -72,7 +73,6 @@ class Drains:
         """Ask Ray from now on until `stop`, in a thread, since it may take long to answer."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
-            self._answered_at = self._clock.monotonic()
             name = "raysgd-drains"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
@@ -80,10 +80,11 @@ class Drains:
         """Ask no more."""
         if self._is_over is not None:
             self._is_over.set()
-            self._is_over = None
+            self._is_over = self._asked_at = None
 
     def _ask(self, is_over: threading.Event) -> None:
         while not is_over.wait(_LOOK_EVERY_S):
+            self._asked_at = self._clock.monotonic()
             with contextlib.suppress(Exception):  # Ray is shut down
                 from ray._private.state import state  # nothing public says it (Ray 2.60)
 
@@ -91,13 +92,18 @@ class Drains:
                     node: _notice("Ray drains its node", deadline_ms / 1000 or None)
                     for node, deadline_ms in state.get_draining_nodes().items()
                 }
-            self._answered_at = self._clock.monotonic()
+            self._asked_at = None
+
+    @property
+    def silence_s(self) -> float:
+        """For how long Ray's head has left a question open."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
 
     @property
     def is_ray_silent(self) -> bool:
         """Whether Ray's head stands still, so that whoever asks it waits until it goes on."""
-        waited_s = self._clock.monotonic() - self._answered_at
-        return self._is_over is not None and waited_s > _LOOK_EVERY_S + _SILENT_S
+        return self.silence_s > _SILENT_S
 
     # ---- what there is
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25
 """How often to ask whether there is room for a worker."""
+_SAID_S = 10.0
+"""After how long a silence of Ray's head the log tells of it."""
 _SETTLED_S = 10.0
 """How long a group has to have its full size before it gets spares."""
 _FIRST_MOMENT_S = COME_UP_S
@@ -94,7 +96,7 @@ class ScaleUp:
         self._is_first = True
         self._is_calm = True
         """Whether nobody was lost yet, so that a start may take its time."""
-        self._is_ray_silent = False
+        self._says_silent = False
         self.error: BaseException | None = None
         """Why the newest worker failed, where another one would fail in the same way."""
 
@@ -152,14 +154,18 @@ class ScaleUp:
         options = self._group.options
         if not starting and (not self._config.grow or not self._can_join or options.inline):
             return
-        if self._group.drains.is_ray_silent != self._is_ray_silent:
-            self._is_ray_silent = not self._is_ray_silent
+        drains = self._group.drains
+        if self._says_silent and not drains.is_ray_silent:
+            self._says_silent = False
+            logger.warning("Ray's head answers again.")
+        elif not self._says_silent and drains.silence_s > _SAID_S:
+            self._says_silent = True
             logger.warning(
-                "Ray's head does not answer: workers that are lost are replaced when it does."
-                if self._is_ray_silent
-                else "Ray's head answers again."
+                "Ray's head has not answered for %.0f s: workers that are lost are replaced when "
+                "it does.",
+                drains.silence_s,
             )
-        if self._is_ray_silent:
+        if drains.is_ray_silent:
             return
         self._advance(self._replacements)
         num_staying = len(self._group.members) - len(self._group.leaving())

@@ -278,13 +278,9 @@ class WorkerGroup:
     def vacant_slots(self, request: bool = True) -> list[Any]:
         """Return room that no worker is in or on its way to, on nodes that are there to stay.
 
-        None while Ray's head stands still, whose answer would be waited for.
-
         Args:
             request: whether to request what is missing.
         """
-        if self.drains.is_ray_silent:
-            return []
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:

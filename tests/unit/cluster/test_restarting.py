@@ -2,6 +2,7 @@
 
 import pytest
 
+from raysgd.cluster.drains import Drains
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.test_elasticity import kinds, run_until
@@ -89,3 +90,45 @@ def test_with_less_room_fewer_start_and_later_all(world):
     assert len(controller.members) == 2
     assert kinds(controller)[-1] == "grown"
     assert world.trained == list(range(1, 121))
+
+
+@pytest.fixture
+def silence(world, monkeypatch):
+    """A function that says from when until when Ray's head stands still."""
+    spans = []
+
+    def silence_s(drains):
+        now = world.monotonic()
+        return max((now - start for start, end in spans if start <= now < end), default=0.0)
+
+    monkeypatch.setattr(Drains, "silence_s", property(silence_s))
+    return lambda *span: spans.append(span)
+
+
+def test_while_rays_head_is_silent_there_are_no_vain_tries(world, silence, caplog):
+    controller = world.drive(2, rejoins=False, max_attempts=1).controller
+
+    def lose_all():
+        now = world.monotonic()
+        silence(now - 5, now + 30)
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(17, lose_all)
+    run_until(controller, 40, max_losses=2)
+    assert "waiting" not in kinds(controller)
+    assert "Ray's head has not answered for 10 s" in caplog.text
+    assert "Ray's head answers again." in caplog.text
+    assert caplog.text.count("Ray's head") == 2
+
+
+def test_workers_that_are_to_go_stay_while_nobody_could_be_started_instead(world, silence):
+    controller = world.drive(3, min_workers=2, rejoins=False).controller
+    run_until(controller, 10)
+    controller.drain(None, 1, None)
+    now = world.monotonic()
+    silence(now - 5, now + 30)
+    assert not controller.grow()
+    assert len(controller.members) == 3
+    world.sleep(30)
+    assert controller.grow()
