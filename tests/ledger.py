@@ -92,6 +92,7 @@ def ledger_trainer(
     elastic=None,
     operator_cls=SlowLedger,
     use_local=False,
+    min_workers=1,
     **config,
 ):
     """A trainer of SlowLedger whose epochs end with as many workers as it is made with."""
@@ -101,6 +102,7 @@ def ledger_trainer(
         training_operator_cls=operator_cls,
         config={"num_samples": num_samples, "until_size": num_workers, **config},
         num_workers=num_workers,
+        min_workers=min_workers,
         elastic=elastic,
         use_local=use_local,
     )

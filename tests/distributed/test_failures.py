@@ -152,7 +152,9 @@ def test_a_single_worker_is_interrupted_and_lost_without_a_snapshot(module_clust
 @pytest.mark.slow("all workers but the driver's start twice")
 def test_without_in_place_all_restart(module_cluster, tmp_path):
     elastic = ElasticConfig(in_place=False, snapshot_every=5)
-    with ledger_trainer(2, num_samples=400, elastic=elastic, use_local=True) as trainer:
+    with ledger_trainer(
+        2, num_samples=400, elastic=elastic, use_local=True, min_workers=2
+    ) as trainer:
         trainer.train(num_steps=13)
         wait_until(lambda: snapshot_step(trainer) == 10)
         pids, points = pids_of(trainer), []
