@@ -1,7 +1,6 @@
 """Results equal those of one plain PyTorch process, whatever the number of workers."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -43,27 +42,6 @@ def plain_training(num_steps, batch_size, batch_norm=False):
     return model
 
 
-class Compiling(Classifier):
-    """Compiles its model, once it has trained some steps without, on the worker that is told to."""
-
-    compiles = False
-    loaded = None
-
-    def train_batch(self, batch, batch_info):
-        features, target = batch
-        if self.compiles and self.global_step == 2:
-            self.loaded = is_dynamo_loaded()
-            self.model = torch.compile(self.model, backend="eager")
-        loss = self.criterion(self.model(features), target)
-        self.backward(loss, num_samples=len(target))
-        self.optimizer_step(self.optimizer)
-        return {"train_loss": loss.detach(), "num_samples": len(target)}
-
-
-def is_dynamo_loaded():
-    return "torch._dynamo.eval_frame" in sys.modules
-
-
 @pytest.fixture(scope="module")
 def three_workers(module_cluster):
     """They start and train as if nobody else was there."""
@@ -71,7 +49,7 @@ def three_workers(module_cluster):
     with (
         stranger() as attacked,
         TorchTrainer(
-            training_operator_cls=Compiling, config=config, num_workers=3, timeout_s=60
+            training_operator_cls=Classifier, config=config, num_workers=3, timeout_s=60
         ) as trainer,
     ):
         pids = trainer.apply_all_workers(os.getpid)
@@ -115,18 +93,13 @@ def test_validation_of_batch_norm_equals_a_single_process(module_cluster):
             assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
 
-def check_training(trainer):
-    """Ten steps are those of one process with three times the batch."""
-    found = trainer.apply_all_operators(parameters)
-    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 48).parameters()]).detach()
-    assert all(torch.equal(found[0], each) for each in found)
-    assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
-
-
 def test_three_workers_take_the_steps_of_one_process_with_three_times_the_batch(three):
     three.train(num_steps=1)
     three.train(num_steps=9)
-    check_training(three)
+    found = three.apply_all_operators(parameters)
+    expected = torch.cat([p.reshape(-1) for p in plain_training(10, 48).parameters()]).detach()
+    assert all(torch.equal(found[0], each) for each in found)
+    assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
 
 
 def test_num_steps_goes_on_where_the_last_call_stopped(three):
@@ -141,15 +114,6 @@ def test_num_steps_goes_on_where_the_last_call_stopped(three):
     half = three.validate(num_steps=10)
     other = three.validate(num_steps=11)
     assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
-
-
-@pytest.mark.slow("a worker loads the compiler")
-def test_a_model_can_be_compiled_and_nothing_is_loaded_for_it_before(three):
-    three.apply_all_operators(lambda op: setattr(op, "compiles", op.world_rank == 2))
-    three.train(num_steps=10)
-    assert three.apply_all_operators(lambda op: op.loaded) == [None, None, False]
-    assert three.apply_all_workers(is_dynamo_loaded) == [False, False, True]
-    check_training(three)
 
 
 class Centers(torch.nn.Module):
