@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -29,6 +30,8 @@ __all__ = [
     "loss_cause",
 ]
 
+
+T = TypeVar("T")
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """How lines of Ray's begin that say which actor was lost."""
@@ -284,23 +287,26 @@ class ActorMember(Member):
 
     def leave(self, timeout_s: float) -> Future[bool]:
         """Let the actor's process end by itself."""
-        future: Future[bool]
         with self._order:
             self._hang_up()
             self._check_alive()
             self.actor.__ray_terminate__.remote()
+        return _in_thread(self._await_end, timeout_s)
+
+    def _await_end(self, timeout_s: float) -> bool:
+        import ray
+
         if _is_here(self.info):
-            future = Future()
-            wait = threading.Thread(
-                target=lambda: future.set_result(_await_end(self.info.pid, timeout_s)), daemon=True
-            )
-            wait.start()
-        else:  # Ray tells of an actor's end before its exit handlers run
-            future = self._on_node(_await_end).remote(self.info.pid, timeout_s).future()
-        return future
+            return _await_end(self.info.pid, timeout_s)
+        # Ray tells of an actor's end before its exit handlers run
+        ended: bool = ray.get(self._on_node(_await_end).remote(self.info.pid, timeout_s))
+        return ended
 
     def _on_node(self, function: Any) -> Any:
-        """Return a task of Ray's that calls a function on the worker's node."""
+        """Return a task of Ray's that calls a function on the worker's node.
+
+        To start it may take as long as Ray's head stands still.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -311,15 +317,9 @@ class ActorMember(Member):
     def kill_process(self) -> None:
         """Kill the actor's process by a signal, sent on its node."""
         if self._lost is None:
-            # Ray asks its head, for a task on a node, without a limit in time
-            sending = threading.Thread(target=self._try_kill, daemon=True)
-            sending.start()
-            sending.join(_SIGNAL_S)
+            with contextlib.suppress(Exception):  # its node may be gone already
+                _in_thread(self.signal, signal.SIGKILL).result(_SIGNAL_S)
         self.kill()
-
-    def _try_kill(self) -> None:
-        with contextlib.suppress(Exception):  # its node may be gone already
-            self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> bool:
         """Send a signal to the actor's process, from its node."""
@@ -385,6 +385,20 @@ class ThreadMember(InlineMember):
     def kill(self) -> None:
         """Let the thread end when its call has."""
         self._thread.shutdown(wait=False)  # a teardown that waits for its turn comes last
+
+
+def _in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call a function that may hang; a daemon does, which keeps no process from its end."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 def _is_short(arguments: Any) -> bool:
