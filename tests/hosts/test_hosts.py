@@ -231,7 +231,7 @@ def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
     assert kinds(events) == ["lost", "resumed", "grown"]
     assert "its connection to the driver was closed" in events[0][1]  # as its process has died
     said = run.log.read_text()
-    assert "Ray's head has not answered for 10 s: workers that are lost are replaced" in said
+    assert re.search(r"Ray's head has not answered for \d+ s: workers that are lost", said)
     assert "Ray's head answers again." in said
     assert run.call("workers").keys() == run.workers.keys()
 
