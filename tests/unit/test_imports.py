@@ -13,7 +13,6 @@ from raysgd.imports import frozen_imports, import_extra
 def _as_before():
     threshold = gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.enable()
     gc.set_threshold(*threshold)
 

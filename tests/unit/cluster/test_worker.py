@@ -100,12 +100,6 @@ def fail_with(error):
     return fail
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_frozen():
-    yield
-    gc.unfreeze()
-
-
 class PlainError(Exception):
     pass
 
