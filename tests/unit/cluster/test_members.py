@@ -357,6 +357,26 @@ def test_a_process_is_killed_also_where_its_place_is_not_known_yet(member, monke
     assert killed == [member.actor]
 
 
+def test_to_kill_or_to_let_go_of_a_worker_elsewhere_waits_for_no_head_of_rays(member, monkeypatch):
+    killed, answers = [], threading.Event()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
+    monkeypatch.setattr(members, "_is_here", lambda info: False)
+
+    def on_node(function):
+        if not answers.wait(5):
+            pytest.fail("it was waited for")
+
+    monkeypatch.setattr(member, "_on_node", on_node)
+    try:
+        leaving = member.leave(0.0)
+        member.kill_process()
+        assert not leaving.done()
+        assert killed == [member.actor]
+    finally:
+        answers.set()
+
+
 def test_what_ray_says_about_a_death_comes_in_one_line():
     said = (
         "The actor died unexpectedly before finishing this task.\n\tpid: 77\n"
