@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -330,6 +332,9 @@ class DatasetSource(Source):
         return f"{self.loader!r}, shared out over {self._world_size} workers"
 
 
+_numbers = itertools.count()
+
+
 class _Iteration:
     """An iteration over a data set, in which what was taken last can be taken again.
 
@@ -365,6 +370,24 @@ class _Iteration:
             kept.append(batch)
         self._epoch = epoch
         return list(itertools.islice(kept, size))
+
+    def __del__(self) -> None:
+        """Let TensorFlow end the iterator in a thread, without Python's lock.
+
+        That waits for the thread that tunes the pipeline, which may sleep for as long again as the
+        iterator has lived, a minute at most: it is woken a moment before it is told to end
+        (TensorFlow 2.21).
+        """
+        batches = vars(self).pop("_batches", None)
+        held = getattr(batches, "_iterator_resource", None)
+        if held is None or sys.is_finalizing():
+            return
+        name = f"raysgd.ended.{next(_numbers)}"
+        with tf.init_scope(), tf.device("CPU:0"):  # not in a graph that somebody makes right now
+            tf.raw_ops.Stage(values=[held], shared_name=name)
+        del held, batches  # so that what is staged is the last to hold it
+        clear = {"dtypes": [tf.resource], "shared_name": name}
+        threading.Thread(target=tf.raw_ops.StageClear, kwargs=clear, daemon=True).start()
 
 
 def _joined(*columns: Any) -> Any:
