@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import logging
 import pickle
 import types
@@ -18,7 +19,7 @@ import torch
 from raysgd.torch import ddp
 from raysgd.torch.batches import tensors_in
 
-__all__ = ["CompiledModel", "SeenCall", "checked_compile", "left_eager", "warn_of_idle_compilers"]
+__all__ = ["CompiledModel", "SeenCall", "checked_compile", "warn_of_idle_compilers"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class CompiledModel:
         """Kinds of calls so far, oldest first: which modules were in train mode; `is_static`."""
         self.is_compiling = False
         """Whether the newest call was the first of its kind."""
+        self.left_eager: list[str] = []
+        """Why torch has left code of this model uncompiled so far, each reason on one line."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             limit = torch._dynamo.config.recompile_limit + _MOST_STATIC
@@ -139,17 +142,20 @@ class CompiledModel:
                 f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
                 "or Sequential with several blocks of one class. Leave regional out."
             )
-        for block in blocks:
-            _compile(block, options)
+        _compile(blocks, options)
         self._run = model._compiled_call_impl or model._call_impl
         model._compiled_call_impl = self._call
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         self._note(arguments, keywords)
-        if not self.is_static:
-            return self._run(*arguments, **keywords)
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            return self._run(*arguments, **keywords)
+        _reasons.new()  # those of other code in this process
+        try:
+            if not self.is_static:
+                return self._run(*arguments, **keywords)
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                return self._run(*arguments, **keywords)
+        finally:
+            self.left_eager += _reasons.new()
 
     def _note(self, arguments: Any, keywords: Any) -> None:
         self.is_compiling, packed = False, io.BytesIO()
@@ -209,21 +215,33 @@ def _device_type(model: torch.nn.Module) -> str:
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
-def _compile(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    if not _is_torchs(module):
-        module.compile(**options)
-        return
+def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile each block, and alike ones once.
 
-    # torch passes over the code of its own modules, but not over a function that calls it
+    Not by ``block.compile()``: torch passes over the code of its own modules, but not over a
+    function that calls it. The function has the globals of the user's code that is called from
+    there: torch would look for those of a script in the worker's ``__main__``, which is not the
+    script. And its code is a copy: by the code torch knows what it has compiled and which sizes
+    vary, and an earlier model of this process may have had others, or breaks that nobody would be
+    told of again.
+    """
+    code = _caller(blocks[0]).__code__.replace(co_name=f"compiled_{next(_numbers)}")
+    for block in blocks:
+        call = _caller(block)
+        own = (type(part).forward for part in block.modules() if not _is_torchs(part))
+        of_user = next((f.__globals__ for f in own if inspect.isfunction(f)), call.__globals__)
+        begin = types.FunctionType(code, of_user, closure=call.__closure__)
+        block._compiled_call_impl = torch.compile(begin, **options)
+
+
+_numbers = itertools.count()
+
+
+def _caller(module: torch.nn.Module) -> Any:
     def call(*arguments: Any, **keywords: Any) -> Any:
         return module._call_impl(*arguments, **keywords)
 
-    # It has the globals of the user's code that is called from there: torch would look for those of
-    # a script in the worker's __main__, which is not the script.
-    own = (type(part).forward for part in module.modules() if not _is_torchs(part))
-    of_user = next((f.__globals__ for f in own if inspect.isfunction(f)), call.__globals__)
-    begin = types.FunctionType(call.__code__, of_user, closure=call.__closure__)
-    module._compiled_call_impl = torch.compile(begin, **options)
+    return call
 
 
 def _is_torchs(module: torch.nn.Module) -> bool:
@@ -242,16 +260,31 @@ def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from repeated_blocks(child)
 
 
-def left_eager() -> Iterator[str]:
-    """Yield why torch has left code of this process uncompiled so far: its reasons, on one line."""
-    from torch._dynamo.utils import counters
+class _Reasons:
+    """Why torch has left code of this process uncompiled; torch counts how often."""
 
-    for what in ("graph_break", "unimplemented"):
-        for reason in list(counters[what]):
-            title, _, explained = reason.partition("\n")
-            lines = (line.strip() for line in explained.split("\n"))
-            explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
-            yield f"{title}. {explanation.removeprefix('Explanation: ')}".strip()
+    def __init__(self) -> None:
+        self._num_seen: Counter[str] = Counter()
+
+    def new(self) -> list[str]:
+        """Return the reasons since the last time."""
+        from torch._dynamo.utils import counters
+
+        counted = counters["graph_break"], counters["unimplemented"]
+        if sum(each.total() for each in counted) == self._num_seen.total():
+            return []
+        seen, self._num_seen = self._num_seen, counted[0] + counted[1]
+        return [_on_one_line(reason) for reason in self._num_seen - seen]
+
+
+_reasons = _Reasons()
+
+
+def _on_one_line(reason: str) -> str:
+    title, _, explained = reason.partition("\n")
+    lines = (line.strip() for line in explained.split("\n"))
+    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
+    return f"{title}. {explanation.removeprefix('Explanation: ')}".strip()
 
 
 def warn_of_idle_compilers(models: Sequence[torch.nn.Module]) -> None:

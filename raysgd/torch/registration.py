@@ -38,7 +38,6 @@ from raysgd.torch.checks import (
 from raysgd.torch.compiling import (
     CompiledModel,
     checked_compile,
-    left_eager,
     warn_of_idle_compilers,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
@@ -420,7 +419,7 @@ class TorchRegistration(Registration):
 
     def end_segment(self) -> None:
         self.optimization.end()
-        for reason in left_eager() if self._compiled else ():
+        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
             self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
 
     @property
