@@ -148,14 +148,12 @@ class CompiledModel:
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         self._note(arguments, keywords)
-        _reasons.new()  # those of other code in this process
-        try:
-            if not self.is_static:
-                return self._run(*arguments, **keywords)
-            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                return self._run(*arguments, **keywords)
-        finally:
-            self.left_eager += _reasons.new()
+        _reasons.new()  # those of other code in this process, or of a call that has raised
+        is_static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with is_static if self.is_static else contextlib.nullcontext():
+            outputs = self._run(*arguments, **keywords)
+        self.left_eager += _reasons.new()
+        return outputs
 
     def _note(self, arguments: Any, keywords: Any) -> None:
         self.is_compiling, packed = False, io.BytesIO()

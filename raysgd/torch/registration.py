@@ -419,8 +419,7 @@ class TorchRegistration(Registration):
 
     def end_segment(self) -> None:
         self.optimization.end()
-        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
-            self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
+        self._tell_what_is_eager()
 
     @property
     def updated(self) -> bool:
@@ -597,6 +596,7 @@ class TorchRegistration(Registration):
         on_demand = contextlib.nullcontext() if full is None else full.models.on_demand()
         with ddp.no_forward_sync(self.models), self.with_averages(), on_demand:
             yield
+        self._tell_what_is_eager()
 
     # ---- memory
 
@@ -712,6 +712,10 @@ class TorchRegistration(Registration):
         if all(compiled.dynamic for compiled in self._compiled):
             return None
         return self._sizes.union(range(self._smallest_part))
+
+    def _tell_what_is_eager(self) -> None:
+        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
+            self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
 
     def take_known_sizes(self, known: Collection[int] | None) -> None:
         self._sizes = set(known or ())

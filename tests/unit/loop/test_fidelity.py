@@ -104,7 +104,8 @@ class Worker:
         self.runner.setup(WorkerContext(in_driver=True))
         self.registration = registration = self.operator._registration
         # stands for a model that is compiled
-        registration._compiled = [Mock(dynamic=False, is_compiling=False)] * config.get("sizes", 0)
+        compiled = Mock(dynamic=False, is_compiling=False, left_eager=[])
+        registration._compiled = [compiled] * config.get("sizes", 0)
         registration._await_compilers = lambda: None
         registration.from_rank = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]

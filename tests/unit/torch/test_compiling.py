@@ -348,21 +348,24 @@ def test_what_is_left_eager_is_told_once_with_its_reason(caplog):
 def test_each_model_of_a_process_is_told_of_its_own_breaks(caplog):
     """Also where one of the same class had them before, or was compiled for another size."""
 
-    def said(make, batch_size=4, **given):
+    def said(make, batch_size=4, call=TorchTrainer.train, **given):
         caplog.clear()
         config = {"make": make, "compile": {"backend": count, **given}, "batch_size": batch_size}
+        config["validates"] = True
         with TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True) as trainer:
-            trainer.train()
+            call(trainer)
         return [r.getMessage() for r in caplog.records if "torch.compile leaves" in r.getMessage()]
 
     (first,) = said(Peeking)
     assert said(Deep) == []
-    assert said(Peeking) == [first]
+    assert said(Peeking) == said(Peeking, call=TorchTrainer.validate) == [first]
+    GRAPHS.clear()
     assert said(Deep, batch_size=8) == []
     inputs = [n for graph in GRAPHS for n in graph.graph.nodes if n.op == "placeholder"]
     assert not any(isinstance(node.meta["example_value"], torch.SymInt) for node in inputs)
     with pytest.raises(torch._dynamo.exc.UserError, match="item"):
         said(Peeking, fullgraph=True)
+    assert "torch.compile leaves" not in caplog.text
 
 
 def test_a_compiler_that_is_idle_is_told_of(caplog):
