@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import operator
 import pickle
 import sys
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +132,11 @@ def _pickler(portable: bool) -> Any:
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
                 return _tensor, (flat, obj.dtype, tuple(obj.shape))
+            # such as torch.distributed.config, which goes with a function that has both names
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+                name = obj.__name__
+                if sys.modules.get(name) is obj:
+                    return importlib.import_module, (name,)
             return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
     return type("PortableWithTensors", (Portable, WithTensors), {}) if portable else WithTensors

@@ -1,7 +1,9 @@
 """What large tensors and arrays become on their way to another process."""
 
+import importlib
 import pickle
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,3 +101,10 @@ def test_a_tensor_s_own_attributes_arrive():
 
 def test_functions_of_the_script_go_as_before():
     assert through_ray(pack(lambda x: x + 1)).value()(2) == 3
+
+
+def test_functions_that_name_torchs_settings_by_chance_arrive():
+    """By two names of theirs cloudpickle takes torch.distributed.config, if that is loaded."""
+    importlib.import_module("torch.distributed.config")
+    there = through_ray(pack(lambda own: (torch.distributed.is_available(), own.config))).value()
+    assert there(SimpleNamespace(config=3)) == (True, 3)
