@@ -13,7 +13,14 @@ import torch
 
 from raysgd.data.shard import even_part
 
-__all__ = ["batch_parts", "concatenated", "free_memory", "num_rows", "ran_out_of_memory"]
+__all__ = [
+    "batch_parts",
+    "concatenated",
+    "free_memory",
+    "in_own_containers",
+    "num_rows",
+    "ran_out_of_memory",
+]
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Of errors that torch has no class for: of its allocator for CPUs, and what passes by that for
@@ -50,8 +57,8 @@ def num_rows(batch: Any) -> int:
     def measure(tensor: Any) -> Any:
         if not tensor.shape:
             raise TypeError("it holds a tensor without dimensions")
-        if getattr(tensor, "layout", torch.strided) is not torch.strided:
-            raise TypeError("it holds a sparse tensor")
+        if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
+            raise TypeError(f"it holds a tensor of the layout {layout}")
         sizes.add(len(tensor))
         return tensor
 
@@ -79,23 +86,47 @@ def concatenated(parts: Sequence[Any]) -> Any:
     return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
 
 
-def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+def in_own_containers(batch: Any) -> Any:
+    """Return a batch in containers of its own, with the same tensors; others as they are."""
+    try:
+        return _mapped(batch, lambda tensor: tensor, lambda other: other)
+    except Exception:  # classes of the user's may refuse
+        return batch
+
+
+def _refuse(held: Any) -> Any:
+    raise TypeError(f"it holds a {type(held).__name__}, which is no tensor")
+
+
+def _mapped(
+    batch: Any, function: Callable[[Any], Any], otherwise: Callable[[Any], Any] = _refuse
+) -> Any:
     """Return a batch with a function applied to its tensors, whatever they are in."""
+
+    def mapped(item: Any) -> Any:
+        return _mapped(item, function, otherwise)
+
     if isinstance(batch, torch.Tensor | np.ndarray):
         return function(batch)
     if batch is None:
         return None
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(item, function) for item in batch))
+        return type(batch)(*map(mapped, batch))
     if type(batch) in (tuple, list):
-        return type(batch)(_mapped(item, function) for item in batch)
-    if isinstance(batch, MutableMapping):
+        return type(batch)(map(mapped, batch))
+    # of another mapping a copy may share what the first holds its items in
+    if isinstance(batch, dict) or (
+        isinstance(batch, MutableMapping) and hasattr(batch, "__copy__")
+    ):
         made = copy.copy(batch)
         for key, item in batch.items():
-            made[key] = _mapped(item, function)
+            made[key] = mapped(item)
         return made
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        held = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        mapped = {name: _mapped(item, function) for name, item in held.items()}
-        return dataclasses.replace(batch, **mapped)
-    raise TypeError(f"it holds a {type(batch).__name__}, which is no tensor")
+        names = {field.name for field in dataclasses.fields(batch)}
+        if set(getattr(batch, "__dict__", ())) <= names:
+            like = copy.copy(batch)  # not replace(), whose __post_init__ would change it again
+            for name in names:
+                object.__setattr__(like, name, mapped(getattr(batch, name)))
+            return like
+    return otherwise(batch)

@@ -39,7 +39,7 @@ from raysgd.torch.batches import (
 from raysgd.torch.checks import needs_metric
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.memory import concatenated, free_memory
+from raysgd.torch.memory import concatenated, free_memory, in_own_containers
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
 from raysgd.trees import joined
@@ -216,21 +216,27 @@ class TrainingOperator(OperatorBase):
     def _of_parts(
         self, batch: Any, method: Callable[..., Any], evaluate: Callable[[Any], Any]
     ) -> list[tuple[Any, float]]:
-        """Evaluate a batch, in parts where memory asks for it.
+        """Evaluate a batch, in parts where memory asks for it; those that are done stay so.
 
         Returns what each part gave, and the share of the batch that it is.
         """
-        registration = self._registration
-        while True:
+        registration, found = self._registration, []
+        number = registration.evaluation_split
+        waiting = [(*each, number) for each in registration.evaluation_parts(batch, number)]
+        while waiting:
+            part, share, number = waiting.pop(0)
             try:
-                return [
-                    (evaluate(part), share) for part, share in registration.evaluation_parts(batch)
-                ]
+                # a copy, as what the user's code takes out of it may be wanted again
+                found.append((evaluate(in_own_containers(part)), share))
+                continue
             except Exception as error:
-                if not registration.splits_evaluation_after(error, batch):
-                    self._note_batch(error, method.__name__, batch)
+                if not registration.splits_evaluation_after(error, part, number):
+                    self._note_batch(error, method.__name__, part)
                     raise
             free_memory()
+            halves = registration.evaluation_parts(part, 2)
+            waiting[:0] = [(half, share * of_it, 2 * number) for half, of_it in halves]
+        return found
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, of a kind that `train_batch` takes.
@@ -318,6 +324,10 @@ class TrainingOperator(OperatorBase):
         with contextlib.suppress(Exception):  # classes of the user's may refuse
             kind = type(self).__name__
             error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
+            split, in_training = self._registration.split.factor, method == "train_batch"
+            number = split if in_training else self._registration.evaluation_split
+            if number > 1:
+                error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
 
     def _loss(self, output: Any, batch: Batch) -> Any:
         if batch.target is None or getattr(self, "criterion", None) is None:

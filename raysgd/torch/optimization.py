@@ -260,7 +260,7 @@ class Optimization:
         self._in_batch, self._has_stepped, self.is_half_made = True, False, False
         if place.position == 0:
             self._stepped.clear()  # of steps that user code made outside of any batch
-        elif place.is_part and not self._used:
+        elif place.is_part and not self._used and any(map(_has_gradients, self._optimizers)):
             self._refuse_parts("train_batch does not call self.backward(loss)")
         self.group.begin(place)
         if place.position == 0:

@@ -42,7 +42,13 @@ from raysgd.torch.compiling import (
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
-from raysgd.torch.memory import batch_parts, free_memory, num_rows, ran_out_of_memory
+from raysgd.torch.memory import (
+    batch_parts,
+    free_memory,
+    in_own_containers,
+    num_rows,
+    ran_out_of_memory,
+)
 from raysgd.torch.meta import Init, checked_init, make_whole, moved
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
@@ -90,7 +96,7 @@ def _num_rows(batch: Any) -> int:
     """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
     try:
         return num_rows(batch)
-    except TypeError:
+    except Exception:  # classes of the user's may refuse
         return 0
 
 
@@ -616,17 +622,20 @@ class TorchRegistration(Registration):
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+        # copies, as what the user's code takes out of a batch may be wanted again
+        whole = [(in_own_containers(batch), place)]
         if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
-            return super().split_batch(batch, place)
+            return whole
         factor, rows = self.split.factor, _num_rows(batch)
         number = self._num_parts(rows)
         # a forward pass may communicate, so that all workers make equally many
         repeats = factor - number if self.context.world_size > 1 else 0
         if number + repeats == 1:
-            return super().split_batch(batch, place)
-        parts = batch_parts(batch, number) if rows else [batch]
+            return whole
+        parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
         places = place.parts(number, max(rows, 1), factor, repeats)
-        return list(zip(parts + parts[-1:] * repeats, places, strict=True))
+        parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
+        return list(zip(parts, places, strict=True))
 
     def does_without(self, error: BaseException) -> bool:
         return self.settings.options.split_on_oom and ran_out_of_memory(error)
@@ -653,9 +662,13 @@ class TorchRegistration(Registration):
             rows = num_rows(batch)
         except TypeError as error:
             return f"the batch cannot be split, since {error}"
-        if rows // smallest <= factor:
-            return f"the batch of {rows} samples is in {min(factor, rows)} parts already"
-        return ""
+        except Exception as error:  # classes of the user's may refuse
+            return f"the batch cannot be split: {error!r}"
+        if rows // smallest > factor:
+            return ""
+        if smallest > 1:
+            return "batch normalization takes two samples in each part at least"
+        return "its parts have one sample each" if factor > 1 else "it has one sample"
 
     def check_whole(self) -> None:
         half_made, self._half_made = self._half_made, None
@@ -674,29 +687,30 @@ class TorchRegistration(Registration):
                 "result is another than with more memory.",
             )
 
-    def evaluation_parts(self, batch: Any) -> Sequence[tuple[Any, float]]:
+    def evaluation_parts(self, batch: Any, number: int) -> Sequence[tuple[Any, float]]:
         """Return the parts in which to evaluate a batch, and what each counts for."""
-        if self.evaluation_split == 1 or (samples := _num_rows(batch)) < 2:
+        if number == 1 or (samples := _num_rows(batch)) < 2:
             return [(batch, 1)]
-        parts = batch_parts(batch, min(self.evaluation_split, samples))
+        parts = batch_parts(batch, min(number, samples))
         rows = [num_rows(part) for part in parts]
         return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]
 
-    def splits_evaluation_after(self, error: BaseException, batch: Any) -> bool:
-        """Whether a batch is evaluated again, in more parts, after an error."""
+    def splits_evaluation_after(self, error: BaseException, part: Any, number: int) -> bool:
+        """Whether a batch, or one of `number` parts of it, is evaluated in two after an error."""
         if not self.does_without(error):
             return False
-        if why_not := self._why_not_split(batch, self.evaluation_split, smallest=1):
+        if why_not := self._why_not_split(part, 1, smallest=1):
             error.add_note(f"The batch is not evaluated in parts: {why_not}.")
             return False
-        self.evaluation_split *= 2
-        logger.warning(
-            "Worker %d ran out of memory as it evaluated a batch, and goes on with each in %d "
-            "parts: %r",
-            self.context.world_rank,
-            self.evaluation_split,
-            error,
-        )
+        if 2 * number > self.evaluation_split:
+            self.evaluation_split = 2 * number
+            logger.warning(
+                "Worker %d ran out of memory as it evaluated a batch, and goes on with each in %d "
+                "parts: %r",
+                self.context.world_rank,
+                self.evaluation_split,
+                error,
+            )
         return True
 
     # ---- compiled models

@@ -3,7 +3,8 @@
 import json
 import logging
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
@@ -262,6 +263,62 @@ def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
     assert after["num_samples"] == pytest.approx(before["num_samples"])
 
 
+class Taking(Scarce):
+    """Takes what it uses out of its batches, which a loader has made, or not."""
+
+    def register_data(self, train_loader=None, validation_loader=None):
+        def collate(rows):
+            features, ids, target = map(torch.stack, zip(*rows, strict=True))
+            return {"features": features, "ids": ids, "target": target}
+
+        data = [tuple(map(torch.as_tensor, row)) for row in make_data(61)]
+        loader = DataLoader(data, batch_size=8, collate_fn=collate)
+        if self.config["streams"]:
+            loader = list(loader)
+        super().register_data(train_loader=loader, validation_loader=loader)
+        self.seen, self.fails_at = [], 12
+
+    def train_batch(self, batch, batch_info):
+        taken = batch.pop("features"), batch.pop("ids"), batch.pop("target")
+        return super().train_batch(taken, batch_info)
+
+    def validate_batch(self, batch, batch_info):
+        taken = batch.pop("features"), batch.pop("ids"), batch.pop("target")
+        ids = taken[1].tolist()
+        if self.config.get("room_to_validate") and self.fails_at == ids[0]:
+            self.fails_at = None
+            raise MemoryError
+        result = super().validate_batch(taken, batch_info)
+        self.seen += ids
+        return result
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_is_taken_out_of_a_batch_is_there_again_and_what_is_done_stays_done(streams):
+    results = []
+    for scarce in ({}, {"faults": {1: "forward"}, "room": 4, "room_to_validate": 4}):
+        with local(Taking, {"streams": streams, **scarce}) as trainer:
+            trainer.train()
+            results.append((flat(trainer.get_model()), trainer.validate()["val_loss"]))
+            seen = trainer.get_local_operator().seen
+            assert sorted(seen) == list(range(61))
+    (weights, loss), (own_weights, own_loss) = results
+    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
+    assert own_loss == pytest.approx(loss, rel=1e-12)
+
+
+def test_a_batch_that_is_left_out_ends_no_split():
+    class Skipping(Scarce):
+        def train_batch(self, batch, batch_info):
+            if batch_info["global_step"] == 3:
+                return {"train_loss": torch.zeros(()), "num_samples": len(batch[1])}
+            return super().train_batch(batch, batch_info)
+
+    with local(Skipping, {"faults": {1: "forward", 5: "backward"}}) as trainer:
+        assert trainer.train()["num_samples"] == 61
+        assert splits(trainer) == [2, 4]
+
+
 def test_batches_of_another_kind_come_whole_where_others_are_split():
     class Mixed(Scarce):
         def register_data(self, train_loader=None, validation_loader=None):
@@ -384,7 +441,7 @@ def test_a_batch_of_one_sample_raises_the_error():
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
         assert splits(trainer) == [2, 4, 8]
-    assert "the batch of 8 samples is in 8 parts already" in notes_of(caught.value)
+    assert "its parts have one sample each" in notes_of(caught.value)
 
 
 def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
@@ -403,7 +460,7 @@ def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
         with pytest.raises(MemoryError) as caught:
             trainer.train()
     assert caplog.text.count("Batch normalization sees the parts of a batch") == 1
-    assert "in 4 parts already" in notes_of(caught.value)
+    assert "batch normalization takes two samples in each part" in notes_of(caught.value)
 
 
 def test_an_own_loop_raises_the_error_as_one_does_that_steps_by_itself():
@@ -519,6 +576,46 @@ class Record:
     weights: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Doubled:
+    """Changes what it is given, which is not to be done again to its parts."""
+
+    features: torch.Tensor
+    given: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "given", self.features)
+        object.__setattr__(self, "features", 2 * self.features)
+
+
+class Sharing(MutableMapping):
+    """A copy of it has the same items."""
+
+    def __init__(self, **items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+@dataclass
+class Derived(Record):
+    def __post_init__(self):
+        self.lengths = [1] * len(self.features)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -530,6 +627,7 @@ class Record:
         lambda a, b: Pair(a, {"b": b}),
         lambda a, b: Record(a, Pair(b, None)),
         lambda a, b: (a, b.numpy()),
+        lambda a, b: Doubled(a),
     ],
 )
 def test_batches_of_tensors_are_split(make):
@@ -550,8 +648,10 @@ def test_batches_of_tensors_are_split(make):
         ((torch.ones(3), torch.tensor(1.0)), "without dimensions"),
         ((torch.ones(3), "text"), "a str, which is no tensor"),
         ([None], r"\(none\)"),
-        (torch.eye(2).to_sparse(), "a sparse tensor"),
+        (torch.eye(2).to_sparse(), "the layout torch.sparse_coo"),
         (np.float64(2.0), "a float64, which is no tensor"),
+        (Sharing(a=torch.ones(2)), "a Sharing, which is no tensor"),
+        (Derived(torch.ones(2)), "a Derived, which is no tensor"),
     ],
 )
 def test_why_a_batch_cannot_be_split_is_said(batch, why):
