@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MARGIN_S = 0.5
 """By how much longer a worker waits than the driver, which so decides first."""
+_LAST_S = 0.05
+"""How long before ``unreachable_s`` is over a host is asked for the last time."""
 _ALONE_S = 3.0
 """How long a worker that reaches nobody tries to, before it ends."""
 _END_S = 1.0
@@ -146,7 +148,7 @@ class HostPulse:
                 self._lose(HostLostError(self._cause()))
             elif self.is_heard or pulse is None:
                 await asyncio.sleep(BEAT_S)
-            elif await _answers_now(peer):
+            elif await _answers_now(peer, self._to_wait_s()):
                 self._heard_at = time.monotonic()
                 await asyncio.sleep(BEAT_S)
 
@@ -169,6 +171,15 @@ class HostPulse:
         """Whether nothing was heard of the host for ``unreachable_s``."""
         silence_s = self.silence_s
         return silence_s is not None and silence_s >= self._terms.unreachable_s
+
+    def _to_wait_s(self) -> float:
+        """Return for how long to wait for an answer, so that the last wait ends behind the time.
+
+        A host whose link is back answers up to a second later: Linux repeats ARP requests, which
+        one whose card had no carrier has to make, once a second.
+        """
+        left_s = self._terms.unreachable_s - _LAST_S - (self.silence_s or 0.0)
+        return left_s if 0 < left_s < BEAT_S else BEAT_S
 
     @property
     def _is_steady(self) -> bool:
@@ -193,7 +204,7 @@ def _time_before(seconds: float) -> str:
     return datetime.fromtimestamp(time.time() - seconds).strftime("%H:%M:%S")
 
 
-async def _answers_now(address: Any) -> bool:
+async def _answers_now(address: Any, timeout_s: float = BEAT_S) -> bool:
     """Whether the host of an address answers a new connection, if only to refuse it.
 
     What is not confirmed is sent again in ever longer intervals. So a link that is up again is
@@ -205,7 +216,7 @@ async def _answers_now(address: Any) -> bool:
         try:
             connecting = asyncio.ensure_future(loop.sock_connect(probe, address))
             try:  # a timeout would win over an answer that came while there was no processor
-                await asyncio.wait([connecting], timeout=BEAT_S)
+                await asyncio.wait([connecting], timeout=timeout_s)
                 if not connecting.done():
                     return False
             finally:
@@ -215,7 +226,7 @@ async def _answers_now(address: Any) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:  # at once, as where there is no route
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(timeout_s)
             return False
         return True
 
