@@ -10,22 +10,25 @@ import logging
 import pickle
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from raysgd.torch import ddp
 from raysgd.torch.batches import tensors_in
 
-__all__ = ["CompiledModel", "SeenCall", "checked_compile", "warn_of_idle_compilers"]
+__all__ = ["CompiledModel", "SeenCall", "checked_compile", "uncompile", "warn_of_idle_compilers"]
 
 logger = logging.getLogger(__name__)
 
 _REGIONAL = "regional"
 _MOST_CALLS = 16
 """How many kinds of calls are remembered of a model; torch compiles fewer for one function."""
+
+_OF_NUMPY = "array"
 
 _MOST_STATIC = 8
 """How often one function is compiled for a single size beyond what torch allows: batches have parts
@@ -46,13 +49,15 @@ class SeenCall:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles what a tensor is like in place of the tensor, wherever it is."""
+    """Pickles what a tensor or an array is like in place of it, wherever it is."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, held: Any) -> Any:
+        if isinstance(held, np.ndarray) and not held.dtype.hasobject:  # torch compiles for those
+            return _OF_NUMPY, held.shape, held.dtype
         if not isinstance(held, torch.Tensor):
             return None
         # torch compiles another function where two arguments are one tensor
@@ -62,13 +67,15 @@ class _Packer(pickle.Pickler):
 
 
 class _Maker(pickle.Unpickler):
-    """Makes tensors that are like those that were packed."""
+    """Makes tensors and arrays that are like those that were packed."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._made: dict[int, torch.Tensor] = {}
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == _OF_NUMPY:
+            return np.zeros(*pid[1:])
         number, (shape, stride, dtype), device, requires_grad, is_inference = pid
         if number not in self._made:
             with torch.inference_mode(is_inference):
@@ -143,14 +150,23 @@ class CompiledModel:
                 "or Sequential with several blocks of one class. Leave regional out."
             )
         _compile(blocks, options)
+        self._compiled = [model, *blocks]
         self._run = model._compiled_call_impl or model._call_impl
         model._compiled_call_impl = self._call
+
+    def undo(self) -> None:
+        """Leave the model as it was, for one who registers it again."""
+        for module in self._compiled:
+            module._compiled_call_impl = None
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         self._note(arguments, keywords)
         _reasons.new()  # those of other code in this process, or of a call that has raised
-        is_static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-        with is_static if self.is_static else contextlib.nullcontext():
+        with (
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+            if self.is_static
+            else contextlib.nullcontext()
+        ):
             outputs = self._run(*arguments, **keywords)
         self.left_eager += _reasons.new()
         return outputs
@@ -207,6 +223,14 @@ class CompiledModel:
                 ones = [torch.ones_like(each) for each in found]
                 torch.autograd.grad(found, parameters, ones, allow_unused=True)
         self.is_compiling = self.is_static = False
+
+
+def uncompile(models: Iterable[torch.nn.Module]) -> None:
+    """Undo what an earlier trainer in this process has compiled."""
+    for module in {module for model in models for module in model.modules()}:
+        earlier = getattr(module._compiled_call_impl, "__self__", None)
+        if isinstance(earlier, CompiledModel):
+            earlier.undo()
 
 
 def _device_type(model: torch.nn.Module) -> str:

@@ -38,6 +38,7 @@ from raysgd.torch.checks import (
 from raysgd.torch.compiling import (
     CompiledModel,
     checked_compile,
+    uncompile,
     warn_of_idle_compilers,
 )
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
@@ -225,6 +226,7 @@ class TorchRegistration(Registration):
         self.accumulation_steps = accumulation_steps
         self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
+        uncompile(self.given_models)
         if compile_args is not None:
             self._compiled = [CompiledModel(m, compile_args) for m in self.given_models]
             self._await_compilers()

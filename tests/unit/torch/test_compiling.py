@@ -5,6 +5,7 @@ import pickle
 import traceback
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -366,6 +367,31 @@ def test_each_model_of_a_process_is_told_of_its_own_breaks(caplog):
     with pytest.raises(torch._dynamo.exc.UserError, match="item"):
         said(Peeking, fullgraph=True)
     assert "torch.compile leaves" not in caplog.text
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_model_that_is_registered_again_is_compiled_if_that_is_asked_for_again(regional):
+    model = Deep()
+    config = {"make": lambda: model, "compile": {"backend": count, "regional": regional}}
+    for compile, rows, num_graphs in ((config["compile"], 3, 1 + regional), (False, 4, 0)):
+        GRAPHS.clear()
+        run_operator(Compiled, {**config, "compile": compile}).model(torch.ones(rows, 8))
+        assert len(GRAPHS) == num_graphs
+
+
+def test_of_arrays_a_call_is_known_by_their_shape_and_type():
+    class Scaled(Deep):
+        def forward(self, features, scale):
+            return super().forward(features * torch.as_tensor(scale))
+
+    model = CompiledModel(Scaled(), {"backend": count})
+    for value in (1.0, 2.0):
+        model._model(torch.ones(3, 8), scale=np.full((3, 8), value, dtype=np.float32))
+    (call,) = model.seen
+    assert len(call.arguments) < 1000
+    other = CompiledModel(Scaled(), {"backend": count})
+    other.repeat(list(model.seen.items()), other._model)
+    assert other.seen == model.seen
 
 
 def test_a_compiler_that_is_idle_is_told_of(caplog):
