@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ __all__ = [
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Of errors that torch has no class for: of its allocator for CPUs, and what passes by that for
 GPUs."""
+
+_MOST_ITEMS = 64
+"""Of a list or tuple in a batch that are looked into at each step: others have one per sample."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -87,9 +91,9 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def in_own_containers(batch: Any) -> Any:
-    """Return a batch in containers of its own, with the same tensors; others as they are."""
+    """Return a batch in containers of its own, with the same tensors, whatever else it has."""
     try:
-        return _mapped(batch, lambda tensor: tensor, lambda other: other)
+        return _mapped(batch, lambda tensor: tensor, lambda other: other, most=_MOST_ITEMS)
     except Exception:  # classes of the user's may refuse
         return batch
 
@@ -99,12 +103,18 @@ def _refuse(held: Any) -> Any:
 
 
 def _mapped(
-    batch: Any, function: Callable[[Any], Any], otherwise: Callable[[Any], Any] = _refuse
+    batch: Any,
+    function: Callable[[Any], Any],
+    otherwise: Callable[[Any], Any] = _refuse,
+    most: float = math.inf,
 ) -> Any:
-    """Return a batch with a function applied to its tensors, whatever they are in."""
+    """Return a batch with a function applied to its tensors, whatever they are in.
+
+    Lists and tuples of more than `most` items have the items that they had.
+    """
 
     def mapped(item: Any) -> Any:
-        return _mapped(item, function, otherwise)
+        return _mapped(item, function, otherwise, most)
 
     if isinstance(batch, torch.Tensor | np.ndarray):
         return function(batch)
@@ -113,7 +123,7 @@ def _mapped(
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
     if type(batch) in (tuple, list):
-        return type(batch)(map(mapped, batch))
+        return type(batch)(map(mapped, batch)) if len(batch) <= most else batch[:]
     # of another mapping a copy may share what the first holds its items in
     if isinstance(batch, dict) or (
         isinstance(batch, MutableMapping) and hasattr(batch, "__copy__")
