@@ -1,11 +1,18 @@
 """Operators and data that many tests use."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
 
 NUM_SAMPLES = 1003
+
+
+def on_gpu(test):
+    """Mark a test that needs a GPU."""
+    lacking = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+    return pytest.mark.gpu(lacking(test))
 
 
 def make_data(num_samples=NUM_SAMPLES):

@@ -62,9 +62,9 @@ class Snapshots:
             registration.say(
                 "snapshot",
                 "There is no memory for a copy of the state, to which training would go back if "
-                "all workers were lost; it goes on without (step %d): %r",
+                "all workers were lost; it goes on without (step %d): %s",
                 step,
-                error,
+                repr(error),
             )
 
     def clear(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -520,12 +521,14 @@ class TorchRegistration(Registration):
         """Do what follows updates, which stay: once more where memory runs out, with all freed."""
         try:
             what()
+            return
         except Exception as error:
             if not self.does_without(error):
                 raise
-            free_memory()
-            what()
-            self.say("unfinished", "Memory ran out behind an update, and was freed: %r", error)
+            said = repr(error)
+        free_memory()  # of the error too, whose frames hold tensors
+        what()
+        self.say("unfinished", "Memory ran out behind an update, and was freed: %s", said)
 
     def average(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or go on with what is there of the same kind."""
@@ -655,6 +658,7 @@ class TorchRegistration(Registration):
             error.add_note(_NOT_SPLIT.format(why_not))
             return 0
         if self.optimization.is_half_made:  # another worker may have made it
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
             self._half_made = self.global_step, error
         return 2 * factor
 
@@ -708,10 +712,10 @@ class TorchRegistration(Registration):
             self.evaluation_split = 2 * number
             logger.warning(
                 "Worker %d ran out of memory as it evaluated a batch, and goes on with each in %d "
-                "parts: %r",
+                "parts: %s",
                 self.context.world_rank,
                 self.evaluation_split,
-                error,
+                repr(error),  # records that a handler keeps would hold the tensors of its frames
             )
         return True
 

@@ -78,8 +78,8 @@ class TorchRunner(OperatorRunner):
             self._registration.repeat_calls(seen)
         except Exception as error:
             logger.warning(
-                "What other workers have compiled could not be compiled before this one joins: %r",
-                error,
+                "What other workers have compiled could not be compiled before this one joins: %s",
+                repr(error),
             )
         finally:
             self.set_rng_state(generators)

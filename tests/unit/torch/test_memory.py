@@ -2,6 +2,7 @@
 
 import json
 import logging
+import weakref
 from collections import UserDict, namedtuple
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -11,17 +12,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.loop.split import Split
 from raysgd.report import make_report
 from raysgd.torch.averages import Averages
 from raysgd.torch.memory import batch_parts, num_rows, ran_out_of_memory
+from tests import operators
 from tests.fidelity import Exact, flat, make_data
-from tests.operators import Classifier
+from tests.operators import Classifier, on_gpu
 
 CONFIG = {"num_samples": 61, "num_epochs": 2, "batch_size": 8}
 MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -353,6 +355,52 @@ def test_a_validation_is_in_parts_where_it_has_to_be(caplog):
 # ---- what is done about it later
 
 
+class Holding(Classifier):
+    """Fails with a tensor in its hands; by each call it is noted whether it has gone."""
+
+    def setup(self, config):
+        self.held, self.noted = [], []
+        super().setup(config)
+        self._registration.average(decay=0.5, start_epoch=1)
+        averages, self.has_failed = self._registration.averages, False
+        self.note_update, averages.note_update = averages.note_update, self.fail_once
+
+    def fail_once(self):
+        had_failed, self.has_failed = self.has_failed, True
+        self.fail(not had_failed)
+        self.note_update()
+
+    def fail(self, fails):
+        tensor = torch.ones(2)
+        self.noted += [each() is not None for each in self.held]
+        if fails:
+            self.held.append(weakref.ref(tensor))
+            raise MemoryError
+
+    def train_batch(self, batch, batch_info):
+        self.fail(len(batch[0]) > 16)
+        return super().train_batch(batch, batch_info)
+
+    def validate_batch(self, batch, batch_info):
+        self.fail(len(batch[0]) > 8)
+        return super().validate_batch(batch, batch_info)
+
+    def predict_batch(self, batch, batch_info):
+        self.fail(len(batch[0]) > 8)
+        return super().predict_batch(batch, batch_info)
+
+
+def test_what_has_failed_holds_no_memory_of_the_next_try(caplog):
+    """Also where handlers keep what is logged, as caplog does."""
+    with local(Holding, {"batch_size": 32}) as trainer:
+        trainer.train()
+        trainer.validate()
+        trainer.predict(DataLoader(operators.make_data(61), batch_size=32))
+        operator = trainer.get_local_operator()
+        assert len(operator.held) == 8
+        assert not any(operator.noted)
+
+
 def test_predictions_are_joined_from_parts_where_they_have_to_be(caplog):
     loader = DataLoader(make_data(61), batch_size=8)
     with local() as trainer:
@@ -495,7 +543,11 @@ def test_the_switch_and_other_errors():
             trainer.train()
         assert "not done again" not in notes_of(caught.value)
     assert not ran_out_of_memory(RuntimeError("a mistake"))
-    assert ran_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"))
+    for message in (
+        "CUDA error: out of memory\nCUDA kernel",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+    ):
+        assert ran_out_of_memory(RuntimeError(message))
     with pytest.raises(TypeError, match="split_on_oom"):
         local(split_on_oom="yes")
 
@@ -657,3 +709,67 @@ def test_batches_of_tensors_are_split(make):
 def test_why_a_batch_cannot_be_split_is_said(batch, why):
     with pytest.raises(TypeError, match=why):
         num_rows(batch)
+
+
+# ---- on a GPU
+
+
+class Wide(TrainingOperator):
+    """A net whose activations take most of the memory: 256 MiB each for a batch of 256 samples."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 2**17), torch.nn.Tanh(), torch.nn.Tanh(), torch.nn.Linear(2**17, 1)
+        ).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-5),
+            criterion=torch.nn.MSELoss(),
+            compile=config["compiled"],
+        )
+        self.register_data(train_loader=wide_loader(), validation_loader=wide_loader())
+
+
+def wide_loader():
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(1024, 4, dtype=torch.float64, generator=generator)
+    return DataLoader(TensorDataset(features, features.sum(dim=1, keepdim=True)), batch_size=256)
+
+
+@pytest.fixture
+def fill_gpu():
+    """A function that leaves so many bytes of the GPU free."""
+    others = []
+
+    def fill(room):
+        torch.cuda.empty_cache()
+        taken = torch.cuda.mem_get_info()[0] - room
+        others.append(torch.empty(taken, dtype=torch.uint8, device="cuda"))
+
+    yield fill
+    others.clear()
+    torch.cuda.empty_cache()
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_that_others_have_filled_all_is_done_in_parts(compiled, fill_gpu):
+    results = []
+    for room in (None, 400 * 2**20):  # Triton tunes what it compiles with 60 MiB of them
+        with TorchTrainer(
+            training_operator_cls=Wide,
+            config={"compiled": compiled},
+            use_local=True,
+            use_gpu=True,
+        ) as trainer:
+            trainer.train(num_steps=1)
+            if room is not None:
+                fill_gpu(room)
+            losses = trainer.train()["train_loss"], trainer.validate()["val_loss"]
+            assert (trainer.split > 1) == (room is not None)
+            output = trainer.predict(wide_loader())
+            results.append((torch.tensor(losses), output, flat(trainer.get_model()).cpu()))
+    for whole, in_parts in zip(*results, strict=True):
+        torch.testing.assert_close(in_parts, whole, rtol=1e-12, atol=1e-12)
