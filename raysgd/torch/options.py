@@ -60,5 +60,7 @@ class TorchOptions(Options):
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":
-            return dataclasses.replace(decided, backend="nccl" if decided.use_gpu else "gloo")
+            # NCCL takes no two workers on one GPU
+            has_own = decided.use_gpu and self.resources_per_worker.get("GPU", 1) >= 1
+            return dataclasses.replace(decided, backend="nccl" if has_own else "gloo")
         return decided

@@ -77,11 +77,13 @@ class TorchTrainer(OperatorTrainer):
         num_workers: the most workers. With 1 there is no process group.
         min_workers: the fewest to start with, and to go on with after losses.
         num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
-        resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one.
+        resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one, or
+            for a fraction of one that workers share.
         use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs. With `use_local` the
             only worker takes the GPU that this process is at, and of several none can have one.
-        backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl with GPUs, else
-            gloo. With Horovod models are not wrapped; its DistributedOptimizer averages gradients.
+        backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl where each
+            worker has a GPU of its own, else gloo. With Horovod models are not wrapped; its
+            DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
         timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
             setup; ``NCCL_TIMEOUT_S`` in the driver's environment overrides it for nccl.

@@ -103,6 +103,12 @@ def test_gpus_are_used_where_they_are_asked_for_or_found(monkeypatch):
         decide(False, {"GPU": 1})
 
 
+@pytest.mark.parametrize(("num_gpus", "backend"), [(2, "nccl"), (1, "nccl"), (0.5, "gloo")])
+def test_workers_that_share_a_gpu_exchange_by_gloo(num_gpus, backend):
+    given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
+    assert TorchOptions(**given).decided().backend == backend
+
+
 def test_a_misspelled_argument_is_told_which_one_may_be_meant():
     class Base:
         @arguments.suggests
