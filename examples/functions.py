@@ -37,9 +37,10 @@ def train_digits(config):
     state = train.load_checkpoint()
     if state is not None:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
     first = 0 if state is None else state["epoch"] + 1
     prepared = train.torch.prepare_model(model)
+    if state is not None:  # once the model is on its GPU, where the optimizer's state has to be
+        optimizer.load_state_dict(state["optimizer"])
     batch_size = config["batch_size"] // train.world_size()
     loader = DataLoader(digits(), batch_size=batch_size, shuffle=True)
     loader = train.torch.prepare_data_loader(loader)

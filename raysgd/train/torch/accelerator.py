@@ -112,6 +112,8 @@ def prepare_model(
 ) -> torch.nn.Module:
     """Return a model as the workers train it together.
 
+    Load the state of an optimizer after it: torch puts that state where the parameters are then.
+
     Args:
         model: the model.
         move_to_device: whether to move it to `get_device`; or a device to move it to.
