@@ -141,7 +141,7 @@ class Divided(TrainingOperator):
         return optimizer
 
     def train_batch(self, batch, batch_info):
-        (tokens,) = batch
+        (tokens,) = self.to_device(batch)
         for number, (model, optimizer) in enumerate(
             zip(self.all_models, self.optimizers, strict=True)
         ):

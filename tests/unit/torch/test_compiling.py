@@ -18,7 +18,7 @@ from raysgd.cluster.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
 from raysgd.torch.compiling import CompiledModel
-from tests.operators import make_data, make_model, parameters
+from tests.operators import make_data, make_model, on_gpu, parameters
 
 GRAPHS = []
 
@@ -412,3 +412,39 @@ def test_a_compiler_that_is_idle_is_told_of(caplog):
     assert len(GRAPHS) == 1
     run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
     assert caplog.text.count("compiles nothing") == 1
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_on_a_gpu_a_model_learns_the_same_compiled_and_is_compiled_ahead(dtype):
+    precision = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
+
+    def trainer(compiled):
+        config = {"make": Deep, "compile": compiled, "batch_size": 24, "validates": True}
+        return TorchTrainer(
+            training_operator_cls=Compiled,
+            config=config,
+            use_local=True,
+            use_gpu=True,
+            **precision,
+        )
+
+    def learnt(trainer):
+        return trainer.train() and trainer.validate() and parameters(trainer.get_local_operator())
+
+    with trainer(False) as eager:
+        expected = learnt(eager)
+    with trainer(True) as first:
+        tolerance = 1e-5 if dtype is None else 1e-2
+        torch.testing.assert_close(learnt(first), expected, rtol=tolerance, atol=tolerance)
+        seen = first.apply_all_operators(lambda operator: operator._registration.seen_calls())[0]
+        expected = parameters(first.get_local_operator())
+    with trainer(True) as second:
+        runner = second._controller.members[0].worker.runner
+        runner.repeat_calls(seen=pickle.loads(pickle.dumps(seen)))
+        graphs = torch._dynamo.utils.counters["stats"]
+        num_graphs = graphs["unique_graphs"]
+        torch.testing.assert_close(learnt(second), expected, rtol=tolerance, atol=tolerance)
+        assert graphs["unique_graphs"] == num_graphs

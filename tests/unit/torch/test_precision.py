@@ -10,7 +10,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
-from tests.operators import Classifier, make_model, parameters
+from tests.operators import Classifier, make_model, on_gpu, parameters
 from tests.unit.torch import fake_apex
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ class Overflowing(Classifier):
     """Overflows in the batches whose ``global_step`` the config lists."""
 
     def train_batch(self, batch, batch_info):
-        features, target = batch
+        features, target = self.to_device(batch)
         with self.autocast():
             loss = self.criterion(self.model(features), target)
         if batch_info["global_step"] in self.config["overflow_at"]:
@@ -499,11 +499,6 @@ def test_apex_leaves_gradients_scaled_until_the_last_batch_of_a_group(monkeypatc
 # ---- on a GPU
 
 
-def on_gpu(function):
-    lacking = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
-    return pytest.mark.gpu(lacking(function))
-
-
 @on_gpu
 def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
     trainer = make_trainer(use_fp16=True, use_gpu=True)
@@ -527,6 +522,7 @@ def test_on_a_gpu_an_overflow_skips_exactly_its_step(make_trainer):
 
 
 @on_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
     """With an optimizer that has the scaler inside; with others torch's scaler waits itself."""
@@ -544,8 +540,8 @@ def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
     meters = operator._registration.new_meters()
     batches = [operator.to_device(batch) for batch in operator.train_loader]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for index, batch in enumerate(batches):
             metrics = operator.train_batch(batch, {"batch_idx": index})
             meters.update(metrics, metrics["num_samples"])

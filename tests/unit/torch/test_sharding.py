@@ -31,7 +31,7 @@ from raysgd.torch.sharding import (
     whole,
 )
 from tests.conftest import IN_SOAK, running_ranks
-from tests.operators import register_all
+from tests.operators import on_gpu, register_all
 from tests.unit.torch.rounds import (
     NUM_STEPS,
     Round,
@@ -485,8 +485,7 @@ def test_torch_is_one_in_which_private_names_were_seen():
     assert ".".join(torch.__version__.split(".")[:2]) in SEEN_IN
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@on_gpu
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_with_offload_a_gpu_has_what_is_gathered_alone():
     backend, context = create_backend("nccl", 30), WorkerContext(distributed=True, gpu_index=0)

@@ -29,6 +29,7 @@ from raysgd.train import session
 from raysgd.train.report_queue import ReportQueue
 from raysgd.train.torch.loading import prepared_loader
 from tests.conftest import run_ranks
+from tests.operators import on_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -515,3 +516,16 @@ def test_steps_of_fewer_workers_are_those_of_the_full_group_and_count_by_their_s
         if world_size < full_size:
             expected_weights = [size * world_size / sum(sizes) for size in sizes]
             assert list(weights) == pytest.approx(expected_weights)
+
+
+@on_gpu
+def test_batches_that_are_moved_ahead_stay_whole_while_a_gpu_is_busy():
+    data = TensorDataset(torch.arange(40 * 2**20, dtype=torch.float32).reshape(40, -1))
+    given = DataLoader(data, batch_size=2, pin_memory=True)
+    device = torch.device("cuda")
+    sums = []
+    for (batch,) in prepared_loader(given, world_size=1, rank=0, device=device, ahead=True, seed=0):
+        torch.cuda._sleep(10**7)  # the next one arrives meanwhile, in memory that is free
+        sums.append(batch.double().sum())
+    expected = [batch.double().sum() for (batch,) in given]
+    assert torch.stack(sums).tolist() == torch.stack(expected).tolist()
