@@ -23,7 +23,7 @@ __all__ = [
     "ran_out_of_memory",
 ]
 
-_SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Of errors that torch has no class for: of its allocator for CPUs, and what passes by that for
 GPUs."""
 
