@@ -97,13 +97,17 @@ async def attack_all(driver, at_workers):
 
 
 def listening():
-    """The sockets of this machine that listen: inode and port."""
+    """The sockets of this machine that listen: inode and port.
+
+    They come first. To read on, through all connections, takes a processor milliseconds.
+    """
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as lines:
             next(lines)
             for _, local, _, state, _, _, _, _, _, inode, *_ in map(str.split, lines):
-                if state == "0A":
-                    yield inode, int(local.rpartition(":")[2], 16)
+                if state != "0A":
+                    break
+                yield inode, int(local.rpartition(":")[2], 16)
 
 
 def workers_of(driver):
