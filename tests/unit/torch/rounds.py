@@ -11,10 +11,10 @@ import hashlib
 import itertools
 import json
 import pickle
+import queue
 import shutil
 import tempfile
 import threading
-import time
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
@@ -252,7 +252,8 @@ class Player:
         self.process, self.store, self.watched_store = process, connect(), connect()
         self.generation = 0
         self.prefix = ""
-        self.entered = None, ""
+        self.entered = None, "", []
+        self.entries = queue.SimpleQueue()
         threading.Thread(target=self.interrupt_broken, daemon=True).start()
 
     def play(self, number, given):
@@ -354,18 +355,17 @@ class Player:
             if not self.entered[0].is_communication_error(error):
                 raise
             result = "failed"
-        self.store.set(f"{self.entered[1]}/broken", "")
+        _, group, members = self.entered
+        for member in members:
+            self.store.set(f"{group}/end-of-{member}", "broken")
         return result
 
     def interrupt_broken(self):
         """Do what the driver does when a worker fails: end the collectives of the others."""
         while True:
-            backend, group = entered = self.entered
-            if group and self.watched_store.check([f"{group}/broken"]):
+            backend, group, _ = self.entries.get()
+            if self.watched_store.get(f"{group}/end-of-{self.process}") == b"broken":
                 backend.interrupt()
-                while self.entered is entered:
-                    time.sleep(0.001)
-            time.sleep(0.001)
 
     def enter(self, members, name="", context_of=None):
         """Enter a group of the raysgd's own, as a worker does."""
@@ -382,7 +382,8 @@ class Player:
             generation=self.generation,
         )
         backend.setup(context, rendezvous)
-        self.entered = backend, group
+        self.entered = backend, group, members
+        self.entries.put(self.entered)
         if context_of:  # a worker that sets up alone is told the ranks that it will have
             self.context = WorkerContext(
                 world_rank=context_of.index(self.process),
@@ -392,8 +393,9 @@ class Player:
             )
 
     def leave_group(self):
-        (backend, _), self.entered = self.entered, (None, "")
+        (backend, group, _), self.entered = self.entered, (None, "", [])
         if backend is not None:
+            self.store.set(f"{group}/end-of-{self.process}", "left")
             backend.teardown()
             backend.close()
 
