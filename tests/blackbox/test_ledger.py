@@ -15,7 +15,7 @@ from tests.conftest import SOON_S, wait_until
 from tests.ledger import Ids, Ledger, SlowLedger, check_ledger, ledger_of, ledger_trainer
 from tests.shared import Shared
 
-NUM_SAMPLES = 3000
+NUM_SAMPLES = 1500
 NUM_WORKERS = 3
 
 
