@@ -10,18 +10,17 @@ from raysgd.cluster import members
 from raysgd.cluster.states import Running
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
-from tests.conftest import own_memory, wait_until
+from tests.conftest import IN_SOAK, own_memory, wait_until
 from tests.ledger import check_ledger, ledger_trainer
 from tests.shared import Shared, is_whole
 
-NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "0"))
-"""How many long runs there are, each with another seed; without any there is a short one."""
+NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "1"))
 FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "5"))
 
 
 @pytest.fixture(scope="module")
 def three_workers(module_cluster):
-    with ledger_trainer(3, num_samples=20_000 if NUM_SEEDS else 3000) as trainer:
+    with ledger_trainer(3, num_samples=20_000 if IN_SOAK else 3000) as trainer:
         yield Shared(trainer)
 
 
@@ -79,13 +78,13 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     assert is_whole(trainer)
 
 
-@pytest.mark.slow("workers are killed and start again, many times in a soak")
+@pytest.mark.skipif(not IN_SOAK, reason="examples/elastic.py does the same with two kills")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + (NUM_SEEDS or 1)))
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
 def test_random_kills_lose_repeat_and_leave_nothing(three, seed):
     trainer, driver = three.trainer, psutil.Process()
-    num_kills, num_steps = (20, 1200) if NUM_SEEDS else (2, 120)
-    faults = chaos.schedule(seed, num_kills, num_workers=3, num_steps=num_steps)
+    num_kills = 20
+    faults = chaos.schedule(seed, num_kills, num_workers=3, num_steps=1200)
     never = Fault(rank=0, step=10**9)
     ended = threading.Event()
     memory, sockets = [], []
@@ -111,6 +110,5 @@ def test_random_kills_lose_repeat_and_leave_nothing(three, seed):
     assert three.kinds.count("lost") == num_kills
     assert "restarted" not in three.kinds
     assert not {i.pid for i in injected.injected} & set(trainer.apply_all_workers(os.getpid))
-    if NUM_SEEDS:
-        assert max(memory) - memory[5] < 100 * 2**20, memory
-        assert max(sockets[10:]) <= max(sockets[:10]) + 20, sockets
+    assert max(memory) - memory[5] < 100 * 2**20, memory
+    assert max(sockets[10:]) <= max(sockets[:10]) + 20, sockets
