@@ -234,8 +234,11 @@ class Segment:
         except BaseException:
             self.loader_failed = True
             raise
-        if self._go_on is not None and not self._go_on(batch is not _NOTHING):
-            batch = _NOTHING
+        if self._go_on is not None:
+            self._ahead = batch  # it is there again where a worker is lost as all are asked
+            if not self._go_on(batch is not _NOTHING):
+                batch = _NOTHING
+            self._ahead = _NOTHING
         if batch is _NOTHING:
             self._exhausted = True
         return batch

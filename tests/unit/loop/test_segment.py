@@ -1,5 +1,7 @@
 """The iterator that a loop draws from: what counts as a step, and what a failed one leaves."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -393,6 +395,23 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     assert registration.global_step == registration.offset == steps.num_batches == whole
     if length_known:
         assert steps.epoch_is_over == (whole == count)
+
+
+@given(size=st.integers(1, 4), count=st.integers(1, 14), fails_at=st.integers(0, 15))
+def test_no_batch_is_left_out_where_a_rank_is_lost_as_all_are_asked(size, count, fails_at):
+    answers = iter([True] * fails_at)
+
+    def go_on(has_batch):
+        if not next(answers, False):
+            raise ConnectionError
+        return has_batch
+
+    registration, steps = grouped(size, range(count), steps_left=None, go_on=go_on)
+    with contextlib.suppress(ConnectionError):
+        for _ in steps:
+            pass
+    again = steps.fail()
+    assert [*again, *steps._batches] == list(range(registration.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
