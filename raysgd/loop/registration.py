@@ -89,6 +89,8 @@ class Registration(ABC):
         self.parts = Parts()
         """Whether it may."""
         self.split = Split()
+        self.evaluated_size = 0
+        """Samples of a full batch of the loader that is evaluated; 0: unknown."""
         """In how many parts each batch is trained, since memory ran out."""
         self._said: set[str] = set()
         self.scales = False

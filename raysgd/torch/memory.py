@@ -35,6 +35,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there is no memory left, of a GPU or of this process."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    inner = getattr(error, "inner_exception", None)  # of errors of torch's compiler
+    if isinstance(inner, BaseException):
+        return ran_out_of_memory(inner)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
@@ -50,8 +53,12 @@ def free_memory(all_objects: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
-def num_rows(batch: Any) -> int:
+def num_rows(batch: Any, samples: float = 0) -> int:
     """Return the first dimension that all tensors of a batch have.
+
+    Args:
+        batch: the batch.
+        samples: of the batch; 0: unknown.
 
     Raises:
         TypeError: if there is none, so that it cannot be split; it says why.
@@ -70,7 +77,21 @@ def num_rows(batch: Any) -> int:
     if len(sizes) != 1:
         shown = " and ".join(map(str, sorted(sizes))) or "none"
         raise TypeError(f"its tensors do not share a first dimension ({shown})")
-    return sizes.pop()
+    rows = sizes.pop()
+    if samples not in (0, rows) and _has_one_each(batch, samples):
+        raise TypeError(f"it has a list of {samples:g} tensors, one for each sample")
+    return rows
+
+
+def _has_one_each(batch: Any, samples: float) -> bool:
+    """Whether lists or tuples in a batch hold its samples, so that no dimension is of samples."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    elif type(batch) not in (tuple, list):
+        return False
+    elif len(batch) == samples and all(isinstance(item, torch.Tensor) for item in batch):
+        return True
+    return any(_has_one_each(item, samples) for item in batch)
 
 
 def batch_parts(batch: Any, number: int) -> list[Any]:

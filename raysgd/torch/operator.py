@@ -234,7 +234,7 @@ class TrainingOperator(OperatorBase):
                     self._note_batch(error, method.__name__, part)
                     raise
             free_memory()
-            halves = registration.evaluation_parts(part, 2)
+            halves = registration.evaluation_parts(part, 2, is_part=True)
             waiting[:0] = [(half, share * of_it, 2 * number) for half, of_it in halves]
         return found
 

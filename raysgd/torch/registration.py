@@ -94,10 +94,10 @@ class OperatorSettings(Settings):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-def _num_rows(batch: Any) -> int:
+def _num_rows(batch: Any, samples: float = 0) -> int:
     """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
     try:
-        return num_rows(batch)
+        return num_rows(batch, samples)
     except Exception:  # classes of the user's may refuse
         return 0
 
@@ -129,6 +129,7 @@ class TorchRegistration(Registration):
         self._awaits_compilers = False
         self.evaluation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
+        self._num_samples: float = 0  # of the batch under way; 0: unknown
         self._half_made: tuple[int, BaseException] | None = None
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
@@ -629,9 +630,10 @@ class TorchRegistration(Registration):
     def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
         # copies, as what the user's code takes out of a batch may be wanted again
         whole = [(in_own_containers(batch), place)]
+        self._num_samples = place.size or 0
         if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
             return whole
-        factor, rows = self.split.factor, _num_rows(batch)
+        factor, rows = self.split.factor, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
         # a forward pass may communicate, so that all workers make equally many
         repeats = factor - number if self.context.world_size > 1 else 0
@@ -649,7 +651,9 @@ class TorchRegistration(Registration):
         factor = self.split.factor
         if not self.does_without(error):
             return 0
-        why_not = self.parts.why_not or self._why_not_split(batch, factor, self._smallest_part)
+        why_not = self.parts.why_not or self._why_not_split(
+            batch, factor, self._smallest_part, self._num_samples
+        )
         if not self.in_parts:
             why_not = why_not or "train_epoch is not the default one"
         if self.optimization.is_half_made and not self.context.distributed:
@@ -662,10 +666,10 @@ class TorchRegistration(Registration):
             self._half_made = self.global_step, error
         return 2 * factor
 
-    def _why_not_split(self, batch: Any, factor: int, smallest: int) -> str:
+    def _why_not_split(self, batch: Any, factor: int, smallest: int, samples: float = 0) -> str:
         """Say why a batch cannot be split into more parts; nothing if it can."""
         try:
-            rows = num_rows(batch)
+            rows = num_rows(batch, samples)
         except TypeError as error:
             return f"the batch cannot be split, since {error}"
         except Exception as error:  # classes of the user's may refuse
@@ -693,19 +697,23 @@ class TorchRegistration(Registration):
                 "result is another than with more memory.",
             )
 
-    def evaluation_parts(self, batch: Any, number: int) -> Sequence[tuple[Any, float]]:
+    def evaluation_parts(
+        self, batch: Any, number: int, is_part: bool = False
+    ) -> Sequence[tuple[Any, float]]:
         """Return the parts in which to evaluate a batch, and what each counts for."""
-        if number == 1 or (samples := _num_rows(batch)) < 2:
+        # a batch that is a part already has fewer samples
+        if number == 1 or (rows := _num_rows(batch, 0 if is_part else self.evaluated_size)) < 2:
             return [(batch, 1)]
-        parts = batch_parts(batch, min(number, samples))
-        rows = [num_rows(part) for part in parts]
-        return [(part, size / sum(rows)) for part, size in zip(parts, rows, strict=True)]
+        parts = batch_parts(batch, min(number, rows))
+        sizes = [num_rows(part) for part in parts]
+        return [(part, size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
 
     def splits_evaluation_after(self, error: BaseException, part: Any, number: int) -> bool:
         """Whether a batch, or one of `number` parts of it, is evaluated in two after an error."""
         if not self.does_without(error):
             return False
-        if why_not := self._why_not_split(part, 1, smallest=1):
+        samples = self.evaluated_size if number == 1 else 0
+        if why_not := self._why_not_split(part, 1, 1, samples):
             error.add_note(f"The batch is not evaluated in parts: {why_not}.")
             return False
         if 2 * number > self.evaluation_split:

@@ -542,6 +542,8 @@ def test_the_switch_and_other_errors():
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
         assert "not done again" not in notes_of(caught.value)
+    of_compiler = torch._dynamo.exc.BackendCompilerFailed(int, MemoryError(), None)
+    assert ran_out_of_memory(of_compiler)
     assert not ran_out_of_memory(RuntimeError("a mistake"))
     for message in (
         "CUDA error: out of memory\nCUDA kernel",
@@ -709,6 +711,65 @@ def test_batches_of_tensors_are_split(make):
 def test_why_a_batch_cannot_be_split_is_said(batch, why):
     with pytest.raises(TypeError, match=why):
         num_rows(batch)
+
+
+@pytest.mark.parametrize(
+    "holder", [list, lambda clips: (clips, {"more": clips}), lambda clips: {"clips": clips}]
+)
+def test_a_list_of_samples_is_not_cut_through_them(holder):
+    """Clips that are all of one length share a dimension, which is of time."""
+
+    class Listed(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+            self.register_data(train_loader=listed(), validation_loader=listed())
+
+        def train_batch(self, batch, batch_info):
+            raise MemoryError
+
+        validate_batch = predict_batch = train_batch
+
+    def listed():
+        return DataLoader(list(torch.ones(8, 10, 3)), batch_size=4, collate_fn=holder)
+
+    with local(Listed) as trainer:
+        for call in (trainer.train, trainer.validate, lambda: trainer.predict(listed())):
+            with pytest.raises(MemoryError) as caught:
+                call()
+            assert "it has a list of 4 tensors, one for each sample" in notes_of(caught.value)
+
+
+def test_features_in_a_list_are_split_however_many_there_are():
+    class Many(Classifier):
+        def train_batch(self, batch, batch_info):
+            fail(batch)
+            (features, *_), target = batch
+            return super().train_batch((features, target), batch_info)
+
+        def validate_batch(self, batch, batch_info):
+            fail(batch)
+            (features, *_), target = batch
+            return super().validate_batch((features, target), batch_info)
+
+    def fail(batch):
+        assert len(batch[0]) == 4
+        sizes.append(len(batch[1]))
+        if len(batch[1]) > 1:
+            raise MemoryError
+
+    def fourfold(samples):
+        features, target = torch.utils.data.default_collate(samples)
+        return [features] * 4, target
+
+    sizes = []
+    with local(Many) as trainer:
+        loader = DataLoader(operators.make_data(8), batch_size=4, collate_fn=fourfold)
+        registration = trainer.get_local_operator()._registration
+        trainer.get_local_operator().register_data(train_loader=loader, validation_loader=loader)
+        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 8
+        assert trainer.split == registration.evaluation_split == 4
 
 
 # ---- on a GPU
