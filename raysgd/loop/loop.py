@@ -552,9 +552,8 @@ class Loop:
     def _result(self) -> Summary:
         result = merge_segments([metrics for _, metrics in self._results])
         timers = self._registration.timers
-        if timers.enabled:
-            return Summary({**result, "profile": timers.stats()}, result.weights)
-        return result
+        profile = {"profile": timers.stats()} if timers.enabled else {}
+        return Summary({**result, **profile}, result.weights)  # the caller's own
 
 
 class _Counted:

@@ -121,11 +121,18 @@ class CompiledModel:
         arguments: of ``torch.compile``, and ``regional``.
 
     Raises:
+        TypeError: if ``torch.jit`` has compiled it.
         ValueError: if ``regional`` is asked for, and no block is there more than once.
     """
 
     def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                f"register(compile=...): {model.original_name} is compiled by torch.jit. Register "
+                "the module that it was made of, or leave compile out."
+            )
         self._model = model
+        self._was_called = False
         self.dynamic = bool(arguments.get("dynamic"))
         """Whether it is compiled for all sizes at once."""
         self.is_static = False
@@ -143,7 +150,8 @@ class CompiledModel:
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             limit = torch._dynamo.config.recompile_limit + _MOST_STATIC
             options.setdefault("recompile_limit", limit)
-        blocks = list(repeated_blocks(model)) if arguments.get(_REGIONAL, False) else [model]
+        self._is_whole = not arguments.get(_REGIONAL, False)
+        blocks = [model] if self._is_whole else list(repeated_blocks(model))
         if not blocks:
             raise ValueError(
                 f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
@@ -154,12 +162,23 @@ class CompiledModel:
         self._run = model._compiled_call_impl or model._call_impl
         model._compiled_call_impl = self._call
 
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self._model).__name__
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of the model was compiled, since nobody has called it."""
+        return self._is_whole and not self._was_called
+
     def undo(self) -> None:
         """Leave the model as it was, for one who registers it again."""
         for module in self._compiled:
             module._compiled_call_impl = None
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
+        self._was_called = True
         self._note(arguments, keywords)
         _reasons.new()  # those of other code in this process, or of a call that has raised
         with (

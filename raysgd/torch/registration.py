@@ -454,6 +454,13 @@ class TorchRegistration(Registration):
         if (averages := self.averages) is not None:
             self._finish(lambda: averages.note_epoch(self.epoch))
         self._epochs_ended += 1
+        if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
+            self.say(
+                "uncalled",
+                "register(compile=...) has compiled nothing of %s in an epoch: what is compiled is "
+                "a call of the model, as model(...), and not that of another method of it.",
+                " and ".join(idle),
+            )
         if self._epochs_ended == 1 and (idle := self.optimization.idle()):
             self.say(
                 "idle",

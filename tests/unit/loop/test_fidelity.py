@@ -104,7 +104,7 @@ class Worker:
         self.runner.setup(WorkerContext(in_driver=True))
         self.registration = registration = self.operator._registration
         # stands for a model that is compiled
-        compiled = Mock(dynamic=False, is_compiling=False, left_eager=[])
+        compiled = Mock(dynamic=False, is_compiling=False, left_eager=[], is_idle=False)
         registration._compiled = [compiled] * config.get("sizes", 0)
         registration._await_compilers = lambda: None
         registration.from_rank = lambda make, rank: copy.deepcopy(

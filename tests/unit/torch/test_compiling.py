@@ -313,6 +313,12 @@ def test_what_cannot_be_compiled_is_refused(given, error, message):
         run_operator(Compiled, {"make": make_model, "compile": given})
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_not_compiled_again():
+    with pytest.raises(TypeError, match=r"Sequential is compiled by torch\.jit"):
+        run_operator(Compiled, {"make": lambda: torch.jit.script(make_model()), "compile": True})
+
+
 class Peeking(torch.nn.Module):
     """Breaks the graph, and has so many shapes that torch gives it up."""
 
@@ -392,6 +398,28 @@ def test_of_arrays_a_call_is_known_by_their_shape_and_type():
     other = CompiledModel(Scaled(), {"backend": count})
     other.repeat(list(model.seen.items()), other._model)
     assert other.seen == model.seen
+
+
+def test_a_model_whose_other_methods_are_called_is_said_to_be_left_as_it_is(caplog):
+    class Encoder(Deep):
+        def encode(self, features):
+            return self.forward(features)
+
+    class Encoding(Compiled):
+        def train_batch(self, batch, batch_info):
+            loss = self.criterion(self.model.encode(batch[0]), batch[1])
+            self.backward(loss)
+            self.optimizer_step(self.optimizer)
+            return {"num_samples": len(batch[0])}
+
+    for operator_cls, num_said in ((Encoding, 1), (Compiled, 0)):
+        caplog.clear()
+        config = {"make": Encoder, "compile": {"backend": count}}
+        with TorchTrainer(
+            training_operator_cls=operator_cls, config=config, use_local=True
+        ) as trainer:
+            trainer.fit(2)
+        assert caplog.text.count("has compiled nothing of Encoder") == num_said
 
 
 def test_a_compiler_that_is_idle_is_told_of(caplog):
