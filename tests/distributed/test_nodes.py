@@ -91,6 +91,7 @@ def function():
     step = begun = (train.load_checkpoint() or {"step": 0})["step"]
     while True:
         step += 1
+        time.sleep(0.02)  # the processor is for nodes and workers, which start
         train.report(step=step, size=train.world_size(), begun=begun)
         train.save_checkpoint(step=step)
 

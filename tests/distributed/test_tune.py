@@ -87,7 +87,7 @@ def lose_a_worker(trainer, info):
     chaos.kill(trainer, 1)
     trainer.train()
     # the replacement worker joins at the start of a call
-    wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(), timeout_s=60)
+    wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(num_steps=1), timeout_s=60)
     return {
         **metrics,
         "bundles": [list(group["bundles"].values()) for group in groups],
