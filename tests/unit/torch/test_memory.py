@@ -1,5 +1,6 @@
 """A step that runs out of memory is done again with each batch in parts, which learn the same."""
 
+import dataclasses
 import json
 import logging
 import weakref
@@ -593,6 +594,26 @@ def test_an_update_that_no_worker_has_made_is_an_error_also_where_the_next_attem
         with pytest.raises(MemoryError, match="midway") as caught:
             trainer.train()
         assert "in the midst of the update" in notes_of(caught.value)
+
+
+def test_an_update_that_others_may_have_made_is_kept_without_its_tensors(monkeypatch):
+    def fail():
+        tensor = torch.ones(2)
+        held.append(weakref.ref(tensor))
+        raise MemoryError
+
+    held = []
+    with local() as trainer:
+        registration = trainer.get_local_operator()._registration
+        registration.in_parts = True
+        context = dataclasses.replace(registration.context, distributed=True)
+        monkeypatch.setattr(type(registration), "context", context)
+        registration.optimization.is_half_made = True
+        with pytest.raises(MemoryError) as caught:
+            fail()
+        assert registration.split_after(caught.value, torch.ones(4)) == 2
+        assert registration._half_made is not None
+        assert held[0]() is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

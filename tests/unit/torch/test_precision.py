@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
@@ -344,6 +345,17 @@ def test_skipped_steps_are_summed_over_a_call_and_over_its_epochs(make_trainer):
 @pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.bfloat16}])
 def test_without_a_scaler_nothing_is_counted_as_skipped(make_trainer, arguments):
     assert "num_skipped_steps" not in make_trainer(**arguments).train()
+
+
+def test_a_point_in_a_call_does_not_count_skipped_steps_as_the_call_does(make_trainer):
+    class Points(Callback):
+        def on_log(self, trainer, call, metrics):
+            points.append(metrics)
+
+    points = []
+    trainer = make_trainer(Overflowing, {"overflow_at": [0]}, callbacks=[Points()], **HALF)
+    trainer.fit(1, log_every=5)  # once, at the end of the epoch
+    assert [point.get("num_skipped_steps", "none") for point in points] == ["none"]
 
 
 def test_an_overflow_in_the_very_first_step_is_no_reason_for_a_warning(make_trainer):
