@@ -24,9 +24,10 @@ test: $(VENV)/.test-stamp ## Run the tests on all cores; ARGS="-k name" selects 
 soak: $(VENV)/.test-stamp ## Look for rare failures; ARGS="--minutes 120" says for how long
 	$(BIN)/python -m tests.soak $(ARGS)
 
-check: $(VENV)/.test-stamp ## Check lint, format, types and layers
+check: $(VENV)/.test-stamp ## Check lint, format, spelling, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -17,6 +17,7 @@ EXTRAS = {
     "bench": ["accelerate", "lightning", "matplotlib", "pytest"],
     "test": [
         "build",
+        "codespell",
         "fsspec[http]",
         "hypothesis",
         "import-linter",
