@@ -9,13 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.state import saved_name
-from raysgd.torch.undo import BufferLog
 
 __all__ = [
     "ReplicatedModel",
@@ -38,25 +36,15 @@ __all__ = [
 ]
 
 
-_ASK_BYTES = 2**20
-"""From how many bytes of buffers on it takes less to ask all ranks first than to send them."""
-
-
 class ReplicatedModel(DistributedDataParallel):
     """DistributedDataParallel whose forward communicates only where gradients follow.
 
     Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
     buffers there as well, and block for good when workers validate uneven numbers of batches.
 
-    Large buffers on a CPU are broadcast where a rank has changed one: most are tables, masks and
-    queues, and to ask all ranks takes far less than to send them.
-
     It has the attributes of the module, as where there is one worker.
     """
 
-    _buffer_log: BufferLog | None = None
-    _buffer_modules: Sequence[torch.nn.Module] = ()
-    _buffer_slots: Sequence[int] = ()
     _has_forward = False
     """Whether a forward pass has announced gradients since an optimizer last stepped."""
     _stepped: Collection[int] = ()
@@ -65,56 +53,6 @@ class ReplicatedModel(DistributedDataParallel):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._wrapped = True
-
-    def ask_before_broadcast(self, log: BufferLog) -> None:
-        """Broadcast large buffers in a forward pass only where `log` knows of a change on a rank.
-
-        Every rank has to call it with buffers of the same sizes.
-        """
-        size = sum(each.numel() * each.element_size() for each in self.module.buffers())
-        asks = size > _ASK_BYTES and all(
-            each.device.type == "cpu" for each in self.module.buffers()
-        )
-        self._buffer_log = log if asks else None
-        # what batch normalization has measured is not among them: training does not read it
-        self._buffer_modules = [
-            module
-            for module in self.module.modules()
-            if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm)
-        ]
-        self._buffer_slots = log.slots_of(self._buffer_modules)
-
-    @property
-    def lacks_changes(self) -> bool:
-        """Whether no rank has changed a buffer since all were the same; every rank must ask."""
-        log = self._buffer_log
-        # a rank that has come to the end of its data, within torch's `join`, does not ask
-        if log is None or self._join_config.enable:
-            return False
-        num_held = sum(
-            buffer is not None
-            for module in self._buffer_modules
-            for buffer in module._buffers.values()
-        )
-        is_new = num_held != len(self._buffer_slots)
-        changed = torch.tensor([is_new or log.have_changed(self._buffer_slots)], dtype=torch.int64)
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.process_group)
-        return not changed.item()
-
-    def note_broadcast(self) -> None:
-        """Note that all ranks have the same buffers now."""
-        if self._buffer_log is not None:
-            self._buffer_log.note_overwritten(self._buffer_slots)
-
-    def _sync_buffers(self) -> None:
-        if not self.lacks_changes:
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
-            self.note_broadcast()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is known of the buffers of this process."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {k: v for k, v in state.items() if not k.startswith("_buffer_")}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -67,7 +67,7 @@ from raysgd.torch.state import (
     state_problem,
     to_cpu,
 )
-from raysgd.torch.undo import BufferLog
+from raysgd.torch.undo import BufferCopies
 from raysgd.trees import loading
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class TorchRegistration(Registration):
         self._averaged: list[dict[str, bool] | None] = []
         self._comm_hooks: list[list[tuple[Any, Any]]] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
-        self._buffers = BufferLog()
+        self._buffers = BufferCopies()
         self._schedule: list[Any] = []
         self._epochs_ended = 0
         self._rates: list[dict[str, Any]] = []
@@ -246,9 +246,7 @@ class TorchRegistration(Registration):
             wrapped.get(id(c), c.to(self.settings.device) if isinstance(c, torch.nn.Module) else c)
             for c in criteria
         ]
-        self._buffers = BufferLog(self.models)
-        for model in self._replicated_models:
-            model.ask_before_broadcast(self._buffers)
+        self._buffers = BufferCopies(self.models)
         if self._full is not None:
             for each in self.models:
                 if not ddp.only_running_statistics(each):
@@ -309,14 +307,9 @@ class TorchRegistration(Registration):
             self.parts.why_not = "batch normalization may need other parts on other workers"
 
     def _share_buffers(self, model: torch.nn.Module, *_: Any) -> None:
-        """Do before a forward pass what DistributedDataParallel does, where a rank has changes."""
-        if not torch.is_grad_enabled():
-            return
-        # what batch normalization has measured is not among them: training does not read it
-        slots = self._buffers.slots_of(m for m in model.modules() if not isinstance(m, _BatchNorm))
-        if self.minimum(0 if self._buffers.have_changed(slots) else 1) == 0:
+        """Broadcast buffers before a forward pass, as DistributedDataParallel does."""
+        if torch.is_grad_enabled():
             collectives.broadcast_tensors(list(model.buffers()), source=0)
-            self._buffers.note_overwritten(slots)
 
     def adopt_wrappers(self, attributes: Iterable[Any]) -> None:
         """Find models that user code wrapped after registering them, among its attributes."""
@@ -521,7 +514,7 @@ class TorchRegistration(Registration):
         self._finish(self._note_update)
 
     def _note_update(self) -> None:
-        self._buffers.remember_step()
+        self._buffers.remember()
         if self.averages is not None:
             self.averages.note_update()
 
@@ -581,16 +574,12 @@ class TorchRegistration(Registration):
         with_horovod = bool(self.optimization.exchanges)
         buffers: list[torch.Tensor] = []
         for model in self.models:
-            if isinstance(model, ddp.ReplicatedModel) and model.lacks_changes:
-                buffers += ddp.running_statistics(model)
-            elif with_horovod or ddp.replicated(model) or self._full is not None:
+            if with_horovod or ddp.replicated(model) or self._full is not None:
                 buffers += model.buffers()
             elif self.settings.options.wrap_ddp:
                 buffers += ddp.running_statistics(model)
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
-            for model in self._replicated_models:
-                model.note_broadcast()
             self._buffers.remember()
 
     def minimum(self, value: int) -> int:
@@ -819,12 +808,6 @@ class TorchRegistration(Registration):
             self._load(state)
         if follows:
             self._buffers.set(buffers)
-        for model in self._replicated_models:
-            model.ask_before_broadcast(self._buffers)  # the leader's may have other sizes
-
-    @property
-    def _replicated_models(self) -> list[ddp.ReplicatedModel]:
-        return [model for model in self.models if isinstance(model, ddp.ReplicatedModel)]
 
     @property
     def replicated(self) -> bool:

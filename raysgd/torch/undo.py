@@ -1,20 +1,15 @@
-"""What a step that was given up has changed, taken back: optimizers' work, and buffers."""
+"""Take back what a discarded step has changed: updates of optimizers, and buffers."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from raysgd.trees import map_leaves
 
-__all__ = ["BufferLog", "UndoLog", "UpdateWatch"]
-
-_NUM_COMPARED = 2
-"""After how many steps each buffer is compared with what is remembered of it."""
+__all__ = ["BufferCopies", "UndoLog", "UpdateWatch"]
 
 
 class UndoLog:
@@ -129,16 +124,10 @@ class UpdateWatch:
         return True
 
 
-class BufferLog:
-    """Remembers buffers, since a forward pass changes them also in a step that then fails.
+class BufferCopies:
+    """Copies of all buffers, because a forward pass changes them also in a step that then fails.
 
-    What a step has not changed is not copied again: most large buffers are tables and masks. torch
-    counts the changes of a tensor (``_version``), but not those by its normalization layers, which
-    are always copied, and not those through ``tensor.data``. A buffer that changes in such a way in
-    one of the first steps is always copied from then on. In any other, what a failed step has
-    changed without torch's knowledge stays, and is not sent to other ranks for it.
-
-    Buffers are known by module and name, since a forward pass may put another tensor in a place.
+    A buffer is known by its module and its name: a forward pass may assign another tensor.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
@@ -149,16 +138,7 @@ class BufferLog:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._uncounted = [isinstance(module, _NormBase) for module, _ in self._slots]
-        # each buffer, weakly, and its version as it was copied; None: copied in any case
-        self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(self._slots)
         self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
-        # buffers as all ranks had the same, and those that were overwritten for that
-        self._equal: dict[int, tuple[weakref.ref[torch.Tensor], int] | None] = {}
-        self._overwritten: set[int] = set()
-        # what they were overwritten by, while it is compared with what a step leaves
-        self._received: dict[int, torch.Tensor] = {}
-        self._num_steps = 0
         self.remember()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -166,120 +146,45 @@ class BufferLog:
         found = [module._buffers.get(name) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 
-    def remember_step(self) -> None:
-        """Remember what a step has changed."""
-        if self._num_steps < _NUM_COMPARED and self._slots:
-            self._num_steps += 1
-            self._compare()
-        self.remember()
-
     def remember(self) -> None:
-        """Remember what has changed."""
-        changed, copies = [], []
-        for index, (module, name) in enumerate(self._slots):
-            buffer = module._buffers.get(name)
+        """Copy the buffers, reusing the memory of the copies before."""
+        copies, buffers = [], []
+        for index, buffer in enumerate(self.tensors()):
+            copy = self._copies[index]
             if buffer is None:
-                self._copies[index] = self._seen[index] = None
+                self._copies[index] = None
                 continue
-            copy, is_ours = self._copies[index], index not in self._overwritten
-            if copy is not None and is_ours and self._is_unchanged(index, buffer):
-                continue
-            if copy is None or copy.shape != buffer.shape:
-                copy = torch.empty_like(buffer)
-            changed.append((index, buffer, copy))
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                copy = self._copies[index] = torch.empty_like(buffer)
             copies.append(copy)
-        if changed:
-            torch._foreach_copy_(copies, [buffer.detach() for _, buffer, _ in changed])
-        for index, buffer, copy in changed:
-            self._copies[index] = copy
-            self._note(index, buffer)
-        self._overwritten.clear()
-        self._received.clear()
-
-    def slots_of(self, modules: Iterable[torch.nn.Module]) -> list[int]:
-        """Return the buffers of some modules."""
-        ids = {id(module) for module in modules}
-        return [index for index, (module, _) in enumerate(self._slots) if id(module) in ids]
-
-    def have_changed(self, slots: Iterable[int]) -> bool:
-        """Whether any of these may have changed since `note_overwritten`."""
-        for index in slots:
-            module, name = self._slots[index]
-            buffer, equal = module._buffers.get(name), self._equal.get(index)
-            if buffer is None or self._uncounted[index] or not _is_same(equal, buffer):
-                return True
-        return False
-
-    def note_overwritten(self, slots: Iterable[int]) -> None:
-        """Note that these have been overwritten by those of rank 0, which torch has not counted."""
-        for index in slots:
-            module, name = self._slots[index]
-            if (buffer := module._buffers.get(name)) is not None:
-                self._equal[index] = _version_of(buffer)
-                if self._num_steps < _NUM_COMPARED:
-                    self._received[index] = buffer.detach().clone()
-        self._overwritten.update(slots)
-
-    def _is_unchanged(self, index: int, buffer: torch.Tensor) -> bool:
-        return not self._uncounted[index] and _is_same(self._seen[index], buffer)
-
-    def _note(self, index: int, buffer: torch.Tensor) -> None:
-        self._seen[index] = _version_of(buffer)
-
-    def _compare(self) -> None:
-        for index, (module, name) in enumerate(self._slots):
-            buffer, copy = module._buffers.get(name), self._copies[index]
-            if index in self._overwritten:
-                copy = self._received.get(index)
-            if buffer is None or copy is None:
-                continue
-            if not self._is_unchanged(index, buffer):
-                continue
-            try:
-                self._uncounted[index] = not torch.equal(copy, buffer)
-            except (NotImplementedError, RuntimeError):  # of a sparse one, say
-                self._uncounted[index] = True
+            buffers.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, buffers)
 
     def restore(self) -> None:
-        """Take back what has changed since."""
-        if self._num_steps < _NUM_COMPARED:
-            self._compare()
-        for index, (module, name) in enumerate(self._slots):
-            buffer, copy = module._buffers.get(name), self._copies[index]
-            if buffer is not None and self._is_unchanged(index, buffer):
-                continue
-            self._set(index, copy)
+        """Give the buffers the values of the copies."""
+        for slot, copy in zip(self._slots, self._copies, strict=True):
+            _set_buffer(*slot, copy)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Let the buffers have the values of another worker's `tensors`, and remember those."""
-        for index, value in zip(range(len(self._slots)), values, strict=True):
-            self._set(index, value)
+        """Give the buffers the values of another worker's `tensors`, and copy those."""
+        for slot, value in zip(self._slots, values, strict=True):
+            _set_buffer(*slot, value)
         self.remember()
 
-    def _set(self, index: int, value: torch.Tensor | None) -> None:
-        module, name = self._slots[index]
-        buffer = module._buffers.get(name)
-        if value is None:
-            if name in module._buffers:
-                module._buffers[name] = None
-            return
-        if buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
-            buffer = module._buffers[name] = value.clone()
-        else:
-            buffer.detach().copy_(value)
-        if value is self._copies[index]:
-            self._note(index, buffer)
 
-
-def _version_of(buffer: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int] | None:
-    """Return what is another when a buffer has changed; None where torch does not count that."""
-    return None if buffer.is_inference() else (weakref.ref(buffer), buffer._version)
-
-
-def _is_same(version: tuple[weakref.ref[torch.Tensor], int] | None, buffer: torch.Tensor) -> bool:
-    return version is not None and version[0]() is buffer and version[1] == buffer._version
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
+    buffer = module._buffers.get(name)
+    if value is None:
+        if name in module._buffers:
+            module._buffers[name] = None
+    elif buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
+        module._buffers[name] = value.clone()
+    else:
+        buffer.detach().copy_(value)
 
 
 def _is_writable(buffer: torch.Tensor) -> bool:
-    """Whether other values can be written to a buffer in its place."""
-    return buffer.layout is torch.strided and not buffer.is_inference()
+    if buffer.layout is not torch.strided or buffer.is_inference():
+        return False
+    return 0 not in buffer.stride()  # an expanded tensor has several elements in one place
