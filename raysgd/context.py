@@ -77,6 +77,8 @@ class Progress:
     """Whether that is so of the models as well."""
     lacks_state: bool = False
     """Whether shares of the state were lost with all workers that had them."""
+    partial: bool = False
+    """Whether an optimizer raised within a step, so that the state is that of no step."""
     blocked_on_driver: bool = False
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
     terminated: bool = False

@@ -753,11 +753,17 @@ class Controller:
         if lost:
             return lost
         leader = self.members[choose_leader([answers[member] for member in self.members])]
+        if answers[leader].partial and self.snapshots.state() is not None:
+            self._give_up_state(
+                joining.values(), "an optimizer raised within a step on each of them"
+            )
+            return {}
         staying = [member for member in self.members if member not in leaving]
         if leader in leaving:
             first = staying[choose_leader([answers[member] for member in staying])]
-            if answers[first].global_step < answers[leader].global_step:
-                staying, joining = self.members, {}  # only one that leaves has the newest step
+            is_behind = answers[first].global_step < answers[leader].global_step
+            if is_behind or answers[first].partial:
+                staying, joining = self.members, {}  # only one that leaves has the newest state
             else:
                 leader = first
         self.progress = answers[leader]
@@ -770,7 +776,10 @@ class Controller:
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._contexts(entering), leader)
         if any(outcome.progress.lacks_state for outcome in attempt.outcomes.values()):
-            self._give_up_state(joining.values())
+            self._give_up_state(
+                joining.values(),
+                "shares of the optimizers' state are lost with all the workers that held them",
+            )
             return {}
         if not attempt.failed:
             self._group.members[:] = entering
@@ -801,14 +810,13 @@ class Controller:
         for held in self._asked(leaving, "held_state", {}):
             self._asked([to], "take_held", dumps({"held": held}))
 
-    def _give_up_state(self, joining: Iterable[Replacement]) -> None:
-        """Let all workers end, since nobody has what was divided over those that are lost."""
+    def _give_up_state(self, joining: Iterable[Replacement], why: str) -> None:
+        """End all workers, because none has the state of the last step."""
         for replacement in joining:
             self._scale_up.drop(replacement)
-        why = "shares of the optimizers' state are lost with all the workers that held them"
         if self._elastic.snapshot_every is None:
             raise self._failed(f"{why}, and there is no snapshot_every to go back to")
-        logger.warning("All workers start anew from the snapshot: %s.", why)
+        logger.warning("All workers restart from the snapshot: %s.", why)
         self._discard_members()
 
     def _reached(

@@ -156,11 +156,16 @@ def choose_leader(progress: Sequence[Progress]) -> int:
     """Return the rank whose state counts: the lowest of those with most committed steps.
 
     One survivor may have finished the step in which another failed; its update must not be lost.
+    A partly updated state counts only if there is no other.
 
     >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
     1
     """
-    return max(range(len(progress)), key=lambda rank: (progress[rank].global_step, -rank))
+
+    def key(rank: int) -> tuple[bool, int, int]:
+        return not progress[rank].partial, progress[rank].global_step, -rank
+
+    return max(range(len(progress)), key=key)
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:

@@ -375,8 +375,23 @@ class Registration(ABC):
         """Whether training goes on without what there was no memory for, as an error says."""
         return False
 
-    def check_whole(self) -> None:  # noqa: B027
-        """Raise what has left an update half made, if no other worker has made it since."""
+    @property
+    def is_partial(self) -> bool:
+        """Whether an optimizer raised within a step, so that some parameters have its update."""
+        return False
+
+    def check_whole(self) -> None:
+        """Check that the state is that of a completed step.
+
+        Raises:
+            RuntimeError: if an optimizer raised within a step, and no other worker had its state.
+        """
+        if self.is_partial:
+            raise RuntimeError(
+                f"An optimizer raised within its step after step {self.global_step}, so that only "
+                "a part of the parameters may have the update. Load a checkpoint to continue: "
+                "trainer.load(path)."
+            )
 
     def raise_split(self, factor: int) -> None:  # noqa: B027
         """Train batches in more parts. Every rank must do so at the same step."""

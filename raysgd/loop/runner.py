@@ -203,6 +203,7 @@ class OperatorRunner(ABC):
             divided=registration.divided,
             in_rows=registration.in_rows,
             lacks_state=registration.lacks_state,
+            partial=registration.is_partial,
         )
 
     def _is_unshared(self, source: Source | None) -> bool:
@@ -373,6 +374,7 @@ class OperatorRunner(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU; of a divided one, this worker's share."""
+        self._registration.check_whole()
         if not self._registration.settled:
             self._registration.say(
                 "ahead",

@@ -19,7 +19,7 @@ from raysgd.data.shard import Place
 from raysgd.loop.parts import Parts
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
-from raysgd.torch.undo import UndoLog, UpdateWatch
+from raysgd.torch.undo import UndoLog
 
 __all__ = ["Group", "Optimization", "check_count"]
 
@@ -180,11 +180,9 @@ class Optimization:
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._seen: dict[int, list[tuple[int, int]]] = {}
         self._undo_log = UndoLog()
-        self.watches_updates = False
-        """Whether to find out if an update that failed has changed anything."""
-        self._update: UpdateWatch | None = None
-        self.is_half_made = False
-        """Whether an update failed half-way, and cannot be taken back."""
+        self._stepping: torch.optim.Optimizer | None = None
+        self.is_partial = False
+        """Whether an optimizer raised within a step that cannot be undone."""
         self._in_batch = False
         self._in_group = False
         self.in_helper = False
@@ -237,6 +235,7 @@ class Optimization:
             optimizer.register_step_post_hook(self._on_step)
             if len(optimizers) > 1:
                 optimizer.register_step_pre_hook(self._remember)
+            optimizer.register_step_pre_hook(self._note_stepping)
         if (
             accumulation_steps > 1
             or max_grad_norm is not None
@@ -257,7 +256,7 @@ class Optimization:
         """Begin a batch of a group, or a part of one."""
         if place.is_part:
             self._check_steps()
-        self._in_batch, self._has_stepped, self.is_half_made = True, False, False
+        self._in_batch, self._has_stepped = True, False
         if place.position == 0:
             self._stepped.clear()  # of steps that user code made outside of any batch
         elif place.is_part and not self._used and any(map(_has_gradients, self._optimizers)):
@@ -286,6 +285,14 @@ class Optimization:
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = wanted
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer has begun a step and not ended it."""
+        return self._stepping is not None
+
+    def _note_stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepping = optimizer
 
     @property
     def updated(self) -> bool:
@@ -335,9 +342,8 @@ class Optimization:
         Returns:
             The optimizers that had stepped and have been undone.
         """
-        update, self._update = self._update, None
-        if update is not None and not self._undo_log.holds(update.optimizer):
-            self.is_half_made = not update.take_back()
+        if self.is_stepping and not self._undo_log.holds(self._stepping):
+            self.is_partial = True
         undone = self._undo_log.roll_back()
         self.precision.abandon()
         for exchange in self.exchanges.values():
@@ -356,7 +362,7 @@ class Optimization:
         self._aside.clear()
         self._seen.clear()
         self._undo_log.forget()
-        self._update = None
+        self._stepping = None
         self._used = self._in_batch = self._in_group = False
         self.group.reset()
 
@@ -428,11 +434,8 @@ class Optimization:
                     torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
                 if self.measures_norms:
                     self.norms[id(optimizer)] = norm
-            if self.watches_updates:
-                self._update = UpdateWatch(optimizer)
             self._note_gradients(optimizer)  # which a divided optimizer drops as it steps
             self.precision.step(optimizer)
-            self._update = None
         finally:
             self.in_helper = False
         self._on_step(optimizer)  # also where an overflow made the precision skip it
@@ -490,6 +493,7 @@ class Optimization:
     # ---- what users may get wrong
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepping = None
         if any(optimizer is registered for registered in self._optimizers):
             self._stepped.add(id(optimizer))
             self._note_gradients(optimizer)

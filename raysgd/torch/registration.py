@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -80,10 +79,6 @@ logger = logging.getLogger(__name__)
 _COMPILES_S = 86400.0
 """How long collectives may wait for workers that compile; who dies is noticed at once."""
 _NOT_SPLIT = "The step is not done again with each batch in parts: {}."
-_HALF_MADE = (
-    "memory ran out in the midst of the update, which cannot be taken back, and no worker has made "
-    "it. Load a checkpoint to go on from"
-)
 
 
 @dataclass
@@ -130,7 +125,6 @@ class TorchRegistration(Registration):
         self.evaluation_split = 1
         """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._num_samples: float = 0  # of the batch under way; 0: unknown
-        self._half_made: tuple[int, BaseException] | None = None
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
         self.sharding: str | None = None
@@ -224,7 +218,6 @@ class TorchRegistration(Registration):
         self.optimization.register(
             self.optimizers, accumulation_steps, max_grad_norm, may_come_in_parts
         )
-        self.optimization.watches_updates = self.settings.options.split_on_oom
         self.accumulation_steps = accumulation_steps
         self.scales = self.optimization.precision.scales
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
@@ -652,14 +645,11 @@ class TorchRegistration(Registration):
         )
         if not self.in_parts:
             why_not = why_not or "train_epoch is not the default one"
-        if self.optimization.is_half_made and not self.context.distributed:
-            why_not = _HALF_MADE
+        if self.is_partial:
+            why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))
             return 0
-        if self.optimization.is_half_made:  # another worker may have made it
-            traceback.clear_frames(error.__traceback__)  # they hold tensors
-            self._half_made = self.global_step, error
         return 2 * factor
 
     def _why_not_split(self, batch: Any, factor: int, smallest: int, samples: float = 0) -> str:
@@ -676,11 +666,10 @@ class TorchRegistration(Registration):
             return "batch normalization takes two samples in each part at least"
         return "its parts have one sample each" if factor > 1 else "it has one sample"
 
-    def check_whole(self) -> None:
-        half_made, self._half_made = self._half_made, None
-        if half_made is not None and half_made[0] == self.global_step:
-            half_made[1].add_note(_NOT_SPLIT.format(_HALF_MADE))
-            raise half_made[1]
+    @property
+    def is_partial(self) -> bool:
+        # parameters of a divided optimizer change after its step, all together
+        return self.optimization.is_partial and not self._divided
 
     def raise_split(self, factor: int) -> None:
         is_again = self.split.factor > 1 and self.split.since == self.global_step
@@ -808,6 +797,7 @@ class TorchRegistration(Registration):
             self._load(state)
         if follows:
             self._buffers.set(buffers)
+            self.optimization.is_partial = False
 
     @property
     def replicated(self) -> bool:
@@ -971,6 +961,7 @@ class TorchRegistration(Registration):
         elif self.averages is not None:  # anew, from these weights
             self.averages = Averages.of(self._unwrapped, {**self.averages.state_dict(), "count": 0})
         self._buffers.remember()
+        self.optimization.is_partial = False
 
     @property
     def _unwrapped(self) -> list[torch.nn.Module]:

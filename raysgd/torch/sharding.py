@@ -26,7 +26,6 @@ from torch import optim
 
 from raysgd.errors import CheckpointError
 from raysgd.torch import collectives
-from raysgd.torch.undo import UpdateWatch
 
 __all__ = [
     "ELEMENTWISE",
@@ -228,7 +227,6 @@ class DividedOptimizer:
         self._rank = 0
         self._layouts: list[tuple[list[_Slot], int]] = []
         self._swapped: list[list[torch.Tensor]] | None = None
-        self._watch: UpdateWatch | None = None
         self._buffers: dict[int, torch.Tensor] = {}
         # how many updates the parameters have had, and had at the last commit
         self._version = self._committed = 0
@@ -282,7 +280,6 @@ class DividedOptimizer:
         for group, pieces in zip(optimizer.param_groups, params, strict=True):
             group["params"] = pieces
         optimizer.state = self._state
-        self._watch = UpdateWatch(optimizer)
 
     def _meet(self) -> None:
         """Wait until all have the gradients: if one raises before this, nobody has updated."""
@@ -354,7 +351,7 @@ class DividedOptimizer:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
-        self._swapped = self._watch = None
+        self._swapped = None
         self.optimizer.state = self._undivided
         for block in self._blocks:
             for piece in block.pieces:
@@ -373,11 +370,12 @@ class DividedOptimizer:
                 self.settled = False
 
     def abandon(self) -> None:
-        """Prepare for a step that was given up to be made again.
+        """Prepare to repeat a step that was discarded.
 
-        A share whose update failed half-way counts for nothing from now on.
+        If the optimizer raised within its step, this worker's share is partly updated. It counts
+        for nothing from now on.
         """
-        if self._watch is not None and not self._watch.take_back():
+        if self._swapped is not None:
             for block in self._blocks:
                 if block.version == self._version:
                     block.version = _HALF_MADE

@@ -9,7 +9,7 @@ import torch
 
 from raysgd.trees import map_leaves
 
-__all__ = ["BufferCopies", "UndoLog", "UpdateWatch"]
+__all__ = ["BufferCopies", "UndoLog"]
 
 
 class UndoLog:
@@ -31,7 +31,7 @@ class UndoLog:
             image.take()
             self._pending.append(image)
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+    def holds(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Whether what `optimizer` does can be undone."""
         return any(image.optimizer is optimizer for image in self._pending)
 
@@ -98,30 +98,6 @@ class _BeforeImage:
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
             group.update(before)
-
-
-class UpdateWatch:
-    """Knows whether an update that failed has changed anything, by torch's counts of changes.
-
-    To copy what an optimizer changes, for the case that memory runs out in it, would take the
-    memory. What it makes at its first step, which is when it most likely runs out, is taken back.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._state = {key: dict(held) for key, held in optimizer.state.items()}
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        for held in self._state.values():
-            tensors += [value for value in held.values() if isinstance(value, torch.Tensor)]
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
-
-    def take_back(self) -> bool:
-        """Take back what the update has made; returns whether that is all that it has done."""
-        if any(tensor._version != version for tensor, version in self._versions):
-            return False
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self._state)
-        return True
 
 
 class BufferCopies:

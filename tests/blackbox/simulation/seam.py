@@ -259,6 +259,8 @@ class SimMember(Member):
         self.has_trained = False
         self.lacks_state = False
         """What was divided over the workers was lost with others."""
+        self.partial = False
+        """Its optimizer raised within a step."""
         self.divided = False
         """It has a share of the state."""
         self.held = []
@@ -316,6 +318,7 @@ class SimMember(Member):
             terminated=self.terminated,
             divided=self.divided,
             lacks_state=self.lacks_state,
+            partial=self.partial,
         )
 
     def _announce(self, preemption):
@@ -473,7 +476,7 @@ class SimMember(Member):
         if leader_step is None:
             self.step, self.is_set_up, self.is_from_setup = 0, True, True
         else:
-            self.step = leader_step
+            self.step, self.partial = leader_step, False
         self.end("ok")
 
 
@@ -488,6 +491,7 @@ class SimGroup(WorkerGroup):
         if (driver := self._world.driver) is not None:
             stays = driver.controller._recovery.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf or member.lacks_state)
+            is_fine = is_fine and not member.partial
             is_fine = is_fine and self.drains.of(member) is None
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)

@@ -176,6 +176,7 @@ class World:
         step = None
         if (leader := meeting.leader) is not None:
             old = [m for m in here.values() if m.generation is not None]
+            assert not here[leader].partial, "a partial state counts"
             furthest = max(m.step for m in old) if old else self.kept_by_driver
             assert here[leader].step == furthest, "a committed step is given up"
             assert here[leader] in old or not old, "a newcomer leads"

@@ -624,7 +624,7 @@ def test_when_what_was_divided_is_lost_all_start_anew_from_the_snapshot(world, c
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * len(controller.members)
     assert not set(before) & set(controller.members)
     assert kinds(controller)[:3] == ["started", "lost", "restarted"]
-    assert "start anew from the snapshot: shares of the optimizers' state are lost" in caplog.text
+    assert "restart from the snapshot: shares of the optimizers' state are lost" in caplog.text
 
 
 def test_without_snapshots_that_ends_the_call(world):
@@ -632,6 +632,33 @@ def test_without_snapshots_that_ends_the_call(world):
     world.at_step(25, lambda: lose_shares(world, controller))
     with pytest.raises(WorkerLostError, match="shares of the optimizers' state are lost with all"):
         run_until(controller, 60, max_losses=1)
+
+
+def raise_in_update(members):
+    for member in members:
+        member.partial = True
+        member.error = ValueError("within the step of an optimizer")
+
+
+def test_another_worker_replaces_a_partial_state(world):
+    controller = world.drive(3).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: raise_in_update(before[:1]))
+    with pytest.raises(ValueError, match="within the step"):
+        run_until(controller, 60)
+    run_until(controller, 60)
+    assert controller.members == before
+    assert not before[0].partial
+
+
+def test_all_workers_restart_from_the_snapshot_if_every_state_is_partial(world):
+    controller = world.drive(3).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: raise_in_update(before))
+    with pytest.raises(ValueError, match="within the step"):
+        run_until(controller, 60)
+    assert steps_of(run_until(controller, 60)) == [60] * 3
+    assert not set(before) & set(controller.members)
 
 
 def test_losing_all_more_often_than_allowed_ends_the_call(world):

@@ -98,6 +98,12 @@ def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
     assert leader == steps.index(max(steps))
 
 
+def test_a_partial_state_leads_only_if_all_are_partial():
+    partial, behind = Progress(global_step=5, partial=True), Progress(global_step=4)
+    assert choose_leader([partial, behind]) == 1
+    assert choose_leader([partial, partial]) == 0
+
+
 def test_an_event_knows_when_it_happened():
     first = Event(kind="started", generation=1, ranks=(0,))
     second = Event(kind="lost", generation=1, ranks=(0,))

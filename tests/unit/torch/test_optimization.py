@@ -614,11 +614,6 @@ def test_a_step_that_every_optimizer_has_made_stays_whatever_fails_after_it():
         assert bits(trainer.get_local_operator()) == trainer.get_local_operator().last
 
 
-def test_a_single_optimizer_steps_without_more_hooks():
-    operator = run_operator(Classifier)
-    assert not operator.optimizer._optimizer_step_pre_hooks
-
-
 # ---- what is refused
 
 
