@@ -152,7 +152,7 @@ class SupervisedOperator(ConfiguredOperator):
         """Return what a batch counts for in its accumulation group."""
         if isinstance(count, int):
             return count
-        in_parts = self._registration.split.factor > 1
+        in_parts = self._registration.split > 1
         if self.options["gradient_accumulation_steps"] == 1 and not in_parts:
             return len(target)  # it has no effect, and the count would have to be waited for
         return max(float(count), 1e-9)  # without any term its loss is 0, and counts for nothing

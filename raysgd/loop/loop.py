@@ -436,7 +436,6 @@ class Loop:
     def _evaluate(self, name: str, source: Source, offset: int, left: int | None, info: Any) -> int:
         """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
         operator, self.read = self.operator, source
-        self._registration.evaluated_size = getattr(source.loader, "batch_size", None) or 0
         source.agree_on_order(0, offset, self._registration)
         while left is None or left > 0:
             ahead = source.steps_left(offset)
@@ -482,7 +481,6 @@ class Loop:
         if [*sources] != [""]:
             raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
         source = self.read = sources[""]
-        registration.evaluated_size = getattr(source.loader, "batch_size", None) or 0
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so that nobody could tell which sample a result "

@@ -16,7 +16,6 @@ from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.parts import Parts
-from raysgd.loop.split import Split
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 from raysgd.timers import TimerCollection
@@ -88,10 +87,8 @@ class Registration(ABC):
         """Whether the loop takes large batches in parts."""
         self.parts = Parts()
         """Whether it may."""
-        self.split = Split()
-        self.evaluated_size = 0
-        """Samples of a full batch of the loader that is evaluated; 0: unknown."""
-        """In how many parts each batch is trained, since memory ran out."""
+        self.split = 1
+        """Parts of each batch in training; more than 1 after memory ran out."""
         self._said: set[str] = set()
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
@@ -273,8 +270,8 @@ class Registration(ABC):
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         if own := {name: seed for name, seed in seeds.items() if seed is not None}:
             position["loader_seeds"] = own
-        if split := self.split.state():
-            position["split"] = split
+        if self.split > 1:
+            position["split"] = self.split
         if self._trains_on != "train":
             # the offset is one in the data set that was given with the newest call
             position["trains_on"] = self._trains_on
@@ -285,7 +282,7 @@ class Registration(ABC):
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
         self._trains_on = position.get("trains_on", "train")
-        self.split = Split(**position.get("split", {}))
+        self.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration
-from raysgd.loop.split import Split
 from raysgd.trees import map_leaves
 
 __all__ = ["Snapshots", "check_position"]
@@ -98,14 +96,9 @@ def check_position(state: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"The state's data['loader_seeds'] must be a dict of counts, but it is {seeds!r}."
             )
-        split = data.get("split", {})
-        if not isinstance(split, Mapping) or split.keys() - asdict(Split()).keys():
-            raise CheckpointError(
-                f"The state's data['split'] must be a dict of counts, but it is {split!r}."
-            )
-        counts |= {f"data['split'][{name!r}]": count for name, count in split.items()}
-        if split.get("factor") == 0:
-            raise CheckpointError("The state's data['split']['factor'] must be at least 1.")
+        counts["data['split']"] = data.get("split", 1)
+        if counts["data['split']"] == 0:
+            raise CheckpointError("The state's data['split'] must be at least 1.")
         if "seed" in data:
             counts["data['seed']"] = data["seed"]
         if not isinstance(data.get("trains_on", ""), str):

@@ -41,14 +41,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def free_memory(all_objects: bool = True) -> None:
-    """Free what a failed step has left: frames refer to each other, and torch keeps GPU memory.
-
-    Args:
-        all_objects: whether to look through all that the process holds, which takes 0.1 s, and not
-            only through what is new.
-    """
-    gc.collect(2 if all_objects else 1)
+def free_memory() -> None:
+    """Free tensors that frames of a failed step hold, and GPU memory that torch caches."""
+    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -18,7 +18,6 @@ Override any of these, or none.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +38,9 @@ from raysgd.torch.batches import (
 from raysgd.torch.checks import needs_metric
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.memory import concatenated, free_memory, in_own_containers
+from raysgd.torch.memory import ran_out_of_memory
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
-from raysgd.trees import joined
 
 if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
@@ -188,55 +186,31 @@ class TrainingOperator(OperatorBase):
         The numbers of batches may differ between workers: nothing here may communicate.
         """
         self.train_mode(False)
-        self._registration.evaluation_split = 1
         meters = self._registration.new_meters()
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                for measured in self._evaluated(batch, batch_info):
-                    meters.update(*measured)
+                with self._explaining(self.validate_batch, batch):
+                    metrics = self._with_logged(self.validate_batch, batch, batch_info)
+                meters.update(*checked_metrics(self.validate_batch, metrics))
         result = meters.summary()
         if self._no_accuracy:
             result["no_val_accuracy"], self._no_accuracy = self._no_accuracy, None
         return result
 
-    def _evaluated(
-        self, batch: Any, batch_info: dict[str, Any]
-    ) -> list[tuple[Mapping[str, Any], float, bool]]:
-        """Evaluate a batch; return what meters take of each part that it came in."""
-        method = self.validate_batch
-        found = [
-            checked_metrics(method, metrics, weight)
-            for metrics, weight in self._of_parts(
-                batch, method, lambda part: self._with_logged(method, part, batch_info)
-            )
-        ]
-        return [(*each, index == len(found)) for index, each in enumerate(found, start=1)]
-
-    def _of_parts(
-        self, batch: Any, method: Callable[..., Any], evaluate: Callable[[Any], Any]
-    ) -> list[tuple[Any, float]]:
-        """Evaluate a batch, in parts where memory asks for it; those that are done stay so.
-
-        Returns what each part gave, and the share of the batch that it is.
-        """
-        registration, found = self._registration, []
-        number = registration.evaluation_split
-        waiting = [(*each, number) for each in registration.evaluation_parts(batch, number)]
-        while waiting:
-            part, share, number = waiting.pop(0)
-            try:
-                # a copy, as what the user's code takes out of it may be wanted again
-                found.append((evaluate(in_own_containers(part)), share))
-                continue
-            except Exception as error:
-                if not registration.splits_evaluation_after(error, part, number):
-                    self._note_batch(error, method.__name__, part)
-                    raise
-            free_memory()
-            halves = registration.evaluation_parts(part, 2, is_part=True)
-            waiting[:0] = [(half, share * of_it, 2 * number) for half, of_it in halves]
-        return found
+    @contextlib.contextmanager
+    def _explaining(self, method: Callable[..., Any], batch: Any) -> Iterator[None]:
+        """Note with an exception which batch `method` was called with, and what to do."""
+        try:
+            yield
+        except Exception as error:
+            self._note_batch(error, method.__name__, batch)
+            if ran_out_of_memory(error):
+                error.add_note(
+                    "Memory ran out without gradients, where batches are not split. Give this "
+                    "loader a smaller batch_size."
+                )
+            raise
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, of a kind that `train_batch` takes.
@@ -291,21 +265,15 @@ class TrainingOperator(OperatorBase):
         with self.autocast():
             return scores_in(model(*given.arguments, **given.keywords))
 
-    def _predicted(self, batch_info: dict[str, Any], batch: Any) -> Any:
-        return self._registration.to_cpu(self.predict_batch(batch, batch_info))
-
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield what `predict_batch` returns for each batch."""
         self.train_mode(False)
-        registration = self._registration
-        registration.evaluation_split = 1
         for batch_idx, batch in enumerate(iterator):
-            info = self._batch_info(None, batch_idx, registration.epoch)
-            predict = functools.partial(self._predicted, info)
-            found = self._of_parts(batch, self.predict_batch, predict)
-            outputs = [output for output, _ in found]
-            yield outputs[0] if len(outputs) == 1 else joined(outputs, concatenated)
+            info = self._batch_info(None, batch_idx, self._registration.epoch)
+            with self._explaining(self.predict_batch, batch):
+                output = self._registration.to_cpu(self.predict_batch(batch, info))
+            yield output
 
     def state_dict(self) -> dict[str, Any]:
         """Return state of your own that is saved with the models and given to new workers."""
@@ -324,8 +292,7 @@ class TrainingOperator(OperatorBase):
         with contextlib.suppress(Exception):  # classes of the user's may refuse
             kind = type(self).__name__
             error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
-            split, in_training = self._registration.split.factor, method == "train_batch"
-            number = split if in_training else self._registration.evaluation_split
+            number = self._registration.split if method == "train_batch" else 1
             if number > 1:
                 error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
 

@@ -122,8 +122,6 @@ class TorchRegistration(Registration):
         self._compiled: list[CompiledModel] = []
         self._sizes: set[int] = set()
         self._awaits_compilers = False
-        self.evaluation_split = 1
-        """In how many parts batches are evaluated, since memory ran out in this validation."""
         self._num_samples: float = 0  # of the batch under way; 0: unknown
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
@@ -438,7 +436,7 @@ class TorchRegistration(Registration):
     def end_epoch(self) -> None:
         """Average, and say what nobody has stepped: optimizers in an epoch, schedulers in two."""
         if (averages := self.averages) is not None:
-            self._finish(lambda: averages.note_epoch(self.epoch))
+            averages.note_epoch(self.epoch)
         self._epochs_ended += 1
         if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
             self.say(
@@ -503,26 +501,9 @@ class TorchRegistration(Registration):
             collectives.bound(self.settings.options.timeout_s)
         self.global_step += num_batches
         self._sizes.update(self.place.tried)
-        self.split = self.split.eased(self.global_step, self.epoch)
-        self._finish(self._note_update)
-
-    def _note_update(self) -> None:
         self._buffers.remember()
         if self.averages is not None:
             self.averages.note_update()
-
-    def _finish(self, what: Callable[[], None]) -> None:
-        """Do what follows updates, which stay: once more where memory runs out, with all freed."""
-        try:
-            what()
-            return
-        except Exception as error:
-            if not self.does_without(error):
-                raise
-            said = repr(error)
-        free_memory()  # of the error too, whose frames hold tensors
-        what()
-        self.say("unfinished", "Memory ran out behind an update, and was freed: %s", said)
 
     def average(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or go on with what is there of the same kind."""
@@ -613,16 +594,16 @@ class TorchRegistration(Registration):
 
     def _num_parts(self, rows: int) -> int:
         """Return in how many parts to train a batch; 1 for one of another kind."""
-        factor, smallest = self.split.factor, self._smallest_part
+        factor, smallest = self.split, self._smallest_part
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
         # copies, as what the user's code takes out of a batch may be wanted again
         whole = [(in_own_containers(batch), place)]
         self._num_samples = place.size or 0
-        if self.split.factor == 1 or not (self.in_parts and self.settings.options.split_on_oom):
+        if self.split == 1 or not (self.in_parts and self.settings.options.split_on_oom):
             return whole
-        factor, rows = self.split.factor, _num_rows(batch, self._num_samples)
+        factor, rows = self.split, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
         # a forward pass may communicate, so that all workers make equally many
         repeats = factor - number if self.context.world_size > 1 else 0
@@ -637,7 +618,7 @@ class TorchRegistration(Registration):
         return self.settings.options.split_on_oom and ran_out_of_memory(error)
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        factor = self.split.factor
+        factor = self.split
         if not self.does_without(error):
             return 0
         why_not = self.parts.why_not or self._why_not_split(
@@ -672,45 +653,14 @@ class TorchRegistration(Registration):
         return self.optimization.is_partial and not self._divided
 
     def raise_split(self, factor: int) -> None:
-        is_again = self.split.factor > 1 and self.split.since == self.global_step
-        self.split = self.split.raised(factor, self.global_step)
-        free_memory(all_objects=is_again)
+        self.split = max(self.split, factor)
+        free_memory()
         if self._batch_norms:
             self.say(
                 "batch norm",
                 "Batch normalization sees the parts of a batch, and not all of it, so that the "
                 "result is another than with more memory.",
             )
-
-    def evaluation_parts(
-        self, batch: Any, number: int, is_part: bool = False
-    ) -> Sequence[tuple[Any, float]]:
-        """Return the parts in which to evaluate a batch, and what each counts for."""
-        # a batch that is a part already has fewer samples
-        if number == 1 or (rows := _num_rows(batch, 0 if is_part else self.evaluated_size)) < 2:
-            return [(batch, 1)]
-        parts = batch_parts(batch, min(number, rows))
-        sizes = [num_rows(part) for part in parts]
-        return [(part, size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
-
-    def splits_evaluation_after(self, error: BaseException, part: Any, number: int) -> bool:
-        """Whether a batch, or one of `number` parts of it, is evaluated in two after an error."""
-        if not self.does_without(error):
-            return False
-        samples = self.evaluated_size if number == 1 else 0
-        if why_not := self._why_not_split(part, 1, 1, samples):
-            error.add_note(f"The batch is not evaluated in parts: {why_not}.")
-            return False
-        if 2 * number > self.evaluation_split:
-            self.evaluation_split = 2 * number
-            logger.warning(
-                "Worker %d ran out of memory as it evaluated a batch, and goes on with each in %d "
-                "parts: %s",
-                self.context.world_rank,
-                self.evaluation_split,
-                repr(error),  # records that a handler keeps would hold the tensors of its frames
-            )
-        return True
 
     # ---- compiled models
 

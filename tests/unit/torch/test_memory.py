@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
-from raysgd.loop.split import Split
 from raysgd.report import make_report
 from raysgd.torch.averages import Averages
 from raysgd.torch.memory import batch_parts, num_rows, ran_out_of_memory
@@ -56,19 +55,7 @@ class Scarce(Exact):
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
         if config.get("averages", False):
-            self.average()
-
-    def average(self):
-        self._registration.average(decay=0.5, start_epoch=1)
-        averages = self._registration.averages
-        update, last = averages._update, [*averages._averages[0].values()][-1]
-
-        def fail_midway(own, given, count):
-            if own[0] is last:
-                self.failing.fail("average")
-            update(own, given, count)
-
-        averages._update = fail_midway
+            self._registration.average(decay=0.5, start_epoch=1)
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -134,7 +121,7 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
             points.append({"global_step": trainer.global_step, **metrics})
 
     results = []
-    for faults in ({}, {1: "forward", 3: "backward", 6: "update", 9: "average"}):
+    for faults in ({}, {1: "forward", 3: "backward", 6: "update"}):
         config = {"accumulated": accumulated, "faults": faults, "shuffle": True, "averages": True}
         points = []
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
@@ -278,35 +265,20 @@ class Taking(Scarce):
         if self.config["streams"]:
             loader = list(loader)
         super().register_data(train_loader=loader, validation_loader=loader)
-        self.seen, self.fails_at = [], 12
 
     def train_batch(self, batch, batch_info):
         taken = batch.pop("features"), batch.pop("ids"), batch.pop("target")
         return super().train_batch(taken, batch_info)
 
-    def validate_batch(self, batch, batch_info):
-        taken = batch.pop("features"), batch.pop("ids"), batch.pop("target")
-        ids = taken[1].tolist()
-        if self.config.get("room_to_validate") and self.fails_at == ids[0]:
-            self.fails_at = None
-            raise MemoryError
-        result = super().validate_batch(taken, batch_info)
-        self.seen += ids
-        return result
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_is_taken_out_of_a_batch_is_there_again_and_what_is_done_stays_done(streams):
+def test_a_retry_sees_again_what_user_code_took_out_of_the_batch(streams):
     results = []
-    for scarce in ({}, {"faults": {1: "forward"}, "room": 4, "room_to_validate": 4}):
+    for scarce in ({}, {"faults": {1: "forward"}, "room": 4}):
         with local(Taking, {"streams": streams, **scarce}) as trainer:
             trainer.train()
-            results.append((flat(trainer.get_model()), trainer.validate()["val_loss"]))
-            seen = trainer.get_local_operator().seen
-            assert sorted(seen) == list(range(61))
-    (weights, loss), (own_weights, own_loss) = results
-    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
-    assert own_loss == pytest.approx(loss, rel=1e-12)
+            results.append(flat(trainer.get_model()))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
 
 
 def test_a_batch_that_is_left_out_ends_no_split():
@@ -331,114 +303,46 @@ def test_batches_of_another_kind_come_whole_where_others_are_split():
         def train_batch(self, batch, batch_info):
             return super().train_batch(batch[:3], batch_info)
 
-        def validate_batch(self, batch, batch_info):
-            self._config["room_to_validate"] = 4 if len(batch) == 3 else 8
-            return super().validate_batch(batch[:3], batch_info)
-
     with local(Mixed, {"faults": {0: "forward"}}) as trainer:
         trainer.train()
         assert sizes(trainer) == [8, 4, 4, 8, 4, 4]
-        assert trainer.validate()["num_samples"] == 24
 
 
-def test_a_validation_is_in_parts_where_it_has_to_be(caplog):
-    with local() as trainer:
-        expected = trainer.validate()
-    with local(config={"room_to_validate": 1}) as trainer:
-        measured = trainer.validate()
-        assert trainer.validate()["batch_count"] == expected["batch_count"]
-    del expected["last_val_loss"], measured["last_val_loss"]
-    assert measured == pytest.approx(expected, rel=1e-12)
-    assert "goes on with each in 4 parts: MemoryError()" in caplog.text
+@pytest.mark.parametrize("call", ["validate", "predict"])
+def test_evaluation_that_runs_out_of_memory_raises_with_advice(call):
+    arguments = () if call == "validate" else (DataLoader(make_data(61), batch_size=8),)
+    with local(config={"room_to_validate": 1}) as trainer, pytest.raises(MemoryError) as caught:
+        getattr(trainer, call)(*arguments)
+    assert "Give this loader a smaller batch_size" in notes_of(caught.value)
 
 
 # ---- what is done about it later
 
 
 class Holding(Classifier):
-    """Fails with a tensor in its hands; by each call it is noted whether it has gone."""
+    """Fails while it holds a tensor, and notes in each later call whether that is still alive."""
 
     def setup(self, config):
         self.held, self.noted = [], []
         super().setup(config)
-        self._registration.average(decay=0.5, start_epoch=1)
-        averages, self.has_failed = self._registration.averages, False
-        self.note_update, averages.note_update = averages.note_update, self.fail_once
-
-    def fail_once(self):
-        had_failed, self.has_failed = self.has_failed, True
-        self.fail(not had_failed)
-        self.note_update()
-
-    def fail(self, fails):
-        tensor = torch.ones(2)
-        self.noted += [each() is not None for each in self.held]
-        if fails:
-            self.held.append(weakref.ref(tensor))
-            raise MemoryError
 
     def train_batch(self, batch, batch_info):
-        self.fail(len(batch[0]) > 16)
+        tensor = torch.ones(2)
+        self.noted += [each() is not None for each in self.held]
+        if len(batch[0]) > 16:
+            self.held.append(weakref.ref(tensor))
+            raise MemoryError
         return super().train_batch(batch, batch_info)
 
-    def validate_batch(self, batch, batch_info):
-        self.fail(len(batch[0]) > 8)
-        return super().validate_batch(batch, batch_info)
 
-    def predict_batch(self, batch, batch_info):
-        self.fail(len(batch[0]) > 8)
-        return super().predict_batch(batch, batch_info)
-
-
-def test_what_has_failed_holds_no_memory_of_the_next_try(caplog):
-    """Also where handlers keep what is logged, as caplog does."""
+def test_a_failed_step_holds_no_memory_during_the_retry(caplog):
+    """Also if a log handler keeps its records, as caplog does."""
     with local(Holding, {"batch_size": 32}) as trainer:
         trainer.train()
-        trainer.validate()
-        trainer.predict(DataLoader(operators.make_data(61), batch_size=32))
         operator = trainer.get_local_operator()
-        assert len(operator.held) == 8
+        assert len(operator.held) == 1
+        assert operator.noted
         assert not any(operator.noted)
-
-
-def test_predictions_are_joined_from_parts_where_they_have_to_be(caplog):
-    loader = DataLoader(make_data(61), batch_size=8)
-    with local() as trainer:
-        expected = trainer.predict(loader)
-    with local(config={"room_to_validate": 1}) as trainer:
-        found = trainer.predict(loader)
-    torch.testing.assert_close(found["output"], expected["output"], rtol=0.0, atol=1e-12)
-    assert found["ids"] == expected["ids"]
-    assert "goes on with each in 4 parts: MemoryError()" in caplog.text
-    with local(config={"room_to_validate": 1}, split_on_oom=False) as t, pytest.raises(MemoryError):
-        t.predict(loader)
-
-
-def test_fewer_parts_are_tried_every_200_steps_and_once_an_epoch_where_that_fails():
-    split = Split().raised(2, step=3).raised(8, step=3)
-    assert split.eased(202, epoch=0).factor == 8
-    tried = split.eased(203, epoch=0)
-    assert tried.factor == 4
-    assert tried.eased(403, epoch=0).factor == 2
-    again = tried.raised(8, step=210)
-    assert again.eased(409, epoch=0).factor == again.eased(500, epoch=0).factor == 8
-    assert again.eased(409, epoch=1).factor == 8
-    later = again.eased(410, epoch=1)
-    assert later.factor == 4
-    assert later.raised(8, step=411).eased(900, epoch=1).factor == 8
-    assert later.raised(8, step=411).eased(900, epoch=2).factor == 4
-    whole = Split().raised(2, step=0).eased(200, epoch=0)
-    assert whole.factor == 1
-    for each in (Split(), tried, again, whole):  # what who joins is told
-        assert Split(**each.state()) == each
-
-
-def test_fewer_parts_are_tried_while_an_epoch_is_under_way(monkeypatch):
-    monkeypatch.setattr("raysgd.loop.split._TRIED_EVERY", 3)
-    with local(config={"faults": {1: "forward"}}) as trainer:
-        trainer.train()
-        assert trainer.split == 1
-        assert sizes(trainer) == [8, 8, *[4] * 6, 8, 8, 8, 5]
 
 
 def test_a_split_is_saved(tmp_path):
@@ -451,7 +355,7 @@ def test_a_split_is_saved(tmp_path):
         assert sizes(trainer) == [4, 4]
         assert trainer.split == 2
         state = trainer.state_dict()
-        for wrong in ([2], {"factor": 0}, {"factor": "x"}, {"parts": 2}):
+        for wrong in ([2], 0, "x", {"parts": 2}):
             with pytest.raises(CheckpointError, match="data\\['split'\\]"):
                 trainer.load_state_dict({**state, "data": {**state["data"], "split": wrong}})
     with local(split_on_oom=False) as trainer:
@@ -721,16 +625,13 @@ def test_a_list_of_samples_is_not_cut_through_them(holder):
         def train_batch(self, batch, batch_info):
             raise MemoryError
 
-        validate_batch = predict_batch = train_batch
-
     def listed():
         return DataLoader(list(torch.ones(8, 10, 3)), batch_size=4, collate_fn=holder)
 
     with local(Listed) as trainer:
-        for call in (trainer.train, trainer.validate, lambda: trainer.predict(listed())):
-            with pytest.raises(MemoryError) as caught:
-                call()
-            assert "it has a list of 4 tensors, one for each sample" in notes_of(caught.value)
+        with pytest.raises(MemoryError) as caught:
+            trainer.train()
+        assert "it has a list of 4 tensors, one for each sample" in notes_of(caught.value)
 
 
 def test_features_in_a_list_are_split_however_many_there_are():
@@ -739,11 +640,6 @@ def test_features_in_a_list_are_split_however_many_there_are():
             fail(batch)
             (features, *_), target = batch
             return super().train_batch((features, target), batch_info)
-
-        def validate_batch(self, batch, batch_info):
-            fail(batch)
-            (features, *_), target = batch
-            return super().validate_batch((features, target), batch_info)
 
     def fail(batch):
         assert len(batch[0]) == 4
@@ -758,10 +654,9 @@ def test_features_in_a_list_are_split_however_many_there_are():
     sizes = []
     with local(Many) as trainer:
         loader = DataLoader(operators.make_data(8), batch_size=4, collate_fn=fourfold)
-        registration = trainer.get_local_operator()._registration
-        trainer.get_local_operator().register_data(train_loader=loader, validation_loader=loader)
-        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 8
-        assert trainer.split == registration.evaluation_split == 4
+        trainer.get_local_operator().register_data(train_loader=loader)
+        assert trainer.train()["num_samples"] == 8
+        assert trainer.split == 4
 
 
 # ---- on a GPU
@@ -820,9 +715,8 @@ def test_on_a_gpu_that_others_have_filled_all_is_done_in_parts(compiled, fill_gp
             trainer.train(num_steps=1)
             if room is not None:
                 fill_gpu(room)
-            losses = trainer.train()["train_loss"], trainer.validate()["val_loss"]
+            loss = trainer.train()["train_loss"]
             assert (trainer.split > 1) == (room is not None)
-            output = trainer.predict(wide_loader())
-            results.append((torch.tensor(losses), output, flat(trainer.get_model()).cpu()))
+            results.append((torch.tensor(loss), flat(trainer.get_model()).cpu()))
     for whole, in_parts in zip(*results, strict=True):
         torch.testing.assert_close(in_parts, whole, rtol=1e-12, atol=1e-12)
