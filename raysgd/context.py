@@ -122,8 +122,8 @@ class Runner(Protocol):
 
     ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
     at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at``,
-    ``announce``, ``snapshot`` and ``seen_calls`` run beside them in a *control* thread, so they
-    only read and set attributes.
+    ``announce`` and ``snapshot`` run in parallel in a *control* thread, so they only read and set
+    attributes.
     """
 
     @property
@@ -157,11 +157,8 @@ class Runner(Protocol):
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart when all workers are lost."""
 
-    def seen_calls(self) -> dict[str, Any] | None:
-        """Return what a replacement worker is to give its ``repeat_calls`` before it joins.
-
-        It compiles then what this one has compiled. None where there is nothing to compile.
-        """
+    def warm_up(self) -> None:
+        """Prepare a replacement worker, after ``setup``, for its first step in the group."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU."""

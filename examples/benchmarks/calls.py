@@ -4,7 +4,7 @@
 
 What ``train(num_steps=1)`` takes beyond the step itself, for models of a thousand floats to
 25 million: nothing of the model may travel. What it takes, its step included, where the floats are
-in a buffer that no step changes: nothing of it may be copied. What a call costs by the number of
+in a buffer, which each step copies. What a call costs by the number of
 workers: ``scale.py``.
 """
 

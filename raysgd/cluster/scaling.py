@@ -38,8 +38,6 @@ _MAX_DEATHS = 3
 """So often in a row workers of one place may die in their setup, or as they join, before there is a
 wait; if nobody has managed its setup that is the error of a start."""
 
-_TELL_S = 10.0
-"""How long a member may take to tell what it has compiled; who waits for it joins without."""
 
 Goal = Literal["room", "process", "setup"]
 Step = Literal["come up", "start", "set up", "join"]
@@ -472,20 +470,6 @@ class Replacement:
             asked = []
         if self._goal == "setup":  # one after the other, without waiting for us in between
             yield from self._results(asked + self._asked_to_set_up())
-            yield from self._compile_ahead()
-
-    def _compile_ahead(self) -> Iterator[None]:
-        """Let it compile what a member has compiled, so that nobody waits for it to do so."""
-        assert self.member is not None
-        for member in self._group.members[:1]:
-            seen = member.control("seen_calls")
-            deadline = self._group.clock.monotonic() + _TELL_S
-            while not seen.done() and self._group.clock.monotonic() < deadline:
-                yield
-            told = seen.result() if seen.done() and seen.exception() is None else None
-            if told is not None:
-                answer = self.member.work("call", "repeat_calls", told)
-                yield from self._results([("set up", answer)])
 
     def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
         assert self.member is not None

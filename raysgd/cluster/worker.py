@@ -96,7 +96,6 @@ CONTROL_METHODS = (
     "pause_at",
     "announce",
     "snapshot",
-    "seen_calls",
     "stacks",
 )
 """What a worker does beside its work; see `Worker`."""
@@ -212,6 +211,8 @@ class Worker:
             self._hosted.pause_at(None)
             if leader is None:
                 self._hosted.setup(context)
+                if alone:
+                    self._hosted.warm_up()
             else:
                 self._hosted.rejoin(context, leader)
 
@@ -300,11 +301,6 @@ class Worker:
         if state is None or (step is not None and state["global_step"] != step):
             return None
         return dumps(state)
-
-    def seen_calls(self) -> bytes | None:
-        """Return what a replacement worker compiles before it joins, pickled."""
-        seen = None if self.runner is None else self.runner.seen_calls()
-        return None if seen is None else dumps({"seen": seen})
 
     def stacks(self) -> str:
         """Return the Python stack of every thread, as text."""

@@ -10,7 +10,7 @@ losing or repeating a sample, and in the same steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 __all__ = ["Place", "Shard", "even_part", "places_of"]
@@ -42,12 +42,6 @@ class Shard:
     """Samples of a step, where these are no multiple of `batch_size`."""
     max_steps: int | None = None
     """Steps after which the epoch ends, if it has more."""
-    keeps_parts: bool = False
-    """Whether parts of a batch are those that the workers of the full group have."""
-    tried_at: int | None = None
-    """Offset of a step in which each worker has parts of the sizes `tried` besides, which do not
-    count."""
-    tried: tuple[int, ...] = ()
 
     @property
     def stride(self) -> int:
@@ -58,31 +52,6 @@ class Shard:
     def at_once(self) -> int:
         """The most samples of a batch that are trained on at once."""
         return -(-self.stride // (self.full_size or self.world_size))
-
-    @property
-    def dealt(self) -> int:
-        """Workers of the full group, whose parts of a batch are dealt out; 0: parts are even."""
-        return self.full_size if self.keeps_parts and self.full_size else 0
-
-    def trying(self, offset: int, known: Collection[int]) -> Shard:
-        """Return it with parts at `offset` of all sizes that parts have from there on.
-
-        So no size is new to a worker later, when it takes over the parts of another. There are none
-        of `known` sizes, and none where each worker has the only size anyway.
-        """
-        sizes, dealt = self.sizes(offset), self.dealt
-        if dealt < 2 or not sizes:
-            return replace(self, tried_at=None, tried=())
-        first, last = (
-            {stop - start for start, stop in (even_part(size, dealt, i) for i in range(dealt))}
-            for size in (sizes[0], sizes[-1])
-        )
-        new = (first | last) - set(known) - (first if len(first) == 1 else set())
-        return replace(self, tried_at=offset, tried=tuple(sorted(new, reverse=True)))
-
-    def tried_in(self, offset: int) -> tuple[int, ...]:
-        """Return the sizes of parts that do not count of the step at `offset`."""
-        return self.tried if offset == self.tried_at else ()
 
     def end(self, offset: int) -> int:
         """Return where the samples end that are used from `offset` on."""
@@ -126,8 +95,6 @@ class Shard:
         for size in self.sizes(offset, num_steps):
             for low, high, _ in self._parts(size, in_parts):
                 yield start + low, start + high
-            for length in self.tried_in(start) if in_parts else ():
-                yield start, start + length
             start += size
 
     def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
@@ -161,8 +128,7 @@ class Shard:
         return sum(high - low for low, high, counts in self._parts(size, in_parts) if counts)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
-        at_once, dealt = (self.at_once, self.dealt) if in_parts else (size, 0)
-        return _parts(size, self.world_size, self.rank, at_once, dealt)
+        return _parts(size, self.world_size, self.rank, self.at_once if in_parts else size)
 
 
 @dataclass(frozen=True)
@@ -181,8 +147,6 @@ class Place:
     """Whether it is all of this worker's batch of the step, or the last part of it."""
     is_part: bool = False
     """Whether batches of the group come in parts."""
-    tried: tuple[int, ...] = ()
-    """Sizes of parts of the group that count for nothing, so that none is new to a worker later."""
     is_large: bool = False
     """Whether it is a whole batch of more samples than are to be trained on at once."""
     size: float | None = None
@@ -231,8 +195,6 @@ def places_of(
     rank: int,
     at_once: int,
     in_parts: bool,
-    dealt: int = 0,
-    tried: tuple[int, ...] = (),
 ) -> tuple[Place, ...]:
     """Return the places of what a worker has in a group of batches.
 
@@ -245,17 +207,9 @@ def places_of(
         rank: of this one.
         at_once: the most samples of a worker that are trained on at once.
         in_parts: whether larger batches come in parts, equally many on all workers.
-        dealt: workers of the full group, where the parts are those that they have.
-        tried: sizes of more parts of the first step, which do not count; none where batches are
-            whole.
     """
     found: list[tuple[int, int, bool, float]] = []
-    parts_of = [
-        _parts(size, world_size, rank, *((at_once, dealt) if in_parts else (size, 0)))
-        for size in sizes
-    ]
-    if in_parts:
-        parts_of[0] = parts_of[0] + [(0, length, False) for length in tried]
+    parts_of = [_parts(size, world_size, rank, at_once if in_parts else size) for size in sizes]
     is_part = max(map(len, parts_of)) > 1
     for step, parts in enumerate(parts_of):
         own = [high - low if counts else 0 for low, high, counts in parts]
@@ -271,7 +225,6 @@ def places_of(
             step=step,
             ends_step=ends_step,
             is_part=is_part,
-            tried=tried if in_parts else (),
             is_large=not in_parts and _num_parts(sizes[step], world_size, at_once) > 1,
             size=count,
             total=total,
@@ -282,20 +235,11 @@ def places_of(
     )
 
 
-def _parts(
-    size: int, world_size: int, rank: int, at_once: int, dealt: int
-) -> list[tuple[int, int, bool]]:
+def _parts(size: int, world_size: int, rank: int, at_once: int) -> list[tuple[int, int, bool]]:
     """Return the parts of a step's samples that a worker has, as (start, stop, whether it counts).
 
     Equally many on all workers. Samples that are given a second time do not count.
     """
-    if world_size < dealt:
-        first, stop = even_part(dealt, world_size, rank)
-        last = first + -(-dealt // world_size)
-        return [
-            (*even_part(size, dealt, min(part, stop - 1)), part < min(stop, size))
-            for part in range(first, last)
-        ]
     first, stop = even_part(size, world_size, rank)
     number, rows = _num_parts(size, world_size, at_once), stop - first
     spans = [even_part(rows, number, part) for part in range(number)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +94,6 @@ class Source:
     def end_after(self, steps: int | None) -> None:
         """Let an epoch end after so many steps; None: after all."""
         self._max_steps = steps
-
-    def keep_parts(self, offset: int, known: Collection[int] | None) -> None:
-        """Let parts of batches have the sizes of the full group, in an iteration from `offset`."""
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place] | None:
         """Return the places of this worker's batches, or their parts, in a group of steps.
@@ -241,9 +238,7 @@ class ShardedSource(Source):
         """Return the places of this worker's batches, or their parts, in a group of steps."""
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
-        tried = shard.tried_in(offset)
-        at_once, dealt = shard.at_once, shard.dealt
-        return places_of(sizes, shard.world_size, shard.rank, at_once, in_parts, dealt, tried)
+        return places_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
 
     def places_of_batches(self) -> Iterator[int]:
         """Yield where this worker's batches begin, in the order of an epoch."""
@@ -285,18 +280,6 @@ class ShardedSource(Source):
     def end_after(self, steps: int | None) -> None:
         """Let an epoch end after so many steps; None: after all."""
         self._shard = replace(self._shard, max_steps=steps)
-
-    def keep_parts(self, offset: int, known: Collection[int] | None) -> None:
-        """Let parts of batches have the sizes of the full group, in an iteration from `offset` on.
-
-        Args:
-            offset: where it begins.
-            known: sizes that no worker has to meet in its first step; None: parts are even.
-        """
-        if known is None:
-            self._shard = replace(self._shard, keeps_parts=False, tried_at=None, tried=())
-        else:
-            self._shard = replace(self.shard, keeps_parts=True).trying(offset, known)
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -16,7 +17,7 @@ from raysgd.data import Dataset
 from raysgd.data.source import ShardedSource, Source
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.parts import IndivisibleError
-from raysgd.loop.registration import Registration
+from raysgd.loop.registration import Registration, WarmedUp
 from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
@@ -311,7 +312,6 @@ class Loop:
         """
         in_parts = self._registration.in_parts
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
-            source.keep_parts(offset, self._registration.known_sizes)
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
         for batch in self._batches:  # noqa: UP028  "yield from" would end it with this one
@@ -530,6 +530,32 @@ class Loop:
             metrics = self.validate(-1, num_steps, info, profile=False, from_start=True)
         self._close(sources)
         return metrics
+
+    def warm_up(self) -> None:
+        """Compute the gradients of one training batch, and leave everything as it was."""
+        registration, operator = self._registration, self.operator
+        source, settings = registration.readable("train"), registration.settings
+        if not source.can_be_tried:
+            return
+        # the batch size of a full group, though this worker is still alone
+        source.reshard(settings.options.num_workers, 0, settings.batch_share)
+        by_position, by_name = _arguments_of(
+            operator.train_epoch, operator._info_of_epoch({}, 1), num_steps=1, epoch_idx=0
+        )
+        with (
+            unchanged(operator),
+            unchanged(registration),
+            registration.rehearsing(),
+            registration.without_update(),
+            contextlib.suppress(WarmedUp),
+        ):
+            batches = source.batches(0, 0, 1)
+            registration.segment = Segment(registration, source, batches, 1, 1, None, self.signal)
+            operator.train_epoch(registration.segment, *by_position, **by_name)
+        source.close_workers()
+        source.reshard(
+            settings.context.world_size, settings.context.world_rank, settings.batch_share
+        )
 
     # ---- results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,13 @@ from raysgd.timers import TimerCollection
 if TYPE_CHECKING:
     from raysgd.loop.segment import Segment
 
-__all__ = ["Registration", "Settings", "check_parts", "listed", "shaped_like"]
+__all__ = ["Registration", "Settings", "WarmedUp", "check_parts", "listed", "shaped_like"]
 
 logger = logging.getLogger(__name__)
+
+
+class WarmedUp(BaseException):
+    """Raised when a warm-up has computed its gradients; it passes through user code."""
 
 
 @dataclass
@@ -321,15 +325,13 @@ class Registration(ABC):
         return False
 
     @property
-    def known_sizes(self) -> Collection[int] | None:
-        """Sizes of parts of batches that are new to no worker; None: sizes do not matter.
+    def needs_warm_up(self) -> bool:
+        """Whether a worker's first batch takes much longer than the others."""
+        return False
 
-        Where they matter, a group of any size has the parts of the full one.
-        """
-        return None
-
-    def take_known_sizes(self, known: Collection[int] | None) -> None:  # noqa: B027
-        """Take over what another worker has as `known_sizes`."""
+    def without_update(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a step raises `WarmedUp` instead of updating the models."""
+        return contextlib.nullcontext()
 
     @property
     def num_skipped(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -27,6 +28,8 @@ from raysgd.options import Options
 from raysgd.trees import loading, map_leaves
 
 __all__ = ["LossReader", "OperatorRunner"]
+
+logger = logging.getLogger(__name__)
 
 _NUM_KEYS = 624
 """Of numpy's Mersenne Twister."""
@@ -87,7 +90,6 @@ class OperatorRunner(ABC):
         if rank != leader:
             self._check_data(state["fingerprint"])
             registration.set_batch_size(state["batching"])
-            registration.take_known_sizes(state["known_sizes"])
             registration.parts.why_not = registration.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
         follows = rank != leader and (registration.replicated or registration.global_step == 0)
@@ -232,10 +234,6 @@ class OperatorRunner(ABC):
 
     # ---- training
 
-    def seen_calls(self) -> dict[str, Any] | None:
-        """Return what a replacement worker compiles before it joins; here nothing is compiled."""
-        return None
-
     def train(
         self,
         *,
@@ -333,6 +331,21 @@ class OperatorRunner(ABC):
         generators = self.rng_state()
         try:
             return self._running.rehearse(num_steps, info)
+        finally:
+            self.set_rng_state(generators)
+
+    def warm_up(self) -> None:
+        """Compute the gradients of one batch, so that joining a group waits for no compiler.
+
+        Everything but caches is as before. A failure costs only time.
+        """
+        if not self._registration.needs_warm_up:
+            return
+        generators = self.rng_state()
+        try:
+            self._running.warm_up()
+        except Exception as error:
+            logger.warning("The warm-up batch of a replacement worker failed: %r", error)
         finally:
             self.set_rng_state(generators)
 
@@ -467,7 +480,6 @@ class OperatorRunner(ABC):
             "call": self._running.call_state(),
             "fingerprint": registration.fingerprint(),
             "batching": registration.batching(),
-            "known_sizes": registration.known_sizes,
             "indivisible": registration.parts.why_not,
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import io
 import math
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from raysgd.trees import map_leaves
 
 __all__ = [
-    "bound",
     "broadcast",
     "broadcast_object",
     "broadcast_state",
@@ -59,12 +57,6 @@ def size() -> int:
     """Return how many workers the group has."""
     hvd = _horovod()
     return dist.get_world_size() if hvd is None else int(hvd.size())
-
-
-def bound(timeout_s: float) -> None:
-    """Let each collective from now on take so many seconds at the most; Horovod knows no bound."""
-    if _horovod() is None:
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def minimum(value: int, device: torch.device) -> int:

@@ -2,88 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import itertools
 import logging
-import pickle
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from raysgd.torch import ddp
-from raysgd.torch.batches import tensors_in
-
-__all__ = ["CompiledModel", "SeenCall", "checked_compile", "uncompile", "warn_of_idle_compilers"]
+__all__ = ["CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
 
 logger = logging.getLogger(__name__)
 
 _REGIONAL = "regional"
-_MOST_CALLS = 16
-"""How many kinds of calls are remembered of a model; torch compiles fewer for one function."""
-
-_OF_NUMPY = "array"
-
-_MOST_STATIC = 8
-"""How often one function is compiled for a single size beyond what torch allows: batches have parts
-of four sizes at the most, and of several blocks only the first has input without gradients."""
-
-
-@dataclass(frozen=True)
-class SeenCall:
-    """A call of a compiled model, as far as what is compiled follows from it."""
-
-    arguments: bytes
-    """Positional ones and keywords, packed by `_Packer`."""
-    training: bool
-    grad: bool
-    inference: bool
-    autocast: torch.dtype | None
-    """The type of ``torch.autocast``; None without."""
-
-
-class _Packer(pickle.Pickler):
-    """Pickles what a tensor or an array is like in place of it, wherever it is."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, held: Any) -> Any:
-        if isinstance(held, np.ndarray) and not held.dtype.hasobject:  # torch compiles for those
-            return _OF_NUMPY, held.shape, held.dtype
-        if not isinstance(held, torch.Tensor):
-            return None
-        # torch compiles another function where two arguments are one tensor
-        number = self._numbers.setdefault(id(held), len(self._numbers))
-        layout = tuple(held.shape), held.stride(), held.dtype
-        return number, layout, held.device.type, held.requires_grad, held.is_inference()
-
-
-class _Maker(pickle.Unpickler):
-    """Makes tensors and arrays that are like those that were packed."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._made: dict[int, torch.Tensor] = {}
-
-    def persistent_load(self, pid: Any) -> Any:
-        if pid[0] == _OF_NUMPY:
-            return np.zeros(*pid[1:])
-        number, (shape, stride, dtype), device, requires_grad, is_inference = pid
-        if number not in self._made:
-            with torch.inference_mode(is_inference):
-                tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            storage: Any = tensor.untyped_storage()  # of which some may be there twice
-            storage.fill_(0)  # zeros are good as numbers and as indices
-            self._made[number] = tensor.requires_grad_(requires_grad)
-        return self._made[number]
 
 
 def checked_compile(given: Any) -> dict[str, Any] | None:
@@ -133,23 +65,12 @@ class CompiledModel:
             )
         self._model = model
         self._was_called = False
-        self.dynamic = bool(arguments.get("dynamic"))
-        """Whether it is compiled for all sizes at once."""
-        self.is_static = False
-        """Whether a new size is compiled by itself, and not as one that varies.
-
-        What torch compiles for any size is slower, and once it is there torch prefers it.
-        """
-        self.seen: dict[SeenCall, tuple[list[bool], bool]] = {}
-        """Kinds of calls so far, oldest first: which modules were in train mode; `is_static`."""
+        self._modes: set[tuple[bool, bool]] = set()
         self.is_compiling = False
-        """Whether the newest call was the first of its kind."""
+        """Whether the first call with or without gradients is in progress."""
         self.left_eager: list[str] = []
         """Why torch has left code of this model uncompiled so far, each reason on one line."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
-        if "recompile_limit" in inspect.signature(torch.compile).parameters:
-            limit = torch._dynamo.config.recompile_limit + _MOST_STATIC
-            options.setdefault("recompile_limit", limit)
         self._is_whole = not arguments.get(_REGIONAL, False)
         blocks = [model] if self._is_whole else list(repeated_blocks(model))
         if not blocks:
@@ -179,69 +100,16 @@ class CompiledModel:
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         self._was_called = True
-        self._note(arguments, keywords)
+        mode = self._model.training, torch.is_grad_enabled()
         _reasons.new()  # those of other code in this process, or of a call that has raised
-        with (
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-            if self.is_static
-            else contextlib.nullcontext()
-        ):
+        self.is_compiling = mode not in self._modes
+        try:
             outputs = self._run(*arguments, **keywords)
+        finally:
+            self.is_compiling = False
+        self._modes.add(mode)
         self.left_eager += _reasons.new()
         return outputs
-
-    def _note(self, arguments: Any, keywords: Any) -> None:
-        self.is_compiling, packed = False, io.BytesIO()
-        try:
-            _Packer(packed).dump((arguments, keywords))
-        except Exception:  # what cannot be sent to another worker
-            return
-        kind = _device_type(self._model)
-        has_autocast = torch.is_autocast_enabled(kind)
-        call = SeenCall(
-            packed.getvalue(),
-            self._model.training,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.get_autocast_dtype(kind) if has_autocast else None,
-        )
-        if call not in self.seen and len(self.seen) < _MOST_CALLS:
-            self.is_compiling = True
-            modes = [module.training for module in self._model.modules()]
-            self.seen[call] = modes, self.is_static
-
-    def repeat(
-        self,
-        calls: Sequence[tuple[SeenCall, tuple[Sequence[bool], bool]]],
-        wrapped: torch.nn.Module,
-    ) -> None:
-        """Make calls that another worker has seen, forward and backward, with zeros.
-
-        Args:
-            calls: of the same model there, as in `seen`.
-            wrapped: the model in its wrapper, if it has one: it takes no part in any exchange.
-        """
-        for call, (modes, self.is_static) in calls:
-            arguments, keywords = _Maker(io.BytesIO(call.arguments)).load()
-            for module, training in zip(self._model.modules(), modes, strict=True):
-                module.training = training
-            kind = _device_type(self._model)
-            autocast = torch.autocast(kind, call.autocast, enabled=call.autocast is not None)
-            in_forward = ddp.as_in_forward(wrapped) if call.grad else contextlib.nullcontext()
-            with (
-                torch.inference_mode(call.inference),
-                torch.set_grad_enabled(call.grad),
-                autocast,
-                in_forward,
-            ):
-                outputs = self._model(*arguments, **keywords)
-            found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-            parameters = [p for p in self._model.parameters() if p.requires_grad]
-            if found and parameters:
-                # not by backward(), which wrappers would take for that of a step
-                ones = [torch.ones_like(each) for each in found]
-                torch.autograd.grad(found, parameters, ones, allow_unused=True)
-        self.is_compiling = self.is_static = False
 
 
 def uncompile(models: Iterable[torch.nn.Module]) -> None:
@@ -252,30 +120,23 @@ def uncompile(models: Iterable[torch.nn.Module]) -> None:
             earlier.undo()
 
 
-def _device_type(model: torch.nn.Module) -> str:
-    return next((parameter.device.type for parameter in model.parameters()), "cpu")
-
-
 def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> None:
-    """Compile each block, and alike ones once.
+    """Compile each block.
 
-    Not by ``block.compile()``: torch passes over the code of its own modules, but not over a
-    function that calls it. The function has the globals of the user's code that is called from
-    there: torch would look for those of a script in the worker's ``__main__``, which is not the
-    script. And its code is a copy: by the code torch knows what it has compiled and which sizes
-    vary, and an earlier model of this process may have had others, or breaks that nobody would be
-    told of again.
+    ``block.compile()`` would compile nothing of a module whose code is PyTorch's own, such as
+    Sequential. It compiles a function that calls one. The function has the globals of the user's
+    module, because ``torch.compile`` looks up names of a script in the worker's ``__main__``, which
+    is another script.
     """
-    code = _caller(blocks[0]).__code__.replace(co_name=f"compiled_{next(_numbers)}")
+    # All models share the code of `_caller`. Forget the graphs and graph breaks of earlier models:
+    # torch.compiler.reset() would forget those of user code as well.
+    torch._dynamo.eval_frame.reset_code(_caller(blocks[0]).__code__)
     for block in blocks:
         call = _caller(block)
         own = (type(part).forward for part in block.modules() if not _is_torchs(part))
         of_user = next((f.__globals__ for f in own if inspect.isfunction(f)), call.__globals__)
-        begin = types.FunctionType(code, of_user, closure=call.__closure__)
+        begin = types.FunctionType(call.__code__, of_user, closure=call.__closure__)
         block._compiled_call_impl = torch.compile(begin, **options)
-
-
-_numbers = itertools.count()
 
 
 def _caller(module: torch.nn.Module) -> Any:

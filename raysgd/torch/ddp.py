@@ -17,7 +17,6 @@ from raysgd.torch.state import saved_name
 
 __all__ = [
     "ReplicatedModel",
-    "as_in_forward",
     "averaged_parameters",
     "begin_step",
     "check_exchanged",
@@ -331,14 +330,3 @@ def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for model, value in zip(wrapped, held, strict=True):
             model.require_forward_param_sync = value
-
-
-def as_in_forward(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Let what is compiled be as in the forward pass of a wrapper, if `model` is one.
-
-    torch compiles a module in parts there, so that the gradients of one are exchanged while those
-    of the next are computed.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return model._inside_ddp_forward()
-    return contextlib.nullcontext()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.data.shard import Place
 from raysgd.loop.parts import Parts
+from raysgd.loop.registration import WarmedUp
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
 from raysgd.torch.undo import UndoLog
@@ -181,6 +182,8 @@ class Optimization:
         self._seen: dict[int, list[tuple[int, int]]] = {}
         self._undo_log = UndoLog()
         self._stepping: torch.optim.Optimizer | None = None
+        self.makes_updates = True
+        """False in a warm-up, which ends when an optimizer is about to step."""
         self.is_partial = False
         """Whether an optimizer raised within a step that cannot be undone."""
         self._in_batch = False
@@ -292,6 +295,8 @@ class Optimization:
         return self._stepping is not None
 
     def _note_stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.makes_updates:
+            raise WarmedUp
         self._stepping = optimizer
 
     @property
@@ -398,6 +403,8 @@ class Optimization:
         """See :meth:`TrainingOperator.optimizer_step`."""
         if _needs_closure(type(optimizer).step):
             raise TypeError(_CLOSURE.format(type(optimizer).__name__))
+        if not self.makes_updates:
+            raise WarmedUp
         self._has_stepped = True
         if self._in_group:
             self._check_asked_once(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +76,6 @@ __all__ = ["OperatorSettings", "TorchRegistration"]
 
 logger = logging.getLogger(__name__)
 
-_COMPILES_S = 86400.0
-"""How long collectives may wait for workers that compile; who dies is noticed at once."""
 _NOT_SPLIT = "The step is not done again with each batch in parts: {}."
 
 
@@ -120,8 +118,6 @@ class TorchRegistration(Registration):
         self.averages: Averages | None = None
         """Averages of the models, where a callback has asked for them."""
         self._compiled: list[CompiledModel] = []
-        self._sizes: set[int] = set()
-        self._awaits_compilers = False
         self._num_samples: float = 0  # of the batch under way; 0: unknown
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
@@ -222,7 +218,6 @@ class TorchRegistration(Registration):
         uncompile(self.given_models)
         if compile_args is not None:
             self._compiled = [CompiledModel(m, compile_args) for m in self.given_models]
-            self._await_compilers()
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
@@ -425,8 +420,6 @@ class TorchRegistration(Registration):
         if place.is_part:
             self._watch_schedulers(place)
         super().begin_batch(place)
-        for compiled in self._compiled:
-            compiled.is_static = bool(place.tried)
         self.optimization.begin_batch(self.models, place)
 
     def note_schedule(self) -> None:
@@ -496,11 +489,7 @@ class TorchRegistration(Registration):
         self.optimization.commit()
         for divided in self._divided:
             divided.commit()
-        if self._awaits_compilers:
-            self._awaits_compilers = False
-            collectives.bound(self.settings.options.timeout_s)
         self.global_step += num_batches
-        self._sizes.update(self.place.tried)
         self._buffers.remember()
         if self.averages is not None:
             self.averages.note_update()
@@ -669,49 +658,34 @@ class TorchRegistration(Registration):
         """Whether a model is being compiled, most likely."""
         return any(compiled.is_compiling for compiled in self._compiled)
 
-    @property
-    def known_sizes(self) -> Collection[int] | None:
-        """Sizes of parts that the models are compiled for; None where that makes no difference."""
-        if all(compiled.dynamic for compiled in self._compiled):
-            return None
-        return self._sizes.union(range(self._smallest_part))
-
     def _tell_what_is_eager(self) -> None:
         for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
             self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
 
-    def take_known_sizes(self, known: Collection[int] | None) -> None:
-        self._sizes = set(known or ())
+    @property
+    def needs_warm_up(self) -> bool:
+        if self._full is not None:  # a replacement has no model before it joins
+            return False
+        compiled = any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            for model in self.models
+            for module in model.modules()
+        )
+        return compiled or self.settings.device.type == "cuda"
 
-    def _await_compilers(self) -> None:
-        """Let nobody give up a collective of the group's first step while others compile for it."""
-        if self._compiled and self.context.distributed:
-            self._awaits_compilers = True
-            collectives.bound(_COMPILES_S)
-
-    def seen_calls(self) -> dict[str, Any] | None:
-        """Return which calls of the models were compiled here, and what torch keeps of that."""
-        if not any(compiled.seen for compiled in self._compiled):
-            return None
-        kept = torch.compiler.save_cache_artifacts()
-        calls = [list(compiled.seen.items()) for compiled in self._compiled]
-        return {"calls": calls, "artifacts": None if kept is None else kept[0]}
-
-    def repeat_calls(self, seen: Mapping[str, Any]) -> None:
-        """Compile what `seen_calls` of another worker says, and leave all as it was."""
-        if seen["artifacts"] is not None:
-            torch.compiler.load_cache_artifacts(seen["artifacts"])
-        wrapped = self.models[: len(self._compiled)]
-        with self.rehearsing():
-            for compiled, model, calls in zip(self._compiled, wrapped, seen["calls"], strict=True):
-                compiled.repeat(calls, model)
+    @contextlib.contextmanager
+    def without_update(self) -> Iterator[None]:
+        self.optimization.makes_updates = False
+        try:
+            yield
+        finally:
+            self.optimization.makes_updates = True
 
     # ---- generations
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Enter a new generation: rebuild the models' wrappers, share data out anew."""
         super().enter(context, batch_share)
-        self._await_compilers()
         for exchange in self.optimization.exchanges.values():
             exchange.rebuild()
         wrapped = zip(self.models, self._averaged, self._comm_hooks, strict=True)

@@ -66,24 +66,6 @@ class TorchRunner(OperatorRunner):
         )
         self.host(build_operator(options.training_operator_cls, config, settings))
 
-    # ---- compiled models
-
-    def seen_calls(self) -> dict[str, Any] | None:
-        return None if self._loop is None else self._registration.seen_calls()
-
-    def repeat_calls(self, *, seen: dict[str, Any]) -> None:
-        """Compile what another worker has compiled; it costs time alone if it does not work."""
-        generators = self.rng_state()
-        try:
-            self._registration.repeat_calls(seen)
-        except Exception as error:
-            logger.warning(
-                "What other workers have compiled could not be compiled before this one joins: %s",
-                repr(error),
-            )
-        finally:
-            self.set_rng_state(generators)
-
     # ---- other calls
 
     def save_tensors(self, *, folder: str) -> tuple[dict[str, Any], str] | None:

@@ -96,9 +96,8 @@ class FunctionRunner:
         """Return none: the driver has the checkpoints."""
         return None
 
-    def seen_calls(self) -> dict[str, Any] | None:
-        """Return none: nobody joins while a function runs."""
-        return None
+    def warm_up(self) -> None:
+        """Do nothing: no worker joins while a function runs."""
 
     # ---- calls of the driver
 

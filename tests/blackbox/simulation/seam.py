@@ -333,9 +333,6 @@ class SimMember(Member):
         self.pause = step
         return self.step
 
-    def _seen_calls(self):
-        return None
-
     def _snapshot(self):
         if self.snapshot_step is None:
             return None

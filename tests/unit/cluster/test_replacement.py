@@ -122,24 +122,6 @@ def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
     assert replacement.replaces_lost
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_it_compiles_before_it_is_ready_what_a_member_has_compiled(
-    group, replacement, clock, answers
-):
-    group.members.append(member := FakeMember())
-    answer_all(replacement, "info", "create", "prepare", "enter")
-    assert not replacement.is_ready
-    if answers:
-        member.asked["seen_calls"].set_result(b"calls")
-        replacement.advance()
-        assert replacement.member.arguments["call"] == ("repeat_calls", b"calls")
-        assert not replacement.is_ready
-        replacement.member.answer("call")
-    clock.now += 11.0  # a member that says nothing is not waited for any longer
-    replacement.advance()
-    assert replacement.is_ready
-
-
 def test_it_waits_for_no_answer(replacement):
     """The test would not end otherwise."""
     for _ in range(10):

@@ -1,16 +1,9 @@
 """What ``register(compile=...)`` compiles, and what is said where nothing is compiled."""
 
-import dataclasses
-import pickle
 import traceback
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
@@ -140,25 +133,6 @@ def test_who_compiles_can_be_told_by_the_stack():
     assert any(sign in stacks[0] for sign in IN_COMPILER)
 
 
-def test_nobody_gives_up_a_collective_while_others_compile_for_the_first_step(process_group):
-    def bound_s():
-        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-    with TorchTrainer(
-        training_operator_cls=Compiled,
-        config={"make": make_model, "compile": {"backend": count}},
-        use_local=True,
-        timeout_s=20,
-    ) as trainer:
-        registration = trainer.get_local_operator()._registration
-        context = dataclasses.replace(registration.context, distributed=True)
-        registration.settings.context = context
-        registration._await_compilers()
-        assert bound_s() > 3600
-        registration.commit()
-        assert bound_s() == 20
-
-
 class Noisy(Deep):
     """Has statistics and random numbers, which a rehearsal must not touch."""
 
@@ -170,133 +144,44 @@ class Noisy(Deep):
         return super().forward(self.drop(self.norm(features)))
 
 
+class Remembering(Compiled):
+    def setup(self, config):
+        super().setup(config)
+        self.seen = []
+
+    def train_batch(self, batch, batch_info):
+        self.seen.append(len(batch[0]))
+        return super().train_batch(batch, batch_info)
+
+
 @pytest.mark.parametrize("regional", [False, True])
-def test_what_others_have_compiled_is_compiled_ahead_and_changes_nothing(regional):
+def test_a_warm_up_compiles_the_first_batch_and_changes_nothing_else(regional):
     config = {"make": Noisy, "compile": {"backend": count, "regional": regional}}
-    config |= {"batch_size": 24, "validates": True}
-
-    def trainer():
-        return TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True)
-
-    with trainer() as first:
-        first.train()
-        first.validate()
-        seen = first.apply_all_operators(lambda operator: operator._registration.seen_calls())[0]
-        expected = parameters(first.get_local_operator())
-    assert [(c.training, c.grad) for c, _ in seen["calls"][0]] == 2 * [(True, True)] + [
-        (False, False)
-    ]
-    with trainer() as second:
-        runner = second._controller.members[0].worker.runner
-        runner.repeat_calls(seen=pickle.loads(pickle.dumps(seen)))
-        num_graphs = len(GRAPHS)
-        second.train()
-        second.validate()
-        assert len(GRAPHS) == num_graphs
-        assert torch.equal(parameters(second.get_local_operator()), expected)
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-
-@dataclasses.dataclass
-class Output:
-    scores: torch.Tensor
-
-
-class Taking(torch.nn.Module):
-    """Takes two tensors, in whatever they are."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
-
-    def forward(self, pair, scale=1.0):
-        return Output(self.norm(self.linear(pair[0])) + scale * pair[1])
-
-
-def in_part(model):
-    model.norm.eval()
-    return model((torch.ones(4, 8), torch.ones(8)))
-
-
-def in_inference(model):
-    with torch.inference_mode():
-        return model((torch.ones(4, 8), torch.ones(8)))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: model(Pair(torch.ones(4, 8), torch.ones(8)), scale=2.0),
-        lambda model: model(Pair(torch.ones(8, 4).t(), torch.ones(1).expand(8))),
-        lambda model: model(2 * (torch.ones(4, 8),)),
-        in_part,
-        in_inference,
-    ],
-    ids=["keywords", "strides", "one tensor twice", "partly in eval mode", "inference"],
-)
-def test_calls_of_any_kind_are_repeated_as_they_were(call):
-    """Also their backward pass, whatever holds what the model returns."""
-    backward = []
-
-    def compile_backward(graph, inputs):
-        backward.append(graph)
-        return make_boxed_func(graph.forward)
-
-    compile_both = aot_autograd(
-        fw_compiler=lambda graph, inputs: make_boxed_func(count(graph, inputs)),
-        bw_compiler=compile_backward,
-    )
-
-    def train(model):
-        scores = call(model).scores
-        if scores.requires_grad:
-            scores.sum().backward()
-
-    seen, num_seen = [], []
-    for _ in range(2):
-        model = Taking()
-        compiled = CompiledModel(model, {"backend": compile_both})
-        if seen:
-            torch._dynamo.reset()
-            compiled.repeat(pickle.loads(pickle.dumps(seen)), model)
-            num_seen += [len(GRAPHS), len(backward)]
-        model.train()
-        train(model)
-        seen = list(compiled.seen.items())
-    assert num_seen == [2, 2 * (call is not in_inference)]
-    assert [len(GRAPHS), len(backward)] == num_seen
-
-
-def test_sizes_that_are_tried_are_compiled_by_themselves_here_and_ahead():
-    seen = []
-    for _ in range(2):
+    learnt = []
+    for warms_up in (False, True):
+        with TorchTrainer(
+            training_operator_cls=Remembering, config=config, use_local=True
+        ) as trainer:
+            operator = trainer.get_local_operator()
+            if warms_up:
+                trainer._controller.members[0].worker.runner.warm_up()
+                num_graphs = len(GRAPHS)
+                assert num_graphs > 0
+                assert operator.seen == []
+            trainer.train()
+            assert len(operator.seen) == 4
+            learnt.append(parameters(operator))
+            assert not warms_up or len(GRAPHS) == num_graphs
         torch._dynamo.reset()
         GRAPHS.clear()
-        model = Block()
-        compiled = CompiledModel(model, {"backend": count})
-        if seen:
-            compiled.repeat(pickle.loads(pickle.dumps(seen)), model)
-        compiled.is_static = True
-        for size in (5, 4):
-            model(torch.ones(size, 8))
-        compiled.is_static = False
-        assert len(GRAPHS) == 2
-        seen = list(compiled.seen.items())
-        model(torch.ones(3, 8))
-        assert len(GRAPHS) == 3, "the second was compiled for any size"
+    assert torch.equal(*learnt)
 
 
-def test_nobody_is_taken_for_compiling_who_has_many_shapes():
-    model = make_model()
-    compiled = CompiledModel(model, {"backend": count, "dynamic": True})
-    for size in range(2, 20):
-        model(torch.ones(size, 8))
-        assert compiled.is_compiling == (size < 18)
-    assert len(compiled.seen) == 16
+def test_eager_models_on_a_cpu_do_not_warm_up():
+    with TorchTrainer(
+        training_operator_cls=Remembering, config={"make": Deep}, use_local=True
+    ) as trainer:
+        assert not trainer.get_local_operator()._registration.needs_warm_up
 
 
 @pytest.mark.parametrize(
@@ -352,27 +237,15 @@ def test_what_is_left_eager_is_told_once_with_its_reason(caplog):
     assert "recompile limit exceeded" in said[1]
 
 
-def test_each_model_of_a_process_is_told_of_its_own_breaks(caplog):
-    """Also where one of the same class had them before, or was compiled for another size."""
-
-    def said(make, batch_size=4, call=TorchTrainer.train, **given):
-        caplog.clear()
-        config = {"make": make, "compile": {"backend": count, **given}, "batch_size": batch_size}
-        config["validates"] = True
+def test_fullgraph_raises_at_a_break_that_an_earlier_model_of_the_process_had():
+    def train(**given):
+        config = {"make": Peeking, "compile": {"backend": count, **given}, "batch_size": 4}
         with TorchTrainer(training_operator_cls=Compiled, config=config, use_local=True) as trainer:
-            call(trainer)
-        return [r.getMessage() for r in caplog.records if "torch.compile leaves" in r.getMessage()]
+            trainer.train()
 
-    (first,) = said(Peeking)
-    assert said(Deep) == []
-    assert said(Peeking) == said(Peeking, call=TorchTrainer.validate) == [first]
-    GRAPHS.clear()
-    assert said(Deep, batch_size=8) == []
-    inputs = [n for graph in GRAPHS for n in graph.graph.nodes if n.op == "placeholder"]
-    assert not any(isinstance(node.meta["example_value"], torch.SymInt) for node in inputs)
+    train()
     with pytest.raises(torch._dynamo.exc.UserError, match="item"):
-        said(Peeking, fullgraph=True)
-    assert "torch.compile leaves" not in caplog.text
+        train(fullgraph=True)
 
 
 @pytest.mark.parametrize("regional", [False, True])
@@ -383,21 +256,6 @@ def test_a_model_that_is_registered_again_is_compiled_if_that_is_asked_for_again
         GRAPHS.clear()
         run_operator(Compiled, {**config, "compile": compile}).model(torch.ones(rows, 8))
         assert len(GRAPHS) == num_graphs
-
-
-def test_of_arrays_a_call_is_known_by_their_shape_and_type():
-    class Scaled(Deep):
-        def forward(self, features, scale):
-            return super().forward(features * torch.as_tensor(scale))
-
-    model = CompiledModel(Scaled(), {"backend": count})
-    for value in (1.0, 2.0):
-        model._model(torch.ones(3, 8), scale=np.full((3, 8), value, dtype=np.float32))
-    (call,) = model.seen
-    assert len(call.arguments) < 1000
-    other = CompiledModel(Scaled(), {"backend": count})
-    other.repeat(list(model.seen.items()), other._model)
-    assert other.seen == model.seen
 
 
 def test_a_model_whose_other_methods_are_called_is_said_to_be_left_as_it_is(caplog):
@@ -446,7 +304,7 @@ def test_a_compiler_that_is_idle_is_told_of(caplog):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_on_a_gpu_a_model_learns_the_same_compiled_and_is_compiled_ahead(dtype):
+def test_on_a_gpu_a_compiled_model_learns_what_an_eager_one_does(dtype):
     precision = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
 
     def trainer(compiled):
@@ -467,12 +325,3 @@ def test_on_a_gpu_a_model_learns_the_same_compiled_and_is_compiled_ahead(dtype):
     with trainer(True) as first:
         tolerance = 1e-5 if dtype is None else 1e-2
         torch.testing.assert_close(learnt(first), expected, rtol=tolerance, atol=tolerance)
-        seen = first.apply_all_operators(lambda operator: operator._registration.seen_calls())[0]
-        expected = parameters(first.get_local_operator())
-    with trainer(True) as second:
-        runner = second._controller.members[0].worker.runner
-        runner.repeat_calls(seen=pickle.loads(pickle.dumps(seen)))
-        graphs = torch._dynamo.utils.counters["stats"]
-        num_graphs = graphs["unique_graphs"]
-        torch.testing.assert_close(learnt(second), expected, rtol=tolerance, atol=tolerance)
-        assert graphs["unique_graphs"] == num_graphs
