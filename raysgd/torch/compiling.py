@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 
 __all__ = ["CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
 
@@ -130,7 +131,7 @@ def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> N
     """
     # All models share the code of `_caller`. Forget the graphs and graph breaks of earlier models:
     # torch.compiler.reset() would forget those of user code as well.
-    torch._dynamo.eval_frame.reset_code(_caller(blocks[0]).__code__)
+    reset_code(_caller(blocks[0]).__code__)
     for block in blocks:
         call = _caller(block)
         own = (type(part).forward for part in block.modules() if not _is_torchs(part))
