@@ -33,6 +33,9 @@ class FakeRunner:
     imports = ()
     step = 0
 
+    def warm_up(self):
+        pass
+
     def setup(self, context):
         self.contexts = [context]
         self.leaders = []

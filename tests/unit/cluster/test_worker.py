@@ -33,6 +33,9 @@ class FakeRunner:
     def prepare(self, context):
         self.calls.append(("prepare", context.world_rank))
 
+    def warm_up(self):
+        pass
+
     def setup(self, context):
         self.calls.append(("setup", context.generation))
 
