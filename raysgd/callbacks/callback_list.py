@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.context import Progress
-from raysgd.errors import CallbackError
+from raysgd.errors import CallbackError, RemoteTraceback
 from raysgd.paths import without_secrets
 from raysgd.trees import deep_copied, loading, map_leaves
 
@@ -164,7 +164,8 @@ class CallbackList:
             if self._depth == 1:
                 self.call("on_exception", trainer, error)
                 self.note_failures(error)
-                if isinstance(error, KeyboardInterrupt) and not error.args:  # by Ctrl-C
+                from_worker = isinstance(error.__cause__, RemoteTraceback)
+                if isinstance(error, KeyboardInterrupt) and not error.args and not from_worker:
                     raise _interrupted(trainer, error) from None
             raise
         finally:

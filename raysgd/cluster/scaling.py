@@ -18,7 +18,7 @@ from raysgd.cluster.worker_group import COME_UP_S, WorkerGroup
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import assign_contexts, backoff_s, may_resize
-from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 __all__ = ["Replacement", "ScaleUp"]
 
@@ -432,7 +432,8 @@ class Replacement:
             self.is_ready, self.step = True, "join"
         except BaseException as error:
             self.error = error  # also after Ctrl-C: it is not ready, and cannot go on
-            if not isinstance(error, Exception):
+            from_worker = isinstance(error.__cause__, RemoteTraceback)
+            if not isinstance(error, Exception) and not from_worker:
                 raise
 
     def set_up_alone(self, generation: int) -> None:

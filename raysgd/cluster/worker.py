@@ -222,7 +222,7 @@ class Worker:
         """Call a method of the runner."""
         try:
             return self._success(getattr(self._hosted, method)(**_unpickled(arguments)))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return self._failure(error)
 
     def serve(self, address: Address) -> Served:
@@ -328,7 +328,7 @@ class Worker:
         try:
             function()
             return self._success(None)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return self._failure(error)
 
     def _success(self, value: Any) -> Outcome:
@@ -336,6 +336,9 @@ class Worker:
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._remote:
+            raise error  # Ctrl-C of the driver
         split = 0
         if isinstance(error, OutOfMemoryError):
             assert error.__cause__ is not None

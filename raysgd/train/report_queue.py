@@ -127,10 +127,9 @@ class ReportQueue:
             self._changed.notify_all()
         if turn is not None:
             return turn
-        if isinstance(error, Exception | SystemExit):
-            raise error
-        said = "" if isinstance(error, RunStoppedError) else f": {error!r}"
-        raise RuntimeError(f"The training function was stopped{said}.") from error
+        if isinstance(error, RunStoppedError) or error is None:
+            raise RuntimeError("The training function was stopped.") from error
+        raise error
 
     def stop(self) -> None:
         """Let the function raise wherever it waits, or comes to wait, for the driver."""

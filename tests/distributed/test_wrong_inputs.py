@@ -4,6 +4,7 @@ The table of what is known without them is in tests/contracts. Nothing is left b
 and after an error in a call the trainer works on.
 """
 
+import asyncio
 import copy
 import os
 import sys
@@ -175,6 +176,10 @@ class Moody(Classifier):
             metrics["lock"] = threading.Lock()
         if mood == "exit":
             sys.exit()
+        if mood == "keyboard interrupt":
+            raise KeyboardInterrupt("in a batch")
+        if mood == "cancelled":
+            raise asyncio.CancelledError("in a batch")
         if mood == "unpicklable error":
             raise_unpicklable()
         return metrics
@@ -222,6 +227,16 @@ WRONG_CALLS = {
         RemoteError,
         ["SystemExit"],
     ),
+    "keyboard_interrupt_in_a_batch": (
+        lambda t: t.train(info={"mood": "keyboard interrupt"}),
+        KeyboardInterrupt,
+        ["in a batch"],
+    ),
+    "cancelled_error_in_a_batch": (
+        lambda t: t.train(info={"mood": "cancelled"}),
+        asyncio.CancelledError,
+        ["in a batch"],
+    ),
     "function_that_cannot_be_sent": (
         lambda t: t.apply_all_workers(threading.Lock().acquire),
         TypeError,
@@ -251,6 +266,8 @@ def test_wrong_call_is_refused(trainer, case):
     with pytest.raises(error) as caught:
         call(trainer)
     assert_names(caught.value, words)
+    if "_in_a_batch" in case:
+        assert trainer.events[-1].kind == "user_error"
 
 
 def test_exception_that_cannot_be_pickled_is_reported_by_name_and_text(trainer):

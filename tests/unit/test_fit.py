@@ -18,7 +18,7 @@ from raysgd.callbacks import (
     TensorBoardLogger,
     TerminateOnNaN,
 )
-from raysgd.errors import CallbackError
+from raysgd.errors import CallbackError, RemoteTraceback
 from raysgd.metrics import Sums
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
@@ -503,6 +503,18 @@ def test_ctrl_c_says_how_far_training_is_and_shows_nothing_of_ours(make_trainer,
     assert len("".join(lines).splitlines()) < 20
     assert "Interrupted at epoch 2, step 7." in lines[-2]
     assert lines[-1].strip().endswith("epoch-00001-step-00000005.ckpt.")
+
+
+def test_keyboard_interrupt_of_a_worker_keeps_its_traceback(make_trainer):
+    trainer = make_trainer(Recorder)
+
+    def fail(batch_info, when):
+        raise KeyboardInterrupt from RemoteTraceback("Raised on worker 1")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.fit(1)
+    assert "Raised on worker 1" in str(caught.value.__cause__)
 
 
 def test_it_validates_all_data_wherever_a_validation_has_stopped_before(make_trainer):

@@ -208,6 +208,14 @@ def test_ctrl_c_on_its_way_does_not_make_it_ready(replacement, group):
     assert replacement.error is not None
 
 
+def test_base_exceptions_of_its_setup_do_not_end_the_call_of_the_others(replacement):
+    answer_all(replacement, "info", "create", "prepare")
+    outcome = Outcome("user", KeyboardInterrupt(), Progress(), "Traceback of the worker")
+    replacement.member.asked["enter"].set_result(outcome)
+    replacement.advance()
+    assert isinstance(replacement.error, KeyboardInterrupt)
+
+
 def test_nothing_more_is_done_when_it_is_ready_or_has_failed(replacement):
     answer_all(replacement, "info", "create", "prepare", "enter")
     asked = dict(replacement.member.asked)

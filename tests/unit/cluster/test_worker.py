@@ -1,5 +1,6 @@
 """What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
 
+import asyncio
 import gc
 import pickle
 import re
@@ -239,6 +240,40 @@ def test_leaving_by_exit_is_an_error_of_the_user(worker):
     assert outcome.kind == "user"
     assert isinstance(outcome.exception(), RemoteError)
     assert "sys.exit(3)" in str(outcome.exception())
+
+
+class OwnBaseError(BaseException):
+    pass
+
+
+NO_EXCEPTIONS = [
+    KeyboardInterrupt("by hand"),
+    asyncio.CancelledError("by hand"),
+    GeneratorExit("by hand"),
+    OwnBaseError("by hand"),
+]
+
+
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
+def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
+    hook = cloudpickle.dumps(fail_with(error))
+    for outcome in (call(worker, fail_with(error)), worker.create(hook, None, None, [])):
+        assert outcome.kind == "user"
+        arrived = pickle.loads(pickle.dumps(outcome)).exception()
+        assert type(arrived) is type(error)
+        assert str(arrived) == "by hand"
+        assert "by hand" in str(arrived.__cause__)
+
+
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
+def test_a_thread_of_the_driver_returns_every_base_exception_of_user_code(error):
+    worker = Worker()
+    worker.keep_in_process()
+    worker.create(None, FakeRunner(), None, [])
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(call, worker, fail_with(error), inline=True).result()
+    assert outcome.kind == "user"
+    assert outcome.exception() is error
 
 
 def test_an_interrupt_of_the_keyboard_is_not_kept():

@@ -1,5 +1,6 @@
 """The queue of one between a training function and the driver; threads, but no sleeps."""
 
+import asyncio
 import threading
 
 import pytest
@@ -96,6 +97,14 @@ def test_what_the_function_raised_comes_after_what_it_reported():
     started(lambda: report_queue.end(None, ValueError("bad batch")))
     assert report_queue.take().metrics == {"n": 0}
     with pytest.raises(ValueError, match="bad batch"):
+        report_queue.take()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_base_exceptions_of_a_function_arrive_as_themselves(error):
+    report_queue = ReportQueue()
+    report_queue.end(None, error("by hand"))
+    with pytest.raises(error, match="by hand"):
         report_queue.take()
 
 
