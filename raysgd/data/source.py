@@ -183,7 +183,12 @@ class Source:
 
     def describe(self) -> str:
         """Say what there is to iterate over, for messages."""
-        return repr(self.loader)
+        kind: Any = type(self.loader)
+        if kind.__repr__ is not object.__repr__:
+            return repr(self.loader)
+        dataset = getattr(self.loader, "dataset", None)
+        of = "" if dataset is None else f" of {type(dataset).__name__}"
+        return f"{kind.__name__}{of}"
 
 
 class ShardedSource(Source):

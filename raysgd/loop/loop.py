@@ -49,6 +49,8 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
         self._repeats = False
+        self._has_batch = True
+        """Whether this worker's own loader has a batch for the step that begins."""
         self._source: Source | None = None
         self._call = -1
         self.scheduled = -1
@@ -246,7 +248,7 @@ class Loop:
         )
         segment = registration.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
-            raise _empty("train", source)
+            raise _empty("train", source, self._first_without_batch(source))
         registration.meters = None
         try:
             metrics = operator.train_epoch(segment, *by_position, **by_name)
@@ -289,6 +291,7 @@ class Loop:
         if not source.sharded and registration.context.world_size > 1:
             # such loaders may differ in length: all end with the first, or it would be waited for
             if left is not None:
+                self._has_batch = left > 0
                 left = registration.minimum(left)
             else:
                 go_on = self._every_rank
@@ -318,7 +321,16 @@ class Loop:
             yield batch
 
     def _every_rank(self, has_batch: bool) -> bool:
+        self._has_batch = has_batch
         return bool(self._registration.minimum(int(has_batch)))
+
+    def _first_without_batch(self, source: Source) -> int | None:
+        """Return the first worker whose own loader is empty; None if the workers share one."""
+        context = self._registration.context
+        if source.sharded or context.world_size == 1:
+            return None
+        own = context.world_size if self._has_batch else context.world_rank
+        return int(self._registration.minimum(own))
 
     def _settle_rest(self, source: Source, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""
@@ -353,7 +365,7 @@ class Loop:
         """See why a segment had no batch: the loader is empty, was at its end, or was not asked."""
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
-            raise _empty("train", source)
+            raise _empty("train", source, self._first_without_batch(source))
         if segment.epoch_is_over:
             registration = self._registration
             is_last = registration.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
@@ -457,7 +469,9 @@ class Loop:
             # sized loader: count the group's steps, not this rank's batches
             taken = batches.count if ahead is None or limit is None else limit
             if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
-                raise _empty("validation", source)
+                context = self._registration.context
+                own = not source.sharded and context.world_size > 1
+                raise _empty("validation", source, context.world_rank if own else None)
             is_end = limit is None or taken < limit or taken == ahead
             offset = 0 if is_end else source.offset_after(offset, taken)
             if left is None or (taken == 0 and not batches.exhausted):
@@ -634,14 +648,15 @@ def _weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, An
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
-def _empty(name: str, source: Source) -> RuntimeError:
+def _empty(name: str, source: Source, rank: int | None = None) -> RuntimeError:
+    name = f"{name} loader" if rank is None else f"{name} loader of worker {rank}"
     if isinstance(source.loader, Iterator):
         return RuntimeError(
-            f"The {name} loader gives no more batch: {source.describe()}. An iterator, such as a "
+            f"The {name} gives no more batch: {source.describe()}. An iterator, such as a "
             "generator, can be read once: register something that iter() starts again, like a "
             "DataLoader, a list or an object whose __iter__ is the generator."
         )
     return RuntimeError(
-        f"The {name} loader gives no batch: {source.describe()}. Use more data, a smaller batch "
+        f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch "
         "size or drop_last=False."
     )

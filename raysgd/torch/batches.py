@@ -36,10 +36,11 @@ class Batch(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """The length of the target, or of the first tensor that there is."""
+        """The length of the target, or of the first tensor; 1 if all tensors are 0-dimensional."""
         held = (self.arguments, self.keywords) if self.target is None else self.target
-        sized = next((tensor for tensor in tensors_in(held) if tensor.dim()), held)
-        return len(sized)
+        tensors = list(tensors_in(held))
+        lengths = [len(tensor) for tensor in tensors if tensor.dim()]
+        return lengths[0] if lengths else 1 if tensors else len(held)
 
 
 def read_batch(batch: Any, model: torch.nn.Module) -> Batch:

@@ -36,8 +36,13 @@ class Rows:
 
     @classmethod
     def of(cls, dataset: Dataset[Any]) -> Rows | None:
-        """Return the rows of a TensorDataset, or of a Subset of one; None for anything else."""
+        """Return the rows of a TensorDataset, or of a Subset of one; None for anything else.
+
+        Sparse and nested tensors cannot be indexed many rows at a time.
+        """
         if type(dataset) is TensorDataset:
+            if any(tensor.layout is not torch.strided for tensor in dataset.tensors):
+                return None
             return cls(dataset.tensors, None)
         if type(dataset) is Subset:
             whole = cls.of(dataset.dataset)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd.context import PausedError, Preemption
 from raysgd.data import Dataset
@@ -150,6 +150,39 @@ def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
     trainer, _ = start(Streaming, {"num_samples": 0, "wrap": wrap})
     with pytest.raises(RuntimeError, match="validation loader"):
         trainer.validate(num_steps=num_steps)
+
+
+@pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
+@pytest.mark.parametrize(("method", "name"), [("train", "train"), ("validate", "validation")])
+def test_an_empty_loader_names_its_worker(start, wrap, method, name):
+    trainer, operator = start(Streaming, {"num_samples": 0, "wrap": wrap})
+    registration = operator._registration
+    registration.settings.context = dataclasses.replace(
+        registration.context, world_rank=1, world_size=2
+    )
+    registration.minimum = lambda value: value
+    with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 gives no batch"):
+        getattr(trainer, method)()
+
+
+def test_a_full_loader_names_the_worker_whose_loader_is_empty(start):
+    trainer, operator = start(Streaming, {"wrap": list})
+    registration = operator._registration
+    registration.settings.context = dataclasses.replace(registration.context, world_size=2)
+    answers = iter([0, 1])  # batches that every worker has, and the worker without any
+    registration.minimum = lambda value: next(answers)
+    with pytest.raises(RuntimeError, match="train loader of worker 1 gives no batch"):
+        trainer.train()
+
+
+def test_an_empty_loader_is_described_by_its_class_and_data(start):
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    trainer, _ = start(Streaming, {"wrap": lambda batches: DataLoader(Nothing())})
+    with pytest.raises(RuntimeError, match="no batch: DataLoader of Nothing"):
+        trainer.train()
 
 
 # ---- loops of the user's own

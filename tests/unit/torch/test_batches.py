@@ -106,6 +106,13 @@ def test_a_batch_whose_meaning_is_clear_is_trained_and_validated(kind):
     assert found["num_samples"] == 6
 
 
+def test_sample_with_a_target_of_no_dimension_counts_once():
+    operator = run_operator(Trained, {"model": Model})
+    operator.train_mode(True)
+    for method in (operator.train_batch, operator.validate_batch):
+        assert method((FEATURES[0], TARGET[0]), {})["num_samples"] == 1
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "said"),
     [

@@ -1,5 +1,6 @@
 """Tensor data sets, indexed many samples at a time: the batches are those of a plain loader."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,3 +94,21 @@ def test_indices_of_a_subset_may_be_of_any_kind():
     data = tensors()
     for chosen in ([3, 1], (3, 1), torch.tensor([3, 1]), torch.tensor([3, 1]).numpy()):
         assert indices(wrap(DataLoader(Subset(data, chosen))).batches(0, 0)) == [3, 1]
+
+
+@pytest.mark.parametrize("layout", ["coo", "nested"])
+def test_tensors_that_are_not_dense_are_read_one_by_one(layout):
+    dense = torch.eye(6)
+    made = {
+        "coo": dense.to_sparse,
+        "nested": lambda: torch.nested.as_nested_tensor(list(dense), layout=torch.jagged),
+    }[layout]()
+    data = TensorDataset(made)
+    assert rows_of(DataLoader(data)) is None
+    if layout == "coo":
+        source = wrap(DataLoader(data, batch_size=3, collate_fn=_dense))
+        assert torch.equal(torch.cat(list(source.batches(0, 0))), dense)
+
+
+def _dense(samples):
+    return torch.stack([sample.to_dense() for (sample,) in samples])
