@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import math
 import time
@@ -11,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.base import History, Trainer
-from raysgd.callbacks.values import numbers_in
+from raysgd.callbacks.values import meant, numbers_in
 from raysgd.context import Progress
 
 __all__ = ["Limits", "Validations", "check_monitored", "run_epochs"]
 
 logger = logging.getLogger(__name__)
+
+_OF_VALIDATION = ("val", "eval_", "eval/")
+"""How names begin that mean a metric of validation."""
 
 
 class Limits:
@@ -239,13 +241,8 @@ def _warn_of_unknown(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
                 "%s: the first epoch had no such metric. There are: %s.%s",
                 given,
                 ", ".join(metrics),
-                _meant(name, metrics),
+                meant(name, metrics),
             )
-
-
-def _meant(name: str, metrics: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, metrics, n=1)
-    return f" Is {close[0]!r} meant?" if close else ""
 
 
 def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
@@ -266,6 +263,9 @@ def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
 def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
     """Refuse a metric of validation that a validation does not have.
 
+    Any other name can be a metric of training, which only an epoch shows. If ``val_NAME`` exists
+    this warns.
+
     Args:
         monitored: names of metrics, by what was given them.
         metrics: the names of those that a validation has; none where there is none.
@@ -274,7 +274,9 @@ def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> Non
         ValueError: if one of them is not there.
     """
     for given, name in monitored.items():
-        if name.startswith("val") and name not in metrics:
+        if name in metrics:
+            continue
+        if name.startswith(_OF_VALIDATION):
             if not metrics:
                 raise ValueError(
                     f"{given}: there is no such metric, since fit() does not validate. Register a "
@@ -282,5 +284,13 @@ def check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> Non
                 )
             raise ValueError(
                 f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
-                + _meant(name, metrics)
+                + meant(name, metrics)
+            )
+        if f"val_{name}" in metrics:
+            logger.warning(
+                "%s: a validation has no such metric, but it has 'val_%s'. Unless training has %r, "
+                "fit() fails after the first epoch.",
+                given,
+                name,
+                name,
             )

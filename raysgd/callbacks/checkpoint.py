@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
+from raysgd.callbacks.values import meant
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.checkpoint.location import locate
@@ -193,6 +194,7 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 f"CheckpointCallback(monitor={self.monitor!r}): there is no such metric. There "
                 f"are: {', '.join(trainer.latest_metrics)}."
+                + meant(self.monitor, trainer.latest_metrics)
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raysgd.paths import HIDDEN, without_secrets
@@ -14,6 +15,7 @@ from raysgd.paths import HIDDEN, without_secrets
 __all__ = [
     "json_dict",
     "jsonable",
+    "meant",
     "numbers_in",
     "plain_values",
     "scalars",
@@ -27,6 +29,18 @@ _MAYBE_SECRET = re.compile(
 )
 """In names of what is a secret unless it is a number, as num_tokens is; a tokenizer is none."""
 _IN_REPR = re.compile(rf"""{_SECRET.pattern}|{_MAYBE_SECRET.pattern}['"]?\s*[=:]\s*(?![\d-])""")
+
+
+def meant(name: str, metrics: Iterable[str]) -> str:
+    """Return the question whether another metric is meant; empty if none is near.
+
+    >>> meant("val_los", ["val_loss", "val_f1"]), meant("f1", ["val_loss", "val_f1"])
+    (" Is 'val_loss' meant?", " Is 'val_f1' meant?")
+    """
+    known = list(metrics)
+    ends = [each for each in known if each.endswith((f"_{name}", f"/{name}"))]
+    close = ends or difflib.get_close_matches(name, known, n=1)
+    return f" Is {close[0]!r} meant?" if close else ""
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,26 @@ def test_a_metric_that_validation_lacks_is_refused_before_any_training(
     trainer.fit(1, callbacks=[monitoring(monitor="val_loss", **given)])
 
 
+@pytest.mark.parametrize("validates", [True, False])
+def test_name_that_begins_with_eval_is_refused_before_any_training(make_trainer, validates):
+    trainer = make_trainer()
+    said = "'val_loss' meant" if validates else "does not validate"
+    with pytest.raises(ValueError, match=rf"monitor='eval_loss'\): there is no such.*{said}"):
+        trainer.fit(2, 1 if validates else None, [EarlyStopping("eval_loss")])
+    assert trainer.global_step == 0
+
+
+def test_name_that_lacks_its_prefix_is_warned_of_before_any_training(make_trainer, caplog):
+    trainer = make_trainer()
+    warned_at = []
+    caplog.handler.addFilter(lambda record: warned_at.append(trainer.global_step) or True)
+    with pytest.raises(CallbackError) as caught:
+        trainer.fit(2, callbacks=[EarlyStopping("accuracy")])
+    assert "it has 'val_accuracy'. Unless training has 'accuracy'" in caplog.text
+    assert warned_at[0] == 0
+    assert "Is 'val_accuracy' meant?" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize("every", [None, 2])
 def test_one_that_training_lacks_is_told_after_the_first_epoch(make_trainer, caplog, every):
     callback = EarlyStopping(monitor="train_los")
