@@ -149,9 +149,12 @@ def doctor(
     _show(_LISTENERS)
     own = next((each for each in interfaces() if each != LOOPBACK), LOOPBACK)
     typer.echo(f"on {LOOPBACK} where all are on this machine, else on an address such as {own}")
+    if address == "local":  # connecting to it would start a cluster
+        typer.echo("\nNo cluster to ask: with the address 'local' each script starts its own Ray.")
+        return
     try:
         of_cluster = list(_cluster_rows(address))
-    except (OSError, ValueError) as error:  # there is none, or this is no address
+    except Exception as error:  # also what Ray raises if it cannot connect
         typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
         raise typer.Exit(1) from error
     if of_cluster:
@@ -227,7 +230,7 @@ def _torch_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
-    if address is None or importlib.util.find_spec("ray") is None:
+    if not address or importlib.util.find_spec("ray") is None:
         return
     from raysgd.cluster import placement
 

@@ -96,7 +96,12 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     """
     import yaml
 
-    text = "" if path is None else path.read_text(encoding="utf-8")
+    try:
+        text = "" if path is None else path.read_text(encoding="utf-8")
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        why = "this file does not exist" if is_missing else f"cannot read it: {error.strerror}"
+        raise ValueError(f"--config {path}: {why}.") from error
     try:
         given = map_leaves(yaml.safe_load(text) or {}, _number)
     except yaml.YAMLError as error:

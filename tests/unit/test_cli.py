@@ -72,6 +72,30 @@ def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
     assert re.fullmatch("object_store_memory +3.0 GiB +1.0 GiB free", memory)
 
 
+@pytest.mark.parametrize("given", [{"RAY_ADDRESS": "local"}, {"RAY_ADDRESS": ""}])
+def test_doctor_starts_no_cluster_of_its_own(monkeypatch, given):
+    monkeypatch.setattr("raysgd.cluster.placement.ray.init", lambda *a, **k: 1 / 0)
+    result = CliRunner().invoke(app, ["doctor"], env=given)
+    assert result.exit_code == 0
+    assert ("No cluster to ask: with the address 'local'" in result.output) == any(given.values())
+
+
+def test_doctor_reports_any_error_of_ray_in_a_sentence(monkeypatch):
+    def overview(address):
+        raise RuntimeError("Version mismatch")
+
+    monkeypatch.setattr("raysgd.cluster.placement.overview", overview)
+    result = invoke("doctor", "--address", "auto")
+    assert result.exit_code == 1
+    assert "No Ray cluster at 'auto': Version mismatch" in result.stderr
+
+
+def test_package_runs_as_a_module():
+    command = [sys.executable, "-m", "raysgd", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"raysgd {raysgd.__version__}\n"
+
+
 def test_a_report_is_made_again(tmp_path):
     write(tmp_path, [run(), call(120, 10, 5, train_loss=0.5)])
     result = invoke("report", str(tmp_path))

@@ -123,7 +123,11 @@ def test_a_key_that_is_near_to_one_of_the_file_is_warned_of(tmp_path, caplog):
         (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
         (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
-        (["script_of_a_test:Recorder", "--config", "no.yaml"], "No such file"),
+        (
+            ["script_of_a_test:Recorder", "--config", "no.yaml"],
+            "--config no.yaml: this file does not exist.",
+        ),
+        (["script_of_a_test:Recorder", "--config", "."], "cannot read it: Is a directory."),
         (["script_of_a_test:Recorder", "--config", "flat.yaml"], "'lr': it must have no keys but"),
         (
             ["script_of_a_test:Recorder", "trainer.num_worker=2"],

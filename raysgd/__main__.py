@@ -1,0 +1,8 @@
+"""``python -m raysgd``, which is the command ``raysgd``."""
+
+from raysgd.cli import app
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    app(prog_name="python -m raysgd")
