@@ -584,7 +584,8 @@ class Controller:
             self._group.drains.drain_node(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
-            raise ValueError(f"drain(rank={rank!r}): the ranks are 0 to {len(members) - 1}.")
+            allowed = f"the ranks are 0 to {len(members) - 1}" if members else "no worker is left"
+            raise ValueError(f"drain(rank={rank!r}): {allowed}.")
         if not members[rank].remote:
             raise ValueError(
                 f"drain(rank={rank}): this worker is the driver's own process (use_local), which "

@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from raysgd.cluster.worker import is_worker_process
+from raysgd.cluster.worker_group import WAIT_LONGER
 from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
 
@@ -595,10 +596,7 @@ def _no_room(
         "resources_per_worker), or add nodes."
     )
     if when:
-        said.append(
-            "Or wait longer: SGD_PLACEMENT_GROUP_TIMEOUT_S; with raysgd.train "
-            "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
-        )
+        said.append(WAIT_LONGER)
     return InsufficientResourcesError(
         " ".join(said),
         requested=bundle,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import COME_UP_S, WorkerGroup
+from raysgd.cluster.worker_group import COME_UP_S, WAIT_LONGER, WorkerGroup
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import assign_contexts, backoff_s, may_resize
@@ -502,9 +502,10 @@ class Replacement:
         deadline = self._group.clock.monotonic() + timeout_s
         while not answer.done():
             if self._group.clock.monotonic() > deadline:
+                advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
                     f"Waited {timeout_s:g} s for a worker to {step}, in vain for worker "
-                    f"{self.rank}.",
+                    f"{self.rank}. {advice}",
                     ranks=[self.rank],
                     waited_s=timeout_s,
                 )

@@ -23,7 +23,7 @@ from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["COME_UP_S", "GroupOptions", "WorkerGroup"]
+__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,10 @@ _MENTION_S = 30.0
 """After how long to say what a start waits for."""
 COME_UP_S = 60.0
 """How long worker processes may take to come up once they have room."""
+WAIT_LONGER = (
+    "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S to more seconds, or for raysgd.train "
+    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +195,7 @@ class WorkerGroup:
         self._reservation.include(more)
         members = [self.new_member(slot) for slot in more.slots]
         try:
-            self._find_places(members, COME_UP_S)
+            self._find_places(members, max(self.options.start_timeout_s, COME_UP_S))
         except BaseException:
             for member in members:
                 self.discard(member)
@@ -209,7 +213,7 @@ class WorkerGroup:
             ranks = [rank for rank, place in enumerate(places) if place in missing]
             raise WorkerTimeoutError(
                 f"Waited {timeout_s:g} s for worker processes to come up, in vain for worker"
-                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}.",
+                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}. {WAIT_LONGER}",
                 ranks=ranks,
                 waited_s=timeout_s,
             )

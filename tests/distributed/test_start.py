@@ -79,7 +79,7 @@ def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
     asked = {"bundle": {"CPU": 4}, "num_workers": 1, "min_workers": 1, "timeout_s": 20}
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(placement.reserve, **asked).result()
-        with pytest.raises(InsufficientResourcesError, match=r"within 0\.2 s.*wait longer"):
+        with pytest.raises(InsufficientResourcesError, match=r"within 0\.2 s.*To wait longer"):
             placement.reserve(**{**asked, "timeout_s": 0.2})
         theirs.release()
     placement.reserve(**asked).release()

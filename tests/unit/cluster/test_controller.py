@@ -740,3 +740,12 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(start):
         run(broken, "work")
     broken.shutdown()
     assert broken._group.shutdowns == [True]
+
+
+def test_drain_of_a_rank_without_workers_says_that_none_is_left(start):
+    controller = start(2)
+    with pytest.raises(ValueError, match=r"drain\(rank=2\): the ranks are 0 to 1\."):
+        controller.drain(None, 2, None)
+    controller.members.clear()
+    with pytest.raises(ValueError, match=r"drain\(rank=2\): no worker is left\."):
+        controller.drain(None, 2, None)

@@ -229,6 +229,15 @@ def test_a_step_that_takes_too_long_is_an_error(replacement, clock):
     clock.now += 31
     replacement.advance()
     assert "Waited 30 s for a worker to set up, in vain for worker 2." in str(replacement.error)
+    assert "raise timeout_s" in str(replacement.error)
+
+
+def test_a_worker_that_does_not_come_up_says_how_to_wait_longer(replacement, clock):
+    replacement.advance()
+    clock.now += 101
+    replacement.advance()
+    assert "Waited 100 s for a worker to come up" in str(replacement.error)
+    assert "set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(replacement.error)
 
 
 def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(group):

@@ -275,6 +275,7 @@ def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
     with pytest.raises(WorkerTimeoutError, match=r"Waited 60 s .* come up.*workers 0, 2") as e:
         start(num_workers=3, room=3)
     assert (e.value.ranks, e.value.waited_s) == ((0, 2), 60)
+    assert "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(e.value)
 
 
 def test_workers_have_as_long_as_is_said_to_end_their_work(start):
