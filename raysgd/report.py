@@ -106,7 +106,8 @@ def _made_with(run: Record) -> str:
     named = versions.items() if isinstance(versions, dict) else ()
     parts = [f"raysgd {run.get('version', '?')}", *(f"{name} {value}" for name, value in named)]
     if isinstance(device := run.get("device"), str):
-        parts.insert(0, f"{run.get('num_workers', '?')} workers, {device}")
+        num_workers = run.get("num_workers", "?")
+        parts.insert(0, f"{num_workers} worker{'s' * (num_workers != 1)}, {device}")
     return " · ".join(parts)
 
 
@@ -145,10 +146,11 @@ def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
     losses = sum(event["kind"] == "lost" for event in log.events)
     yield "duration", _duration(log.ended - log.began), "duration"
     yield "goodput", f"{100 * goodput(log):.1f} %", "goodput"
-    yield "lost-workers", str(losses), "workers lost"
+    yield "lost-workers", str(losses), f"worker{'s' * (losses != 1)} lost"
     if trains:
-        yield "epoch", str(trains[-1]["epoch"]), "epochs"
-        yield "global-step", str(trains[-1]["global_step"]), "steps"
+        epoch, step = trains[-1]["epoch"], trains[-1]["global_step"]
+        yield "epoch", str(epoch), f"epoch{'s' * (epoch != 1)}"
+        yield "global-step", str(step), f"step{'s' * (step != 1)}"
     for kind, key, label, best_of in (
         ("train", "train_loss", "training loss", min),
         ("validate", "val_loss", "validation loss", min),
@@ -300,8 +302,13 @@ def _lines_chart(lines: Sequence[_Line], axis: str, from_zero: bool = False) -> 
             line={"color": color, "width": 2},
             marker={"size": 6},
         )
+    values = {y for _, points in lines for _, y in points}
     if from_zero:
         figure.update_yaxes(rangemode="tozero")
+    elif len(values) == 1:  # plotly would draw one value on an axis from 1 below it to 1 above
+        (value,) = values
+        margin = 0.05 * abs(value) or 0.05
+        figure.update_yaxes(range=[value - margin, value + margin])
     return _drawn(figure, axis)
 
 

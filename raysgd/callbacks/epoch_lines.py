@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import shutil
 import sys
 from typing import Any
 
@@ -25,7 +27,8 @@ class EpochLines(Callback):
 
         epoch 2/8  train_loss 0.3123  val_loss 0.2911  val_accuracy 0.9115  3.1 s
 
-    The seconds are those of training and validation. It goes to standard error, in a notebook to
+    The seconds are those of training and validation. In a terminal, ``…`` stands for metrics that
+    do not fit into one line. It goes to standard error, in a notebook to
     standard output. Other calls than ``fit()`` print nothing.
     """
 
@@ -59,17 +62,35 @@ class EpochLines(Callback):
 
     def _print_epoch(self, trainer: Trainer) -> None:
         if trainer.num_epochs is not None:
-            means = [*self._means.items()]
-            if len(means) > _MOST:  # a line is no table: losses come before others
-                means.sort(key=lambda mean: "loss" not in mean[0])
-            shown = [f"{name} {value:.4g}" for name, value in means[:_MOST]]
-            shown += ["…"] * (len(means) > _MOST)
-            where = place_of(trainer, trainer.epoch)
-            self._print("  ".join([where, *shown, f"{self._seconds:.1f} s"]))
+            begin, end = place_of(trainer, trainer.epoch), f"{self._seconds:.1f} s"
+            self._print(_fitted(begin, self._means, end, _width()))
         self._means, self._seconds, self._waits = {}, 0.0, False
 
     def _print(self, line: str) -> None:
         print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+
+
+def _fitted(begin: str, means: dict[str, float], end: str, width: float) -> str:
+    """Return a line of at most `width` columns, with as many metrics as fit, and at least one.
+
+    If some are left out, losses come first, and then metrics of validation.
+    """
+    shown = {name: f"{name} {value:.4g}" for name, value in means.items()}
+    line = "  ".join([begin, *shown.values(), end])
+    if len(shown) <= _MOST and len(line) <= width:
+        return line
+    names = sorted(shown, key=lambda name: ("loss" not in name) * (2 - name.startswith("val")))
+    for most in range(min(_MOST, len(names) - 1), 0, -1):
+        line = "  ".join([begin, *(shown[name] for name in names[:most]), "…", end])
+        if len(line) <= width:
+            break
+    return line
+
+
+def _width() -> float:
+    """Return how many columns a line may have: a terminal wraps longer ones, a file does not."""
+    in_terminal = sys.stderr.isatty() and not in_notebook()
+    return shutil.get_terminal_size().columns if in_terminal else math.inf
 
 
 def means_in(metrics: dict[str, Any]) -> dict[str, float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 
 __all__ = ["ModelSummary"]
 
+_WIDTH = 50
+"""Characters of the type and its arguments."""
+
 
 class ModelSummary(Callback):
-    """Prints the parts of the models, with their numbers of parameters, when training starts."""
+    """Prints the layers of the models, their parameters and sizes, when training starts."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Print it."""
@@ -19,24 +23,41 @@ class ModelSummary(Callback):
 
 def _summary(operator: Any) -> str:
     """Return the table of an operator's models. Runs on the worker."""
-    rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained")]
-    total = trained = size = 0
-    for number, model in enumerate(operator._registration.given_models):
+    rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
+    models = operator._registration.given_models
+    totals = [0, 0, 0]
+    for number, model in enumerate(models):
         if hasattr(operator, "unwrapped"):
             model = operator.unwrapped(model)  # without what averages gradients
-        several = len(operator._registration.given_models) > 1
-        name = f"{number}." if several else ""
+        prefix = f"{number}." if len(models) > 1 else ""
         for part, module in _parts(model):
-            counts = _counts(module)
-            rows.append((f"{name}{part}", type(module).__name__, *(f"{n:,}" for n in counts[:2])))
-        counts = _counts(model)
-        total, trained, size = total + counts[0], trained + counts[1], size + counts[2]
-    rows.append(("all", f"{size / 2**20:.1f} MiB", f"{total:,}", f"{trained:,}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            rows.append((f"{prefix}{part}", _described(module), *_cells(_counts(module))))
+        totals = [total + count for total, count in zip(totals, _counts(model), strict=True)]
+    rows.append(("all", "", *_cells(totals)))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(
-        f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}"
+        "  ".join(
+            f"{cell:{'<' if column < 2 else '>'}{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     )
+
+
+def _cells(counts: Sequence[int]) -> tuple[str, str, str]:
+    num_parameters, num_trained, size = counts
+    exponent, unit = (10, "KiB") if size < 2**20 else (20, "MiB")
+    return f"{num_parameters:,}", f"{num_trained:,}", f"{size / 2**exponent:.1f} {unit}"
+
+
+def _described(module: Any) -> str:
+    """Return the type of a part and its arguments, or the shapes of what a Keras layer holds."""
+    if hasattr(module, "extra_repr"):
+        arguments = " ".join(module.extra_repr().split())
+    else:
+        arguments = ", ".join(str(tuple(weight.shape)) for weight in module.weights)
+    text = type(module).__name__ + f"({arguments})" * bool(arguments)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
 
 
 def _parts(model: Any) -> list[tuple[str, Any]]:

@@ -68,7 +68,8 @@ class TensorBoardLogger(LoggerCallback):
         """Write an event as text, and the number of workers that it left."""
         writer = self._opened(trainer)
         ranks = ", ".join(map(str, event.ranks)) or "none"
-        text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
+        size = f"{event.num_workers} worker{'s' * (event.num_workers != 1)}"
+        text = f"**{event.kind}**: ranks {ranks}; {size}\n\n{event.cause}"
         writer.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
         left = {"workers/num_workers": event.num_workers}
         write_scalars(writer, left, event.step, event.time)

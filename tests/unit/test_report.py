@@ -115,6 +115,23 @@ def test_it_says_what_was_trained_with_what_and_how_well_at_best(tmp_path):
     assert (tmp_path / "plotly.min.js").stat().st_size > 1e6
 
 
+def test_numbers_of_one_are_singular(tmp_path):
+    alone = {**run(), "num_workers": 1, "device": "CPU"}
+    write(tmp_path, [alone, call(109, 5, 1)], [event("lost", 105)])
+    text = make_report(tmp_path).read_text()
+    assert "1 worker, CPU" in text
+    labels = re.findall(r'<b id="(?:lost-workers|epoch|global-step)">1</b><span>(.*?)</span>', text)
+    assert labels == ["worker lost", "epoch", "step"]
+
+
+@pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
+def test_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
+    calls = [call(110 + n, 1, 10 * n, kind="validate", epoch=n, val_accuracy=value) for n in (1, 2)]
+    write(tmp_path, [run(), *calls])
+    (axis,) = re.findall(r'"yaxis":\{[^}]*"range":\[(.*?)\]', make_report(tmp_path).read_text())
+    assert [float(end) for end in axis.split(",")] == [low, high]
+
+
 def test_where_goodput_is_low_it_says_what_the_time_went_to(folder):
     spent = time_spent(RunLog.read(folder))
     log = RunLog.read(folder)

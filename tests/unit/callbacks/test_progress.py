@@ -319,6 +319,25 @@ def test_a_line_with_too_many_metrics_has_the_losses_and_says_that_there_are_mor
     assert "  …  " in line
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (200, ["train_loss", "train_accuracy", "val_loss", "val_accuracy", "0.0"]),
+        (80, ["train_loss", "val_loss", "val_accuracy", "…", "0.0"]),
+        (10, ["train_loss", "…", "0.0"]),
+    ],
+)
+def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns, shown):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar, trainer = epoch_lines.EpochLines(), FakeTrainer()
+    trainer.num_epochs = 8
+    names = ["train_loss", "train_accuracy", "val_loss", "val_accuracy"]
+    bar.on_epoch_end(trainer, dict.fromkeys(names, 0.123456))
+    (line,) = terminal.getvalue().splitlines()
+    assert [part.split()[0] for part in line.split("  ")[1:]] == shown
+    assert len(line) <= max(columns, 45)
+
+
 def test_in_fit_a_bar_says_where_it_is_and_gives_way_to_the_line(make_trainer, terminal):
     trainer = make_trainer()
     trainer.fit(2)

@@ -1,6 +1,7 @@
 """TerminateOnNaN, DeviceStats, ModelSummary, and the search for a learning rate."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -47,14 +48,14 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
     model[0].bias.requires_grad_(False)
     model.module = torch.nn.Linear(2, 2)  # a part of the user's, and no wrapper of ours
     trainer.train(num_steps=1)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows == [
-        ["part", "type", "parameters", "trained"],
-        ["0", "Linear", "144", "128"],
-        ["1", "ReLU", "0", "0"],
-        ["2", "Linear", "34", "34"],
-        ["module", "Linear", "6", "6"],
-        ["all", "0.0", "MiB", "184", "168"],
+    table = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", line) for line in table] == [
+        ["part", "type", "parameters", "trained", "size"],
+        ["0", "Linear(in_features=8, out_features=16, bias=True)", "144", "128", "0.6 KiB"],
+        ["1", "ReLU", "0", "0", "0.0 KiB"],
+        ["2", "Linear(in_features=16, out_features=2, bias=True)", "34", "34", "0.1 KiB"],
+        ["module", "Linear(in_features=2, out_features=2, bias=True)", "6", "6", "0.0 KiB"],
+        ["all", "184", "168", "0.7 KiB"],
     ]
 
 
