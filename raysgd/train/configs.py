@@ -131,7 +131,10 @@ def checked_run(given: Any) -> Any:
             "is in as storage_path."
         )
     if storage is not None:
-        advice = "Mount what is elsewhere, or copy Result.path there after fit()."
+        advice = (
+            "Mount what is elsewhere, copy Result.path there after fit(), or save to the URL in "
+            "the training function, with raysgd.checkpoint.CheckpointStore(url)."
+        )
         checked_path("storage_path", storage, advice)
     return given
 

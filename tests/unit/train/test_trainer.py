@@ -119,7 +119,7 @@ def test_wrong_arguments_of_fit_are_errors_before_anything_starts():
             ({"run_config": RunConfig(name=name)}, "must be the name of one folder")
             for name in ("a/b", "", "..", 5)
         ),
-        ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL"),
+        ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
         (
             {"run_config": RunConfig(failure_config=FailureConfig(-2))},
             r"FailureConfig\(max_failures=-2\)",
