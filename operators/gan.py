@@ -133,18 +133,19 @@ class GAN(ConfiguredOperator):
             loss_real = _loss(on_real, 1 - smoothing)
         # one by one: normalization layers see real and generated samples apart, and layers that
         # change their buffers in a forward pass have had their backward pass before the next
-        self.backward(loss_real, num_samples=count)
+        num_items = self._count_items(batch, count)
+        self.backward(loss_real, num_samples=num_items)
         with self.timers.record("fwd"), self.autocast():
             on_fake = in_full_precision(self.discriminator(fake.detach()))
             loss_fake = _loss(on_fake, 0.0)
-        self.backward(loss_fake, num_samples=count)
+        self.backward(loss_fake, num_samples=num_items)
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
         with _frozen(judge):
             with self.timers.record("fwd"), self.autocast():
                 loss = _loss(in_full_precision(judge(fake)), 1.0)
-            self.backward(loss, num_samples=count)
+            self.backward(loss, num_samples=num_items)
         self.optimizer_step(self.generator_optimizer)
         return {
             "train_discriminator_loss": (loss_real + loss_fake).detach(),

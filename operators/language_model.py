@@ -106,9 +106,7 @@ class LanguageModel(SupervisedOperator):
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, length, tokens) and targets (batch, length)."""
-        if isinstance(batch, torch.Tensor):
-            batch = (batch,)
-        tokens, target = batch if len(batch) == 2 else (batch[0][:, :-1], batch[0][:, 1:])
+        tokens, target = _tokens_and_targets(batch)
         output = self.model(tokens.long())
         return getattr(output, "logits", output), target.long()
 
@@ -121,12 +119,12 @@ class LanguageModel(SupervisedOperator):
             reduction="none",
         )
 
-    def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
+    def num_items(self, batch: Any) -> torch.Tensor:
         """Return how many tokens count."""
-        counts: torch.Tensor = target != self.options["ignore_index"]
-        return counts.sum()
+        _, target = _tokens_and_targets(batch)
+        return (target.long() != self.options["ignore_index"]).sum()
 
-    def loss_metrics(self, total: torch.Tensor, count: int | torch.Tensor) -> dict[str, Any]:
+    def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
         """Return loss and perplexity."""
         found = super().loss_metrics(total, count)
         return {**found, "perplexity": Sums(_perplexity, total=total, weight=count)}
@@ -174,6 +172,13 @@ class LanguageModel(SupervisedOperator):
         finally:
             model.train(was_training)
         return text[len(tokens) :]
+
+
+def _tokens_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    tokens, target = batch if len(batch) == 2 else (batch[0][:, :-1], batch[0][:, 1:])
+    return tokens, target
 
 
 def _perplexity(total: float, weight: float) -> float:

@@ -75,10 +75,9 @@ class SemanticSegmenter(SupervisedOperator):
         ignored = self.options["ignore_index"]
         return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
 
-    def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
+    def num_items(self, batch: Any) -> torch.Tensor:
         """Return how many pixels count."""
-        counts: torch.Tensor = target != self.options["ignore_index"]
-        return counts.sum()
+        return (batch[-1].long() != self.options["ignore_index"]).sum()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         """Return pixel accuracy and mean IoU, of a confusion matrix that is yet to be summed."""

@@ -35,8 +35,9 @@ class SupervisedOperator(ConfiguredOperator):
     and the keys of :class:`ConfiguredOperator`. Batches are ``(*features, target)``.
 
     A loss is the sum of the losses of all terms (samples, pixels, tokens) divided by their
-    number, over all batches and workers: exact also where batches have different numbers of
-    terms. For the gradients each worker's batch counts by its samples.
+    number, over all batches and workers: exact also if batches have different numbers of terms.
+    A subclass whose terms do not all count overrides `num_items`; the gradients are those of the
+    same mean then.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -56,7 +57,10 @@ class SupervisedOperator(ConfiguredOperator):
         return self.build_module("model", config)
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's output for a batch on this worker's device, and the target."""
+        """Return the model's output for a batch on this worker's device, and the target.
+
+        An override that reads other batches may need a `num_items` that reads them as well.
+        """
         *features, target = batch
         return self.model(*features), target
 
@@ -68,10 +72,6 @@ class SupervisedOperator(ConfiguredOperator):
         """Return the loss of each term in validation; that of training unless overridden."""
         return self.losses(output, target)
 
-    def num_terms(self, target: torch.Tensor) -> int | torch.Tensor:
-        """Return how many terms count."""
-        return target.numel()
-
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         """Return further metrics of a batch by name, without ``val_``.
 
@@ -79,7 +79,7 @@ class SupervisedOperator(ConfiguredOperator):
         """
         return {}
 
-    def loss_metrics(self, total: torch.Tensor, count: int | torch.Tensor) -> dict[str, Any]:
+    def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
         """Return ``loss``, and what follows from it, of the sum of the losses of a batch."""
         return {"loss": Sums(ratio, total=total, weight=count)}
 
@@ -103,10 +103,10 @@ class SupervisedOperator(ConfiguredOperator):
         batch = self.to_device(batch)
         with self.timers.record("fwd"), self.autocast():
             output, target, losses = self.training_pass(batch)
-            total, count = losses.sum(), self.num_terms(target)
-            loss = total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else count)
+            num_items = self._count_items(batch, len(target))
+            total, count = losses.sum(), losses.numel() if num_items is None else num_items
         with self.timers.record("grad"):
-            self.backward(loss, num_samples=self._weight(count, target))
+            self.backward(total / (count or 1), num_samples=num_items)
         with self.timers.record("apply"):
             self.optimizer_step(self.optimizer)
         metrics = {
@@ -134,12 +134,15 @@ class SupervisedOperator(ConfiguredOperator):
         with self.timers.record("eval_fwd"), self.autocast():
             output, target = self.predict(batch)
             output = in_full_precision(output)
-            total = self.validation_losses(output, target).sum()
+            losses = self.validation_losses(output, target)
+        count = self.num_items(batch)
         batch_info["output"] = output
         self.update_metrics(output, target)
         return {
             NUM_SAMPLES: len(target),
-            **_named("val", self.loss_metrics(total, self.num_terms(target))),
+            **_named(
+                "val", self.loss_metrics(losses.sum(), losses.numel() if count is None else count)
+            ),
             **_named("val", self.metrics(output, target)),
         }
 
@@ -147,15 +150,6 @@ class SupervisedOperator(ConfiguredOperator):
         """Return the output of `predict`, in float32."""
         with self.autocast():
             return in_full_precision(self.predict(self.to_device(batch))[0])
-
-    def _weight(self, count: int | torch.Tensor, target: torch.Tensor) -> float:
-        """Return what a batch counts for in its accumulation group."""
-        if isinstance(count, int):
-            return count
-        in_parts = self._registration.split > 1
-        if self.options["gradient_accumulation_steps"] == 1 and not in_parts:
-            return len(target)  # it has no effect, and the count would have to be waited for
-        return max(float(count), 1e-9)  # without any term its loss is 0, and counts for nothing
 
 
 def _named(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

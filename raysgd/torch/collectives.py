@@ -23,6 +23,7 @@ __all__ = [
     "broadcast_tensors",
     "fewest_receivers",
     "fingerprint",
+    "mean",
     "minimum",
     "rank",
     "ranks_with",
@@ -67,6 +68,16 @@ def minimum(value: int, device: torch.device) -> int:
         return int(hvd.allgather(held, name="raysgd.minimum").min())
     dist.all_reduce(held, op=dist.ReduceOp.MIN)
     return int(held.item())
+
+
+def mean(value: float, device: torch.device) -> float:
+    """Return the mean of a number over all ranks."""
+    hvd = _horovod()
+    held = torch.tensor([value], dtype=torch.float64, device=device)
+    if hvd is not None:
+        return float(hvd.allgather(held, name="raysgd.mean").mean())
+    dist.all_reduce(held)
+    return held.item() / size()
 
 
 def ranks_with(said: bool, device: torch.device) -> list[int]:

@@ -206,16 +206,16 @@ class LightningOperator(TrainingOperator):
                     f"{type(module).__name__}.training_step returned {output!r}; it must return "
                     'the loss, or a dict with "loss". Batches cannot be skipped.'
                 )
-            self._update(loss, num_samples)
+            self._update(loss, self._count_items(batch, num_samples))
         metrics = {"train_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
         module.on_train_batch_end(outputs, batch, index)
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
-    def _update(self, loss: torch.Tensor, num_samples: int) -> None:
+    def _update(self, loss: torch.Tensor, num_items: float | None) -> None:
         module, optimizer = self.module, self.optimizers[0]
         with self.timers.record("grad"):
             module.on_before_backward(loss)
-            self.backward(loss, num_samples=num_samples)
+            self.backward(loss, num_samples=num_items)
             module.on_after_backward()
         with self.timers.record("apply"):
             if self._registration.place.is_last:

@@ -6,7 +6,7 @@ A worker runs, for each ``trainer.train()``::
         for batch in iterator:                  # this worker's share of the train loader
             operator.train_batch(batch, batch_info)
                 forward and loss, under self.autocast()
-                self.backward(loss)                 # gradients are averaged over the workers
+                self.backward(loss)                 # gradients of the mean over all workers' items
                 self.optimizer_step(optimizer)      # with accumulation at the last of a group
             schedulers step, if scheduler_step_freq == "batch" and an update was made
         schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
@@ -25,7 +25,7 @@ import torch
 
 from raysgd.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.batches import (
     Batch,
     is_torchs,
@@ -39,6 +39,7 @@ from raysgd.torch.checks import needs_metric
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.memory import ran_out_of_memory
+from raysgd.torch.optimization import as_count
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
 
@@ -147,7 +148,7 @@ class TrainingOperator(OperatorBase):
 
             with self.autocast():
                 loss = ...
-            self.backward(loss, num_samples=len(target))
+            self.backward(loss)
             self.optimizer_step(self.optimizer)
 
         Args:
@@ -157,7 +158,8 @@ class TrainingOperator(OperatorBase):
             batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
 
         Returns:
-            ``train_loss``, the mean over the batch, and ``num_samples``.
+            ``train_loss``, the mean over the batch, and ``num_samples``. If `num_items` is
+            overridden, ``train_loss`` is a `raysgd.metrics.Sums` that weighs it by the items.
 
         Raises:
             TypeError: if the batch is of another kind.
@@ -167,16 +169,49 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
         timers = self.timers
-        given = read_batch(self.to_device(batch), model)
-        num_samples = given.num_samples
+        batch = self.to_device(batch)
+        given = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
             output = model(*given.arguments, **given.keywords)
             loss = self._loss(output, given)
         with timers.record("grad"):
-            self.backward(loss, num_samples=num_samples)
+            num_items = self._count_items(batch, given.num_samples)
+            self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": loss.detach(), NUM_SAMPLES: num_samples}
+        return {"train_loss": _mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+
+    def num_items(self, batch: Any) -> float | torch.Tensor | None:
+        """Return how many items the loss of a batch is a mean over.
+
+        Override it if these are not samples, but tokens that are not masked, say::
+
+            def num_items(self, batch):
+                return (batch["labels"] != -100).sum()
+
+        The update is then the gradient of the mean over the items of all batches and workers, and
+        ``train_loss`` and ``val_loss`` are means over these. The workers add up their counts
+        once for each update.
+
+        Args:
+            batch: what `train_batch` or `validate_batch` is given, on this worker's device.
+
+        Returns:
+            A number, or a tensor of one element; a batch of 0 items counts for nothing, also if
+            its loss is NaN. None, the default, counts samples.
+        """
+        return None
+
+    def _count_items(self, batch: Any, num_samples: int) -> float | None:
+        """Return the items of a batch of so many samples; None if the operator counts samples."""
+        self._registration.optimization.group.samples = num_samples
+        count = type(self).num_items  # an attribute of that name may be something else
+        # whether workers communicate must not depend on the batch
+        if count is TrainingOperator.num_items:
+            return None
+        found = count(self, batch)
+        source = f"{type(self).__name__}.num_items returned {{}}"
+        return float(num_samples) if found is None else as_count(found, source)
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -219,19 +254,20 @@ class TrainingOperator(OperatorBase):
         metrics to those of ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
+            ``val_loss`` (weighed as ``train_loss``), ``num_samples``, and ``val_accuracy`` where the output is
             (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
             positions at which the index of the largest entry along dimension 1 equals the target.
             Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
             that says so.
         """
-        model = self._default("model")
-        given = read_batch(self.to_device(batch), model)
+        model, batch = self._default("model"), self.to_device(batch)
+        given = read_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*given.arguments, **given.keywords)
             loss = self._loss(output, given)
         batch_info["output"] = output
-        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: given.num_samples}
+        num_items = self._count_items(batch, given.num_samples)
+        metrics = {"val_loss": _mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
         output = scores_in(output)
         target = given.keywords.get("labels") if given.target is None else given.target
         accuracy = _accuracy(output, target)
@@ -493,22 +529,27 @@ class TrainingOperator(OperatorBase):
         """
         return self._registration.optimization.precision.autocast()
 
-    def backward(self, loss: torch.Tensor, num_samples: float | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None
+    ) -> None:
         """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
 
-        Several losses of one batch may be given one after the other; their gradients add up. A
-        worker with more samples than others counts for more, so that the update is that of one
-        process with the global batch.
+        Several losses of one batch may be given one after the other; their gradients add up. Each
+        batch is weighted by its samples, within an accumulation group and over the workers, so
+        that the update is that of one process with the global batch.
 
         Args:
             loss: a tensor of one element, the mean over the samples of the batch.
-            num_samples: how many these are, by which the batches of an accumulation group are
-                weighted; tokens, say. None: as many as the loader has given, or the same for all
-                where raysgd does not make the batches.
+            num_samples: the number of items to weigh by, if `loss` is a mean over something else
+                than samples, such as tokens; a batch of 0 counts for nothing. The workers add up
+                these numbers once for each update, so give it on all of them or on none. None: as
+                many samples as the loader has given, or the same for all batches of a loader that
+                raysgd does not share out.
 
         Raises:
-            TypeError: if `num_samples` is not a number.
-            ValueError: if it is not above 0, or does not fit what was given for another loss.
+            TypeError: if `num_samples` is neither a number nor a tensor of one element.
+            ValueError: if it is below 0 or infinite, or, with gradient accumulation, not that of
+                another loss of the batch.
         """
         self._registration.optimization.backward(loss, num_samples)
 
@@ -624,6 +665,14 @@ def __getattr__(name: str) -> Any:
     from raysgd.torch.creators import CreatorOperator
 
     return CreatorOperator
+
+
+def _mean_of(loss: Any, num_items: float | None) -> Any:
+    """Return what meters take of a loss: the mean over samples, or over so many items."""
+    if num_items is None:
+        return loss.detach()
+    # the mean over nothing may be NaN
+    return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

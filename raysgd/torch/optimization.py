@@ -9,7 +9,7 @@ import itertools
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
 from raysgd.torch.undo import UndoLog
 
-__all__ = ["Group", "Optimization", "check_count"]
+__all__ = ["Group", "Optimization", "as_count"]
 
 _CLOSURE = (
     "optimizer_step() cannot step {0}, which calls the model several times itself. Override "
@@ -33,8 +33,8 @@ _CLOSURE = (
 _UNEVEN = (
     "The batches of an accumulation group have other numbers of samples than expected, and with "
     'register(sharding="full") the gradients of those before are summed over the workers already, '
-    "so that they cannot be weighted anew. Use a loader that raysgd shares out, with drop_last="
-    "True, and backward(loss) without num_samples; or do not accumulate."
+    "so that they cannot be weighted anew. Use a loader that raysgd shares out, override "
+    "num_items(batch), or call backward(loss, num_samples=...); or do not accumulate."
 )
 
 
@@ -48,6 +48,9 @@ class Group:
 
     Where it is known how many samples this worker has in the group, and how many all workers, the
     weights are right from the first batch on.
+
+    If user code counts the items of a batch, the last batch of a group divides by the mean of the
+    workers' counts, so that the update is the mean over the items of all workers.
 
     >>> group = Group()
     >>> group.begin(Place(0, 2, is_last=False))
@@ -68,15 +71,21 @@ class Group:
         self._counts: bool | None = None
         self._taken_as = 0.0
         self._held = 0.0
+        self.holds = False
+        """Whether batches before this one have had backward passes."""
         self._given = 0.0
+        self._share = 1.0
         self._this: float | None = None
+        self.samples: float | None = None
+        """Samples of the batch under way, if the loop has counted them."""
 
     def begin(self, place: Place) -> None:
         """Begin a batch."""
         if place.position == 0:
             self.reset()
         self._held += self._this or 0.0
-        self._this = None
+        self.holds = self.holds or self.has_backward
+        self._this = self.samples = None
         self.place = place
 
     @property
@@ -89,18 +98,22 @@ class Group:
         """Whether this batch has had a backward pass."""
         return self._this is not None
 
-    @property
-    def holds(self) -> bool:
-        """Whether batches before this one have had backward passes."""
-        return self._held > 0
-
-    def weigh(self, num_samples: float | None) -> tuple[float, float]:
+    def weigh(
+        self,
+        num_samples: float | None,
+        mean_over_workers: Callable[[float], float] = lambda count: count,
+        sums_each_batch: bool = False,
+    ) -> tuple[float, float]:
         """Return by what to multiply the gradients that are held, and the loss at hand.
 
         Args:
-            num_samples: samples of the batch; None for as many as its place says, or to give all
-                batches the same weight. A further loss of the same batch has the weight of the
-                first.
+            num_samples: items of the batch, as user code counts them; None for its samples, or to
+                give all batches the same weight. A further loss of the same batch has the weight
+                of the first.
+            mean_over_workers: returns the mean of the workers' counts. The last batch of a group
+                calls it once if items are counted.
+            sums_each_batch: whether the gradients held are those of all workers, so that all must
+                correct them by the same factor.
 
         Raises:
             ValueError: if it does not fit what was given for another loss of the group.
@@ -111,20 +124,25 @@ class Group:
         self._given = given
         # what is given to a worker for a second time counts for nothing
         self._this = size = 0.0 if place.size == 0 else given
+        self._share = place.share if num_samples is None else 1.0
         if self._held == 0:
-            if place.size and place.total:
+            if sums_each_batch and num_samples is not None:
+                self._taken_as = 1.0
+            elif place.size and place.total:
                 self._taken_as = size * place.total / place.size
             else:
                 self._taken_as = place.planned * size
         correction = 1.0
         total = self._held + size
+        if self.is_last and num_samples is not None:
+            total = mean_over_workers(total)
         # sizes of parts are fractions, whose sum is off by rounding
-        if self.is_last and not math.isclose(total, self._taken_as, rel_tol=1e-12):
+        if self.is_last and total and not math.isclose(total, self._taken_as, rel_tol=1e-12):
             correction, self._taken_as = self._taken_as / total, total
         return correction, self._weight(size)
 
     def _weight(self, size: float) -> float:
-        return size / self._taken_as * self.place.share if size else 0.0
+        return size / self._taken_as * self._share if size else 0.0
 
     def _checked(self, num_samples: float | None) -> float:
         if self._this is None:
@@ -140,18 +158,24 @@ class Group:
                 "another loss of the same batch; the batch has one number of samples."
             )
         if num_samples is None:
-            return float(self.place.size or 1)
-        return float(num_samples)
+            return float(self.samples or self.place.size or 1)
+        return num_samples
 
 
-def check_count(num_samples: Any) -> None:
-    """Check what ``backward`` was given as ``num_samples``."""
-    if num_samples is None:
-        return
-    if isinstance(num_samples, bool) or not isinstance(num_samples, numbers.Real):
-        raise TypeError(f"backward(num_samples={num_samples!r}): must be a number.")
-    if not 0 < float(num_samples) < math.inf:
-        raise ValueError(f"backward(num_samples={num_samples!r}): must be above 0 and finite.")
+def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
+    """Return a number of items as a float. A tensor on a GPU makes this wait for the GPU.
+
+    Args:
+        given: a number, or a tensor of one element.
+        source: where it comes from, for errors; ``{}`` stands for the number.
+    """
+    is_scalar = isinstance(given, torch.Tensor) and given.numel() == 1
+    value = given.item() if is_scalar else given
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{source.format(repr(given))}: must be a number.")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{source.format(repr(value))}: must be at least 0 and finite.")
+    return float(value)
 
 
 class Optimization:
@@ -200,6 +224,8 @@ class Optimization:
         """From the norm of these, that of all workers'."""
         self.sums_each_batch = False
         """Whether each batch's gradients are summed over the workers, also within a group."""
+        self.mean_over_workers: Callable[[float], float] = lambda count: count
+        """Returns the mean of a number over the workers that average their gradients."""
         self.measures_norms = False
         """Whether steps note the norm of their gradients, as it is before these are clipped."""
         self.norms: dict[int, torch.Tensor] = {}
@@ -377,23 +403,30 @@ class Optimization:
 
     # ---- within a batch
 
-    def backward(self, loss: torch.Tensor, num_samples: float | None) -> None:
+    def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
         """See :meth:`TrainingOperator.backward`."""
-        check_count(num_samples)
+        count = None if num_samples is None else as_count(num_samples)
         if self._has_stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         if self._in_group:
             self._put_back()
             for optimizer in self._optimizers:
                 self._check_unchanged(optimizer)
-            correction, weight = self.group.weigh(num_samples)
-        else:
+            weigh, mean = self.group.weigh, self.mean_over_workers
+            correction, weight = weigh(count, mean, self.sums_each_batch)
+        elif count is None:
             correction, weight = 1.0, self.group.place.share
+        else:  # several losses of a batch may have different counts
+            counted = 0.0 if self.group.place.size == 0 else count
+            mean_count = self.mean_over_workers(counted)
+            correction, weight = 1.0, counted / mean_count if counted else 0.0
         if correction != 1.0:
-            if self.sums_each_batch:
+            if self.sums_each_batch and count is None:
                 self._refuse_parts("a batch has another number of samples than was planned")
                 raise RuntimeError(_UNEVEN)
             self._multiply_gradients(correction)
+        if count == 0:
+            _zero_gradients_of(loss)
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
         if self.group.place.is_part and not self.group.is_last:
@@ -546,6 +579,26 @@ class Optimization:
                 "Accumulate less, or step once."
             )
         self._asked.add(id(optimizer))
+
+
+def _zero_gradients_of(loss: torch.Tensor) -> None:
+    """Let the backward pass of a loss give zeros, even if the loss is a mean over nothing: 0 / 0.
+
+    The pass itself has to take place, since the workers exchange gradients in it.
+    """
+
+    def zeros(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+        return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        # those of parameters outlive this pass, and so would their hooks
+        if node is None or node in seen or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        node.register_hook(zeros)
+        nodes += [parent for parent, _ in node.next_functions]
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -128,6 +128,7 @@ class TorchRegistration(Registration):
             ),
             self.parts,
         )
+        self.optimization.mean_over_workers = self._mean_over_workers
 
     # ---- registering
 
@@ -547,6 +548,11 @@ class TorchRegistration(Registration):
 
     def minimum(self, value: int) -> int:
         return collectives.minimum(value, self.settings.device)
+
+    def _mean_over_workers(self, value: float) -> float:
+        if not self.context.distributed or not self.replicated:
+            return value
+        return collectives.mean(value, self.settings.device)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return collectives.broadcast_state(make, rank, self.settings.device)

@@ -3,19 +3,20 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.shard import Place
-from raysgd.torch.optimization import Group, check_count
+from raysgd.torch.optimization import Group, as_count
 
 
-def effective_weights(sizes, planned, num_losses=1):
+def effective_weights(sizes, planned, num_losses=1, **weighing):
     """By how much each batch's gradient counts in the end."""
     group, held = Group(), []
     for position, size in enumerate(sizes):
         group.begin(Place(position, planned, is_last=position == len(sizes) - 1))
-        correction, weight = group.weigh(size)
+        correction, weight = group.weigh(size, **weighing)
         held = [value * correction for value in held] + [weight]
         for _ in range(num_losses - 1):
             assert group.weigh(size) == (1.0, weight)
@@ -26,6 +27,14 @@ def effective_weights(sizes, planned, num_losses=1):
 def test_each_batch_counts_by_its_samples(sizes, more_planned, num_losses):
     weights = effective_weights(sizes, len(sizes) + more_planned, num_losses)
     assert weights == pytest.approx([size / sum(sizes) for size in sizes], rel=1e-12)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30), st.booleans())
+def test_items_count_by_the_mean_of_the_workers(sizes, others, sums_each_batch):
+    mean = (sum(sizes) + others) / 2
+    weighing = {"mean_over_workers": lambda count: (count + others) / 2}
+    weights = effective_weights(sizes, len(sizes), sums_each_batch=sums_each_batch, **weighing)
+    assert weights == pytest.approx([size / mean if size else 0 for size in sizes], rel=1e-12)
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -92,10 +101,15 @@ def test_two_sizes_of_one_batch_are_refused():
 @pytest.mark.parametrize("count", ["3", True, [1], 1j])
 def test_a_number_of_samples_is_a_number(count):
     with pytest.raises(TypeError, match=r"num_samples=.*must be a number"):
-        check_count(count)
+        as_count(count)
 
 
-@pytest.mark.parametrize("count", [0, -1, math.inf, math.nan])
-def test_a_number_of_samples_is_positive(count):
-    with pytest.raises(ValueError, match=r"num_samples=.*must be above 0"):
-        check_count(count)
+@pytest.mark.parametrize("count", [-1, math.inf, math.nan])
+def test_a_number_of_samples_is_not_negative_and_finite(count):
+    with pytest.raises(ValueError, match=r"num_samples=.*must be at least 0 and finite"):
+        as_count(count)
+
+
+@pytest.mark.parametrize("count", [0, 2, 0.5, torch.tensor(3), torch.tensor([1.5])])
+def test_a_number_of_samples_may_be_0_or_a_tensor_of_one_element(count):
+    assert as_count(count) == float(count)
