@@ -1,0 +1,184 @@
+"""Workers in processes of their own that train on masked tokens, and one process that does so."""
+
+import itertools
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
+from raysgd.context import WorkerContext
+from raysgd.metrics import Sums, ratio
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+
+NUM_RANKS = 3
+BATCH = 3
+LENGTH = 2
+
+
+@dataclass
+class Case:
+    """What is trained, and on how many workers."""
+
+    targets: list[list[float]]
+    """The tokens of each sample; NaN is masked."""
+    num_workers: int = 1
+    accumulation: int = 1
+    num_parts: int = 1
+    num_losses: int = 1
+    """1 for the default loop, which asks `num_items`; else a `train_batch` of its own."""
+    sharding: str | None = None
+    max_grad_norm: float | None = None
+    scaled: bool = False
+    """Whether the loss is scaled, as for float16."""
+
+    def data(self):
+        generator = torch.Generator().manual_seed(1)
+        features = torch.randn(len(self.targets), LENGTH, 2, generator=generator).double()
+        return features, torch.tensor(self.targets, dtype=torch.float64)
+
+
+def make_model():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return model.double()
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+
+def errors(output, target):
+    return (output[..., 0] - target.nan_to_num()) * ~target.isnan()
+
+
+def count_items(target):
+    return (~target.isnan()).sum()
+
+
+def mean_loss(output, target):
+    """Return the mean over the tokens that are not masked; NaN if all are."""
+    return errors(output, target).square().sum() / count_items(target)
+
+
+class Tokens(TrainingOperator):
+    def setup(self, config):
+        self.case = case = config["case"]
+        model = make_model()
+        arguments = {"sharding_args": {"wrap": torch.nn.Linear}} if case.sharding == "full" else {}
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=make_optimizer(model),
+            criterion=mean_loss,
+            gradient_accumulation_steps=case.accumulation,
+            max_grad_norm=case.max_grad_norm,
+            sharding=case.sharding,
+            **arguments,
+        )
+        loader = DataLoader(TensorDataset(*case.data()), batch_size=BATCH)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def num_items(self, batch):
+        return count_items(batch[1])
+
+
+class SeveralLosses(Tokens):
+    num_items = TrainingOperator.num_items
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        output, count = self.model(features), count_items(target)
+        self.backward(mean_loss(output, target), num_samples=count)
+        for _ in range(self.case.num_losses - 1):
+            loss = errors(self.model(features), target).abs().sum() / count
+            self.backward(loss, num_samples=count)
+        self.optimizer_step(self.optimizer)
+        total = errors(output.detach(), target).square().sum()
+        return {"train_loss": Sums(ratio, total=total, weight=count), "num_samples": len(target)}
+
+    def validate_batch(self, batch, batch_info):
+        total = errors(self.model(batch[0]), batch[1]).square().sum()
+        loss = Sums(ratio, total=total, weight=count_items(batch[1]))
+        return {"val_loss": loss, "num_samples": len(batch[1])}
+
+
+def make_runner(case):
+    precision: dict[str, Any] = {"use_fp16": True, "amp_dtype": torch.float16}
+    return TorchRunner(
+        TorchOptions(
+            training_operator_cls=Tokens if case.num_losses == 1 else SeveralLosses,
+            config={"case": case},
+            num_workers=case.num_workers,
+            use_gpu=False,
+            **(precision if case.scaled else {}),
+        )
+    )
+
+
+def run(case, rank):
+    """Train for an epoch and validate; return parameters and metrics."""
+    runner = make_runner(case)
+    distributed = case.num_workers > 1
+    runner.setup(
+        WorkerContext(world_rank=rank, world_size=case.num_workers, distributed=distributed)
+    )
+    registration, operator = runner._registration, runner.operator
+    if case.num_parts > 1:
+        registration.raise_split(case.num_parts)
+    trained = runner.train(call=0, until_epoch=1)
+    validated = runner.validate(call=1)
+    parameters = [
+        (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
+        for each in operator.unwrapped(operator.model).parameters()
+    ]
+    runner.teardown()
+    return parameters, [trained, validated]
+
+
+def expected(case):
+    """Return what a loop by hand makes of the same samples, in one process."""
+    (features, targets), model = case.data(), make_model()
+    optimizer = make_optimizer(model)
+    total = 0.0
+    step = BATCH * case.num_workers
+    for start in range(0, len(targets), step * case.accumulation):
+        target = targets[start : start + step * case.accumulation]
+        error = errors(model(features[start : start + len(target)]), target)
+        total += error.detach().square().sum()
+        loss = error.square().sum() + (case.num_losses - 1) * error.abs().sum()
+        (loss / max(1, count_items(target))).backward()
+        if case.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = [each.detach() for each in model.parameters()]
+    with torch.no_grad():
+        validated = errors(model(features), targets).square().sum()
+    count = count_items(targets)
+    return parameters, (total / count).item(), (validated / count).item()
+
+
+def play(rank, store):
+    """Run the cases that come, until there are no more."""
+    for number in itertools.count():
+        case = pickle.loads(store.get(f"cases/{number}"))
+        if case is None:
+            break
+        if rank >= case.num_workers:
+            continue
+        if case.num_workers > 1:
+            own = dist.PrefixStore(f"group-{number}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=case.num_workers)
+        try:
+            result = run(case, rank)
+        except Exception:
+            result = traceback.format_exc()
+        store.set(f"results/{number}/{rank}", pickle.dumps(result))
+        if case.num_workers > 1:
+            dist.destroy_process_group()
+    print("good")

@@ -1,0 +1,89 @@
+"""An update is the gradient of the mean over the items of all workers, losses and parts."""
+
+import datetime
+import itertools
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from raysgd.metrics import merge_workers
+from tests.conftest import import_horovod, running_ranks
+from tests.unit.torch.items import LENGTH, NUM_RANKS, Case, expected
+
+PLAY = """
+from tests.unit.torch.items import play
+
+play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+"""
+
+NO_TOKEN = math.nan
+tokens = st.one_of(st.just(NO_TOKEN), st.floats(-2, 2, width=32))
+masked = st.just([NO_TOKEN] * LENGTH)
+"""A sample without any token."""
+samples = st.one_of(masked, st.lists(tokens, min_size=LENGTH, max_size=LENGTH))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """What lets processes train a case; returns the parameters and the metrics of each."""
+    with running_ranks(PLAY, NUM_RANKS) as store:
+        store.set_timeout(datetime.timedelta(seconds=60))
+        numbers = itertools.count()
+
+        def train(case):
+            number = next(numbers)
+            store.set(f"cases/{number}", pickle.dumps(case))
+            keys = (f"results/{number}/{rank}" for rank in range(case.num_workers))
+            results = [pickle.loads(store.get(key)) for key in keys]
+            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
+            return results
+
+        yield train
+        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
+
+
+def check(case, results):
+    parameters, train_loss, val_loss = expected(case)
+    for found, _ in results:
+        torch.testing.assert_close(found, parameters, atol=1e-10, rtol=0)
+    trained, validated = (merge_workers(each) for each in zip(*(m for _, m in results), strict=True))
+    assert trained["num_samples"] == validated["num_samples"] == len(case.targets)
+    assert trained["train_loss"] == pytest.approx(train_loss, abs=1e-10, nan_ok=True)
+    assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)
+
+
+SEVERAL = [[1.0, NO_TOKEN], [NO_TOKEN, NO_TOKEN], [2.0, 1.0], [-1.0, NO_TOKEN], [NO_TOKEN, NO_TOKEN], [0.5, 0.25], [1, 1]]
+NOTHING_ON_RANK_0 = [[NO_TOKEN, NO_TOKEN]] * 3 + [[1.0, 2.0]] * 3
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.generate],
+    deadline=None,
+)
+@given(
+    st.builds(
+        Case,
+        targets=st.lists(samples, min_size=1, max_size=22),
+        num_workers=st.integers(1, NUM_RANKS),
+        accumulation=st.integers(1, 3),
+        num_parts=st.sampled_from([1, 2, 4]),
+        num_losses=st.integers(1, 3),
+        sharding=st.sampled_from([None, None, "optimizer", "full"]),
+        max_grad_norm=st.sampled_from([None, 0.05]),
+        scaled=st.booleans(),
+    ).map(lambda case: replace(case, scaled=case.scaled and case.sharding != "full"))
+)
+@example(Case(NOTHING_ON_RANK_0, num_workers=2))
+@example(Case(NOTHING_ON_RANK_0, num_workers=2, num_losses=2, sharding="full"))
+@example(Case([[NO_TOKEN] * LENGTH] * 7, num_workers=2, accumulation=2))
+@example(Case(SEVERAL, num_workers=3, accumulation=2, num_parts=2, sharding="full"))
+@example(Case(SEVERAL, num_workers=2, accumulation=3, num_losses=2, sharding="optimizer"))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, max_grad_norm=0.05))
+def test_an_update_is_that_of_one_process_over_all_items(workers, case):
+    check(case, workers(case))
