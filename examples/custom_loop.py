@@ -54,7 +54,7 @@ class Robust(TrainingOperator):
                 images = images + info["noise"] * torch.randn_like(images)
             with self.autocast():
                 loss = self.criterion(self.model(images), labels)
-            self.backward(loss, num_samples=len(labels))
+            self.backward(loss)
             self.optimizer_step(self.optimizer)
             sums[kind][0] += float(loss.detach()) * len(labels)
             sums[kind][1] += len(labels)

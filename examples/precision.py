@@ -62,7 +62,7 @@ class DigitClassifier(TrainingOperator):
         with self.autocast():
             output = self.model(images)
             loss = self.criterion(output, labels)
-        self.backward(loss, num_samples=len(labels))
+        self.backward(loss)
         self.optimizer_step(self.optimizer)
         accuracy = (output.argmax(dim=1) == labels).double().mean()
         return {

@@ -122,7 +122,8 @@ class LanguageModel(SupervisedOperator):
     def num_items(self, batch: Any) -> torch.Tensor:
         """Return how many tokens count."""
         _, target = _tokens_and_targets(batch)
-        return (target.long() != self.options["ignore_index"]).sum()
+        counts: torch.Tensor = target.long() != self.options["ignore_index"]
+        return counts.sum()
 
     def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
         """Return loss and perplexity."""

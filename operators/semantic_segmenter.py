@@ -77,7 +77,8 @@ class SemanticSegmenter(SupervisedOperator):
 
     def num_items(self, batch: Any) -> torch.Tensor:
         """Return how many pixels count."""
-        return (batch[-1].long() != self.options["ignore_index"]).sum()
+        counts: torch.Tensor = batch[-1].long() != self.options["ignore_index"]
+        return counts.sum()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         """Return pixel accuracy and mean IoU, of a confusion matrix that is yet to be summed."""

@@ -199,15 +199,17 @@ class LightningOperator(TrainingOperator):
         with self.timers.record("fwd"), self.autocast():
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        loss = outputs.get("loss")
+        loss, num_items = outputs.get("loss"), self._count_items(batch, num_samples)
         if module.automatic_optimization:
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(
                     f"{type(module).__name__}.training_step returned {output!r}; it must return "
                     'the loss, or a dict with "loss". Batches cannot be skipped.'
                 )
-            self._update(loss, self._count_items(batch, num_samples))
-        metrics = {"train_loss": loss.detach()} if isinstance(loss, torch.Tensor) else {}
+            self._update(loss, num_items)
+        metrics = {}
+        if isinstance(loss, torch.Tensor):
+            metrics["train_loss"] = self._mean_of(loss, num_items)
         module.on_train_batch_end(outputs, batch, index)
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
@@ -283,7 +285,7 @@ class LightningOperator(TrainingOperator):
         # modules of older Lightnings return what those of today log
         metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
         if isinstance(loss, torch.Tensor):
-            metrics["val_loss"] = loss.detach()
+            metrics["val_loss"] = self._mean_of(loss, self._count_items(batch, num_samples))
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:

@@ -179,7 +179,7 @@ class TrainingOperator(OperatorBase):
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": _mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        return {"train_loss": self._mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return how many items the loss of a batch is a mean over.
@@ -212,6 +212,14 @@ class TrainingOperator(OperatorBase):
         found = count(self, batch)
         source = f"{type(self).__name__}.num_items returned {{}}"
         return float(num_samples) if found is None else as_count(found, source)
+
+    @staticmethod
+    def _mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
+        """Return what meters take of a loss: a mean over samples, or over so many items."""
+        if num_items is None:
+            return loss.detach()
+        # the mean over nothing may be NaN
+        return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -254,8 +262,8 @@ class TrainingOperator(OperatorBase):
         metrics to those of ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss`` (weighed as ``train_loss``), ``num_samples``, and ``val_accuracy`` where the output is
-            (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
+            ``val_loss``, weighed as `train_batch` does it, ``num_samples``, and ``val_accuracy``
+            where the output is (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
             positions at which the index of the largest entry along dimension 1 equals the target.
             Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
             that says so.
@@ -267,7 +275,7 @@ class TrainingOperator(OperatorBase):
             loss = self._loss(output, given)
         batch_info["output"] = output
         num_items = self._count_items(batch, given.num_samples)
-        metrics = {"val_loss": _mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        metrics = {"val_loss": self._mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
         output = scores_in(output)
         target = given.keywords.get("labels") if given.target is None else given.target
         accuracy = _accuracy(output, target)
@@ -529,9 +537,7 @@ class TrainingOperator(OperatorBase):
         """
         return self._registration.optimization.precision.autocast()
 
-    def backward(
-        self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None
-    ) -> None:
+    def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
         """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
 
         Several losses of one batch may be given one after the other; their gradients add up. Each
@@ -665,14 +671,6 @@ def __getattr__(name: str) -> Any:
     from raysgd.torch.creators import CreatorOperator
 
     return CreatorOperator
-
-
-def _mean_of(loss: Any, num_items: float | None) -> Any:
-    """Return what meters take of a loss: the mean over samples, or over so many items."""
-    if num_items is None:
-        return loss.detach()
-    # the mean over nothing may be NaN
-    return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

@@ -92,6 +92,7 @@ class SeveralLosses(Tokens):
 
     def train_batch(self, batch, batch_info):
         features, target = batch
+        self.optimizer.zero_grad()  # keeps what an accumulation group has so far
         output, count = self.model(features), count_items(target)
         self.backward(mean_loss(output, target), num_samples=count)
         for _ in range(self.case.num_losses - 1):

@@ -74,6 +74,7 @@ from raysgd.torch.collectives import broadcast_state
 join()
 cpu = torch.device("cpu")
 assert collectives.ranks_with(False, cpu) == []
+assert collectives.mean(rank + 0.5, cpu) == 1.5
 assert collectives.ranks_with(rank != 1, cpu) == [0, 2]
 assert collectives.fewest_receivers([0, 2], cpu) is None
 assert collectives.fewest_receivers([2], cpu) == [2]

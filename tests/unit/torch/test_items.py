@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from raysgd.metrics import merge_workers
-from tests.conftest import import_horovod, running_ranks
+from tests.conftest import running_ranks
 from tests.unit.torch.items import LENGTH, NUM_RANKS, Case, expected
 
 PLAY = """
@@ -21,11 +21,11 @@ from tests.unit.torch.items import play
 play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
 """
 
-NO_TOKEN = math.nan
-tokens = st.one_of(st.just(NO_TOKEN), st.floats(-2, 2, width=32))
-masked = st.just([NO_TOKEN] * LENGTH)
+MASKED = math.nan
+NOTHING = [MASKED] * LENGTH
 """A sample without any token."""
-samples = st.one_of(masked, st.lists(tokens, min_size=LENGTH, max_size=LENGTH))
+tokens = st.one_of(st.just(MASKED), st.floats(-2, 2, width=32))
+samples = st.one_of(st.just(NOTHING), st.lists(tokens, min_size=LENGTH, max_size=LENGTH))
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def check(case, results):
     parameters, train_loss, val_loss = expected(case)
     for found, _ in results:
         torch.testing.assert_close(found, parameters, atol=1e-10, rtol=0)
-    trained, validated = (merge_workers(each) for each in zip(*(m for _, m in results), strict=True))
+    trained, validated = map(merge_workers, zip(*(found for _, found in results), strict=True))
     assert trained["num_samples"] == validated["num_samples"] == len(case.targets)
     assert trained["train_loss"] == pytest.approx(train_loss, abs=1e-10, nan_ok=True)
     assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)
 
 
-SEVERAL = [[1.0, NO_TOKEN], [NO_TOKEN, NO_TOKEN], [2.0, 1.0], [-1.0, NO_TOKEN], [NO_TOKEN, NO_TOKEN], [0.5, 0.25], [1, 1]]
-NOTHING_ON_RANK_0 = [[NO_TOKEN, NO_TOKEN]] * 3 + [[1.0, 2.0]] * 3
+SEVERAL = [[1.0, MASKED], NOTHING, [2, 1], [-1, MASKED], NOTHING, [0.5, 0.25], [1, 1]]
+NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 
 
 @settings(
@@ -81,7 +81,8 @@ NOTHING_ON_RANK_0 = [[NO_TOKEN, NO_TOKEN]] * 3 + [[1.0, 2.0]] * 3
 )
 @example(Case(NOTHING_ON_RANK_0, num_workers=2))
 @example(Case(NOTHING_ON_RANK_0, num_workers=2, num_losses=2, sharding="full"))
-@example(Case([[NO_TOKEN] * LENGTH] * 7, num_workers=2, accumulation=2))
+@example(Case(NOTHING_ON_RANK_0, num_workers=2, accumulation=2, num_losses=2, sharding="full"))
+@example(Case([NOTHING] * 7, num_workers=2, accumulation=2))
 @example(Case(SEVERAL, num_workers=3, accumulation=2, num_parts=2, sharding="full"))
 @example(Case(SEVERAL, num_workers=2, accumulation=3, num_losses=2, sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, max_grad_norm=0.05))
