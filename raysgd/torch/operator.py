@@ -262,8 +262,8 @@ class TrainingOperator(OperatorBase):
         metrics to those of ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss``, weighed as `train_batch` does it, ``num_samples``, and ``val_accuracy``
-            where the output is (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
+            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
+            (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
             positions at which the index of the largest entry along dimension 1 equals the target.
             Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
             that says so.

@@ -33,7 +33,10 @@ class Watching(torch.nn.Module):
 
 
 class Everything(TrainingOperator):
-    """Accumulates, clips, schedules; sends gradients as float16 where `compresses` is set."""
+    """Accumulates, clips, schedules, weighs by something else than samples.
+
+    Sends gradients as float16 if `compresses` is set.
+    """
 
     compresses = False
 
@@ -43,7 +46,7 @@ class Everything(TrainingOperator):
         self.model, self.optimizer, self.criterion, _ = self.register(
             models=model,
             optimizers=optimizer,
-            criterion=torch.nn.CrossEntropyLoss(),
+            criterion=torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])),
             schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
             gradient_accumulation_steps=2,
             max_grad_norm=1.0,
@@ -51,6 +54,9 @@ class Everything(TrainingOperator):
         )
         loader = DataLoader(make_data(), batch_size=config["batch_size"])
         self.register_data(train_loader=loader, validation_loader=loader)
+
+    def num_items(self, batch):
+        return self.criterion.weight[batch[1]].sum()
 
     def train_batch(self, batch, batch_info):
         if self.config["horovod"] and self.world_size == 1:

@@ -138,6 +138,21 @@ def test_a_module_trains_as_a_plain_loop_would(tmp_path):
     assert trainer.get_local_operator().module.loaded > 0
 
 
+def test_an_operator_of_a_module_may_count_items():
+    class Counting(TrainingOperator.from_ptl(Line)):
+        def num_items(self, batch):
+            return (batch[1] > 0).sum()
+
+    operator = run_operator(Counting, {"lr": 0.1})
+    batches = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+    result = operator.validate(iter(batches))
+    with torch.no_grad():
+        losses = [torch.nn.functional.mse_loss(operator.module(x), y) for x, y in batches]
+    counts = [(y > 0).sum() for _, y in batches]
+    expected = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
+    assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_hooks_are_called_in_the_order_of_lightning():
     trainer = start(train_dataloader=loader(20), val_dataloader=loader(40))
     calls = trainer.get_local_operator().module.calls

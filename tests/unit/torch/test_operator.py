@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
-from tests.operators import Classifier, make_model
+from tests.operators import Classifier, make_model, parameters
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 
@@ -269,6 +269,59 @@ def test_the_first_validation_says_why_it_has_no_accuracy():
     first, second = operator.validate(iter(batches)), operator.validate(iter(batches))
     assert "these are (3,) and (3,). Return a metric" in first.pop("no_val_accuracy")
     assert first == second
+
+
+# ---- items
+
+
+def test_workers_that_count_samples_do_not_tell_each_other_how_many():
+    def asked(count):
+        raise AssertionError
+
+    for overridden in (False, True):
+        methods = {"num_items": lambda self, batch: None} if overridden else {}
+        operator = run_operator(type("Counting", (Classifier,), methods))
+        operator._registration.optimization.mean_over_workers = asked
+        if overridden:  # also if it has no number for this batch, since others may have one
+            with pytest.raises(AssertionError):
+                operator.train_batch(BATCH, {})
+        else:
+            operator.train_batch(BATCH, {})
+
+
+def test_a_loss_without_items_changes_neither_the_update_nor_the_mean():
+    class Ignoring(Classifier):
+        def setup(self, config):
+            super().setup(config)
+            self.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+
+        def num_items(self, batch):
+            return (batch[1] != 0).sum()
+
+    operator = run_operator(Ignoring)
+    before = parameters(operator).clone()
+    features, classes = BATCH
+    nothing = (features, torch.zeros_like(classes))
+    operator.train_batch(nothing, {})
+    assert torch.equal(parameters(operator), before)
+    result = operator.validate(iter([nothing, BATCH, nothing]))
+    with torch.no_grad():
+        expected = operator.criterion(operator.model(features), classes)
+    assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert result["num_samples"] == 12
+
+
+def test_an_attribute_named_like_the_hook_is_left_alone():
+    operator = run_operator(Classifier)
+    operator.num_items = 7  # of a recommender, say
+    assert isinstance(operator.train_batch(BATCH, {})["train_loss"], torch.Tensor)
+
+
+@pytest.mark.parametrize(("found", "error"), [("3", TypeError), (-1, ValueError)])
+def test_a_wrong_number_of_items_is_refused_by_the_name_of_the_hook(found, error):
+    operator = run_operator(type("Odd", (Classifier,), {"num_items": lambda self, batch: found}))
+    with pytest.raises(error, match=r"Odd\.num_items returned '?-?[13]'?: must be"):
+        operator.train_batch(BATCH, {})
 
 
 # ---- schedulers

@@ -654,7 +654,9 @@ def test_what_shows_after_register_alone_is_refused_when_it_does(in_rows):
     model[0].weight.requires_grad_(True)
     optimization = registration.optimization
     optimization.begin_batch(registration.models, Place(0, 2, is_last=False))
-    in_rows.backward(model(torch.ones(3, 8)).sum(), num_samples=3)
+    optimization.group.samples = 3  # as the default loop counts them
+    in_rows.backward(model(torch.ones(3, 8)).sum())
     optimization.begin_batch(registration.models, Place(1, 2))
+    optimization.group.samples = 2
     with pytest.raises(RuntimeError, match="are summed over the workers already"):
-        in_rows.backward(model(torch.ones(2, 8)).sum(), num_samples=2)
+        in_rows.backward(model(torch.ones(2, 8)).sum())
