@@ -143,7 +143,7 @@ def test_an_operator_of_a_module_may_count_items():
         def num_items(self, batch):
             return (batch[1] > 0).sum()
 
-    operator = run_operator(Counting, {"lr": 0.1})
+    operator = run_operator(Counting, {"lr": 0.1}, scheduler_step_freq="epoch")
     batches = [(X[:20], Y[:20]), (X[20:], Y[20:])]
     result = operator.validate(iter(batches))
     with torch.no_grad():
