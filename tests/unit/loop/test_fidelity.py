@@ -106,6 +106,7 @@ class Worker:
             self.gather(make() if rank == self.rank else None)[rank]
         )
         registration.share_training_state = self.share_training_state
+        registration.optimization.mean_over_workers = self.mean
         registration.optimization.exchanges = {
             id(optimizer): Exchange(self, optimizer) for optimizer in registration.optimizers
         }
@@ -117,6 +118,10 @@ class Worker:
 
     def gather(self, value):
         return self.meeting.gather(self.rank, value)
+
+    def mean(self, value):
+        values = self.gather(value)
+        return sum(values) / len(values)
 
     def share_training_state(self, leader, follows):
         state = self.registration.from_rank(self.registration.training_state, leader)
