@@ -61,6 +61,7 @@ SEVERAL = [[1.0, MASKED], NOTHING, [2, 1], [-1, MASKED], NOTHING, [0.5, 0.25], [
 NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 
 
+@pytest.mark.slow("three processes train many small models")
 @settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],
