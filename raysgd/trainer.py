@@ -463,7 +463,7 @@ class OperatorTrainer:
         """
         self._controller.snapshots.outdate()  # they are without this metric
         arguments = {"call": self._calls.next_number(), "metric": metric}
-        call = Call(method="update_schedulers", arguments=arguments, max_losses=3, is_frequent=True)
+        call = Call(method="update_schedulers", arguments=arguments, max_losses=3)
         self._call(call)
 
     def _step_by(self, metrics: Mapping[str, Any], is_last: bool) -> None:

@@ -53,7 +53,6 @@ class TrainCall(Call):
     ) -> None:
         super().__init__(
             method="train",
-            is_frequent=True,
             has_batches=True,
             can_pause=True,
             farewell="measured",
@@ -263,7 +262,6 @@ class Calls:
             method="validate",
             arguments=arguments,
             max_losses=3,
-            is_frequent=True,
             has_batches=True,
             on_wait=self._callback_list.watcher(trainer, "validate") if loader is None else None,
         )

@@ -29,8 +29,6 @@ class Call:
     """How often workers may be lost in it; ``math.inf`` for as often as they are."""
     any_size: bool = False
     """Whether fewer workers than ``min_workers`` will do."""
-    is_frequent: bool = False
-    """Whether it is made so often that it is worth a channel of its own to each worker."""
     has_batches: bool = False
     """Whether workers finish batches in it; one that does not is stuck."""
     can_pause: bool = False

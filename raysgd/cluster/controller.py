@@ -383,9 +383,7 @@ class Controller:
         try:
             self._become(Running())
             for member in members:
-                futures[member] = member.work(
-                    "call", call.method, packed, frequent=call.is_frequent
-                )
+                futures[member] = member.work("call", call.method, packed)
             attempt = Attempt(futures, self._clock)
             hang_timeout_s = self._elastic.hang_timeout_s
             monitor = HealthMonitor(

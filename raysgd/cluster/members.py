@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from raysgd.cluster.channels import Channel, Channels
 from raysgd.cluster.pulses import EndedError, HostLostError, HostPulse, LostError, Pulses
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
-from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.paths import without_secrets
 
@@ -37,8 +35,6 @@ _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """How lines of Ray's begin that say which actor was lost."""
 _SIGNAL_S = 10.0
 """How long it may take to send a signal on another node."""
-
-_SHORT_BYTES = 1 << 14
 
 
 class Member(ABC):
@@ -68,14 +64,8 @@ class Member(ABC):
         return False
 
     @abstractmethod
-    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
-        """Start a call in the work thread.
-
-        Args:
-            method: of the worker.
-            arguments: of the method.
-            frequent: whether it is one that is made again and again.
-        """
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call of a method of the worker in the work thread."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
@@ -133,26 +123,18 @@ class ActorMember(Member):
 
     Args:
         actor: Ray's handle.
-        channels: for a shorter way to the actor than Ray's; None where Ray's will do.
         pulses: for a pulse with its host; None where Ray alone watches that.
     """
 
     remote = True
 
-    def __init__(
-        self, actor: Any, channels: Channels | None = None, pulses: Pulses | None = None
-    ) -> None:
+    def __init__(self, actor: Any, pulses: Pulses | None = None) -> None:
         self.actor = actor
         """Ray's handle."""
-        self._channels = channels
         self._pulses = pulses
         self._waiting: dict[Future[Any], None] = {}
         """Answers of Ray's that are awaited."""
         self._lost: LostError | None = None
-        self._channel: Channel | None = None
-        self._turn = 0
-        """Number of the newest call of the work thread."""
-        self._order = threading.RLock()
 
     def locate(self, info: WorkerInfo) -> None:
         """Take note of where it runs, and begin to watch its host."""
@@ -169,50 +151,9 @@ class ActorMember(Member):
             while True:
                 self._waiting.popitem()[0].set_exception(error)
 
-    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
-        """Start a call in the actor's work thread; by a channel, if it is a frequent short one.
-
-        If the caller starts another call before that one is answered, and the channel breaks before
-        the worker has it, then that one is given up, and its answer is an error.
-        """
-        channels = self._channels
-        if not (frequent and channels and channels.usable and _is_short(arguments[-1])):
-            return self._by_ray(method, arguments)
-        assert method == "call"  # the only method of a worker that a channel carries
-        self._check_alive()
-        turn = self._turn = self._turn + 1
-
-        def otherwise() -> Future[Any]:
-            with self._order:
-                if self._turn != turn:  # it was given up, and is not to come after what followed
-                    raise RuntimeError("The call was given up before it reached the worker.")
-                return self._submit(method, arguments)
-
-        if self._channel is not None:
-            if (answer := self._channel.ask(arguments, otherwise)) is not None:
-                return answer
-            self._channel.hang_up()
-        try:
-            channel = channels.open(driver_address([self.info.node_ip]))
-        except (OSError, RuntimeError):
-            return self._by_ray(method, arguments)
-        self._channel = channel  # if Ctrl-C comes now, what follows by Ray lets go of it
-        answer = channel.ask(arguments, otherwise)
-        assert answer is not None
-        self._submit("serve", (channel.address,)).add_done_callback(channel.end)
-        return answer
-
-    def _by_ray(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        with self._order:
-            self._hang_up()
-            return self._submit(method, arguments)
-
-    def _hang_up(self) -> None:
-        """Let what goes by Ray have the work thread, after what goes by the channel."""
-        self._turn += 1
-        if self._channel is not None:
-            self._channel.hang_up()  # before it is forgotten: Ctrl-C may come in between
-            self._channel = None
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the actor's work thread."""
+        return self._submit(method, arguments)
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in one of the actor's control threads."""
@@ -247,10 +188,8 @@ class ActorMember(Member):
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Start a function of the user in the work thread, and return Ray's reference to it."""
-        with self._order:
-            self._hang_up()
-            self._check_alive()
-            return self.actor.execute.remote(function, *args, **kwargs)
+        self._check_alive()
+        return self.actor.execute.remote(function, *args, **kwargs)
 
     def may_live(self, error: BaseException) -> bool:
         """Whether Ray has given up its connection to the worker, and the pulse has not.
@@ -287,10 +226,8 @@ class ActorMember(Member):
 
     def leave(self, timeout_s: float) -> Future[bool]:
         """Let the actor's process end by itself."""
-        with self._order:
-            self._hang_up()
-            self._check_alive()
-            self.actor.__ray_terminate__.remote()
+        self._check_alive()
+        self.actor.__ray_terminate__.remote()
         return _in_thread(self._await_end, timeout_s)
 
     def _await_end(self, timeout_s: float) -> bool:
@@ -349,7 +286,7 @@ class InlineMember(Member):
         self.worker = Worker()
         self.worker.keep_in_process()
 
-    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Make the call."""
         future: Future[Any] = Future()
         future.set_result(getattr(self.worker, method)(*arguments))
@@ -378,7 +315,7 @@ class ThreadMember(InlineMember):
         super().__init__()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
 
-    def work(self, method: str, *arguments: Any, frequent: bool = False) -> Future[Any]:
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the thread."""
         return self._thread.submit(getattr(self.worker, method), *arguments)
 
@@ -399,11 +336,6 @@ def _in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
 
     threading.Thread(target=call, daemon=True).start()
     return future
-
-
-def _is_short(arguments: Any) -> bool:
-    """Whether the kernel's socket buffers hold all of it, also where the worker does not read."""
-    return isinstance(arguments, bytes) and len(arguments) < _SHORT_BYTES
 
 
 def _send_signal(pid: int, number: int) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd.cluster.channels import Requests, Served
 from raysgd.cluster.forks import end_forks_with_this_process
 from raysgd.cluster.pulses import MARGIN_S, DriverWatch, Terms
 from raysgd.cluster.serialization import Packed, dumps, pack
@@ -102,7 +101,7 @@ CONTROL_METHODS = (
 
 
 class Worker:
-    """Hosts a runner. The driver's calls reach it as an actor's methods, by a channel, or directly.
+    """Hosts a runner. The driver calls it as an actor's methods, or directly in its own process.
 
     `call` and the other methods that work run one at a time; `interrupt`, `progress` and
     `stacks` run beside them.
@@ -224,13 +223,6 @@ class Worker:
             return self._success(getattr(self._hosted, method)(**_unpickled(arguments)))
         except BaseException as error:
             return self._failure(error)
-
-    def serve(self, address: Address) -> Served:
-        """Make the calls that the driver asks for by a channel, until it hangs up."""
-        requests = Requests(address)
-        for method, arguments in requests:
-            requests.answer(self.call(method, arguments))
-        return requests.served
 
     # Messages to an older generation are ignored: they may arrive late.
 

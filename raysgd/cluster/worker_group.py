@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.cluster.channels import Channels
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.drains import Drains, Notice
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.cluster.pulses import HostPulse, Pulses, Terms
 from raysgd.cluster.spares import Spares
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
+from raysgd.comm.connection import Listener
 from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
@@ -90,7 +90,7 @@ class WorkerGroup:
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
-        self._channels = Channels()
+        self._listeners: dict[str, Listener] = {}
         self.pulses: Pulses | None = None
         """Of the workers that start from now on; None: Ray alone tells when a host is lost."""
         self._silent: list[HostPulse] = []
@@ -122,9 +122,15 @@ class WorkerGroup:
         """Watch the hosts of all workers that start from now on."""
         self.pulses = Pulses(
             terms,
-            lambda info: self._channels.listener(driver_address([info.node_ip])),
+            lambda info: self._listener(driver_address([info.node_ip])),
             lambda: [member.pulse for member in self.members or self._slots],
         )
+
+    def _listener(self, host: str) -> Listener:
+        """Return what listens at this address, for the connections that watch hosts."""
+        if host not in self._listeners:
+            self._listeners[host] = Listener(host, "raysgd-hosts")
+        return self._listeners[host]
 
     def is_cut_off(self) -> bool:
         """Whether no worker's host is there any more: it is the driver's that is cut off.
@@ -264,7 +270,7 @@ class WorkerGroup:
             resources=resources or None,
             label_selector=dict(labels or {}) or None,
         )
-        return ActorMember(actor_class.remote(catches_sigterm=True), self._channels, self.pulses)
+        return ActorMember(actor_class.remote(catches_sigterm=True), self.pulses)
 
     def nodes(self) -> set[str]:
         """Return Ray's ids of the nodes that are there."""
@@ -404,7 +410,9 @@ class WorkerGroup:
                 if reservation is not None:
                     reservation.release()
             finally:
-                self._channels.close()
+                listeners, self._listeners = self._listeners, {}
+                for listener in listeners.values():
+                    listener.close()
 
 
 def _has_ended(answer: Future[bool]) -> bool:

@@ -218,27 +218,21 @@ class Listener:
         # KeyboardInterrupt may hit when the thread runs already: the finalizer ends it then
         self._service.start()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it could not accept who came, since no descriptor was left most likely."""
-        return self._service.has_failed
-
-    def expect(self, talk: Talk, once: bool = False, key: str | None = None) -> Address:
+    def expect(self, talk: Talk, key: str | None = None) -> Address:
         """Return an address for those who may connect.
 
         Args:
             talk: coroutine function that is run in the listener's thread with each connection,
                 which is closed when it returns. It may ``detach`` the socket to keep it.
-            once: whether there is one such connection at most.
             key: what they prove to know; None: a new one.
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
-        self._service.expected[_name(key)] = key, talk, once
+        self._service.expected[_name(key)] = key, talk
         return Address(self._host, self._port, key)
 
-    def forget(self, address: Address) -> bool:
-        """Expect those no more; returns whether they were expected."""
-        return self._service.expected.pop(_name(address.key), None) is not None
+    def forget(self, address: Address) -> None:
+        """Refuse further connections to this address."""
+        self._service.expected.pop(_name(address.key), None)
 
     def close(self) -> None:
         """Stop listening and end all connections; waits for that, but in its own thread."""
@@ -253,8 +247,7 @@ class _Service:
     def __init__(self, host: str, name: str) -> None:
         self.server = socket.create_server((host, 0), backlog=1024)
         self.server.setblocking(False)
-        self.has_failed = False
-        self.expected: dict[bytes, tuple[str, Talk, bool]] = {}
+        self.expected: dict[bytes, tuple[str, Talk]] = {}
         self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._strangers: dict[socket.socket, None] = {}
         self._closed = asyncio.Event()
@@ -306,7 +299,6 @@ class _Service:
         except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
             return
         except OSError:  # no descriptor is left, most likely
-            self.has_failed = True
             self._dismiss_oldest()
             self._loop.remove_reader(self.server)
             self._loop.call_later(_RETRY_S, self._listen)
@@ -349,13 +341,13 @@ class _Service:
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
         if (found := self.expected.get(name)) is None:
             raise ConnectionAbortedError("it names no key of ours")
-        key, talk, once = found
+        key, talk = found
         mine = secrets.token_bytes(_RANDOM_BYTES)
         proof = _proof(key, b"listening", mine, theirs)
         await self._loop.sock_sendall(connection, mine + proof)
         expected = _proof(key, b"connecting", mine, theirs)
         if not hmac.compare_digest(await exactly(connection, _PROOF_BYTES), expected):
             raise ConnectionAbortedError("it does not know the key")
-        if (self.expected.pop if once else self.expected.get)(name, None) is None:
+        if name not in self.expected:
             raise ConnectionAbortedError("it is not expected any more")
         return talk

@@ -99,7 +99,6 @@ class Driver:
             method="train",
             arguments={"until_step": goal},
             max_losses=max_losses,
-            is_frequent=True,
             has_batches=True,
             can_pause=True,
         )
@@ -271,7 +270,7 @@ class SimMember(Member):
 
     # ---- what the driver calls
 
-    def work(self, method, *arguments, frequent=False):
+    def work(self, method, *arguments):
         task = Task(method, arguments)
         if self.dead:
             task.future.set_exception(self.dead)

@@ -16,7 +16,6 @@ def run(controller, method, **given):
         method=method,
         arguments=arguments,
         has_batches=has_batches,
-        is_frequent=has_batches,
         can_pause=method == "train",
         **options,
     )

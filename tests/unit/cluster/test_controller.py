@@ -131,7 +131,7 @@ class FakeMember(Member):
         self._pending = []
         self._thread = ThreadPoolExecutor(1)
 
-    def work(self, method, *arguments, frequent=False):
+    def work(self, method, *arguments):
         return self._start(self._thread.submit, method, arguments)
 
     def control(self, method, *arguments):

@@ -19,7 +19,6 @@ def train(controller, step):
         arguments={"until_step": step, "call": 0},
         has_batches=True,
         can_pause=True,
-        is_frequent=True,
         farewell="measured",
     )
     outcomes = controller.run(call)

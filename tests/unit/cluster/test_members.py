@@ -1,20 +1,15 @@
 """Handles of workers: what they say about a worker, and calls that reach it."""
 
-import linecache
 import os
 import signal
-import socket
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import ray
 import ray.exceptions
 
-from raysgd.cluster import channels, members
-from raysgd.cluster.channels import Channels, Served
+from raysgd.cluster import members
 from raysgd.cluster.members import (
     ActorMember,
     InlineMember,
@@ -25,7 +20,6 @@ from raysgd.cluster.members import (
 from raysgd.cluster.pulses import Terms
 from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
-from tests.unit.cluster.serving import serve
 
 PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
@@ -121,207 +115,6 @@ def test_work_and_control_are_calls_of_the_actor(member):
         ("progress", (), {}),
         ("execute", (print, 1), {"end": ""}),
     ]
-
-
-class Hosted:
-    """What an actor hosts; it notes its calls."""
-
-    def __init__(self):
-        self.calls = []
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def call(self, method, arguments):
-        assert self.gate.wait(20)
-        self.calls.append((method, arguments))
-        return len(self.calls)
-
-    def execute(self, function):
-        self.calls.append(function)
-
-    def serve(self, address):
-        self.calls.append("a channel")
-        return serve(address, self.call)
-
-
-class LivingActor(Actor):
-    """An actor with a work thread, in this process."""
-
-    def __init__(self):
-        super().__init__()
-        self.hosted = Hosted()
-        self.work = ThreadPoolExecutor(1)
-
-    def __getattr__(self, name):
-        return LivingMethod(self, name)
-
-
-class LivingMethod(Method):
-    def remote(self, *args):
-        self.answer = self.actor.work.submit(getattr(self.actor.hosted, self.name), *args)
-        return self
-
-    def future(self):
-        return self.answer
-
-
-@pytest.fixture
-def reached(monkeypatch):
-    """A member that is reached by channels, and what its actor hosts."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    actor, opened = LivingActor(), Channels()
-    member = ActorMember(actor, opened)
-    member.info = WorkerInfo(node_id="a", node_ip="127.0.0.1", pid=77)
-    yield member, actor.hosted
-    opened.close()
-    actor.work.shutdown()
-
-
-def test_calls_that_are_made_often_go_by_a_line(reached):
-    member, hosted = reached
-    for number in range(3):
-        assert member.work("call", "train", b"%d" % number, frequent=True).result(20) == 2 + number
-    calls = [("train", b"0"), ("train", b"1"), ("train", b"2")]
-    assert hosted.calls == ["a channel", *calls]
-
-
-def test_what_goes_by_ray_follows_on_what_goes_by_the_line(reached):
-    member, hosted = reached
-    hosted.gate.clear()
-    answers = [
-        member.work("call", "train", b"1", frequent=True),
-        member.work("call", "state_dict", b"2"),
-        member.work("call", "train", b"3", frequent=True),
-        member.work("call", "train", b"4", frequent=True),  # while the third is under way
-        member.work("call", "teardown", b"5"),
-    ]
-    assert not any(answer.done() for answer in answers)
-    hosted.gate.set()
-    for answer in answers:
-        answer.result(20)
-    done = [call[1] for call in hosted.calls if call != "a channel"]
-    assert done == [b"1", b"2", b"3", b"4", b"5"]
-
-
-def test_what_is_large_or_shared_goes_by_ray(reached):
-    member, hosted = reached
-    shared = object()  # one of Ray's references, say
-    for arguments in (bytes(2**14), shared):
-        member.work("call", "train", arguments, frequent=True).result(20)
-        assert hosted.calls.pop() == ("train", arguments)
-    assert not hosted.calls
-
-
-def test_functions_of_the_user_follow_on_what_goes_by_the_line(reached):
-    member, hosted = reached
-    member.work("call", "train", b"1", frequent=True).result(20)
-    member.execute("a function").future().result(20)
-    member.work("call", "train", b"2", frequent=True).result(20)
-    done = [call for call in hosted.calls if call != "a channel"]
-    assert done == [("train", b"1"), "a function", ("train", b"2")]
-
-
-def test_ctrl_c_at_any_moment_leaves_a_worker_that_can_be_called(reached):
-    """In each line of ours in turn; what was interrupted is carried out at once or not at all."""
-    member, hosted = reached
-    interrupted = True
-    number = 0
-    while interrupted:
-        number += 1
-        hosted.calls.clear()
-        member.work("call", "train", b"0", frequent=True).result(20)
-        interrupted = interrupts(
-            number,
-            lambda: (
-                member.work("call", "train", b"1", frequent=True).result(20),
-                member.work("call", "state_dict", b"2").result(20),
-                member.work("call", "train", b"3", frequent=True).result(20),
-            ),
-        )
-        if not interrupted:
-            break
-        member.work("call", "enter", b"4").result(20)
-        member.work("call", "train", b"5", frequent=True).result(20)
-        done = [call[1] for call in hosted.calls if call != "a channel"]
-        assert done == sorted(set(done)), number
-        assert done[-2:] == [b"4", b"5"], number
-    assert number > 50
-
-
-def interrupts(number, function):
-    """Raise KeyboardInterrupt before so many lines of ours are carried out; say if it came."""
-    files, left = (channels.__file__, members.__file__), [number]
-
-    def trace(frame, event, argument):
-        if frame.f_code.co_filename not in files:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        # Python lets no signal in between the last line of a with block and its exit
-        if event == "line" and "with self._" not in line:
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-def test_a_call_that_was_given_up_does_not_come_after_what_followed(reached):
-    member, hosted = reached
-    hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
-    hosted.gate.clear()
-    given_up = member.work("call", "train", b"1", frequent=True)
-    followed = member.work("call", "enter", b"2")
-    hosted.gate.set()
-    assert followed.result(20)
-    with pytest.raises(RuntimeError, match="given up"):
-        given_up.result(20)
-    assert hosted.calls == [("enter", b"2")]
-
-
-def test_nor_after_the_next_that_is_made_like_it(reached):
-    member, hosted = reached
-    serve_at = hosted.serve
-    hosted.serve = lambda address: hosted.gate.wait(20) and Served(0, None)
-    hosted.gate.clear()
-    given_up = member.work("call", "train", b"1", frequent=True)
-    member.work("call", "enter", b"2")
-    hosted.serve = serve_at
-    followed = member.work("call", "train", b"3", frequent=True)
-    hosted.gate.set()
-    assert followed.result(20)
-    with pytest.raises(RuntimeError, match="given up"):
-        given_up.result(20)
-    assert [call for call in hosted.calls if call != "a channel"] == [
-        ("enter", b"2"),
-        ("train", b"3"),
-    ]
-
-
-@pytest.mark.parametrize("why", ["nothing can listen", "nobody can connect"])
-def test_where_there_can_be_no_line_all_goes_by_ray(reached, monkeypatch, why):
-    member, hosted = reached
-    if why == "nothing can listen":
-        # documentation's own addresses (RFC 5737) belong to no machine
-        monkeypatch.setattr(members, "driver_address", lambda addresses: "203.0.113.1")
-    else:
-        hosted.serve = lambda address: serve(address._replace(port=closed_port()), hosted.call)
-    for number in range(3):
-        assert member.work("call", "train", b"%d" % number, frequent=True).result(20) == 1 + number
-    assert [call[1] for call in hosted.calls if call != "a channel"] == [b"0", b"1", b"2"]
-
-
-def closed_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):

@@ -166,19 +166,9 @@ def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
             assert closed_at_once(stranger)
 
 
-def test_what_is_expected_once_comes_once(listener):
-    address = listener.expect(echo, once=True)
-    with connect(address, WAIT_S) as connection:
-        assert echoed(connection, b"?") == b"?"
-        with pytest.raises(ConnectionError):
-            connect(address, WAIT_S)
-        assert not listener.forget(address)
-        assert echoed(connection, b"!") == b"!"
-
-
 def test_what_is_forgotten_is_refused_and_the_rest_is_not(listener):
     first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
-    assert listener.forget(first)
+    listener.forget(first)
     with pytest.raises(ConnectionError):
         connect(first, WAIT_S)
     assert first.port == second.port
@@ -333,7 +323,6 @@ def test_without_a_descriptor_it_accepts_when_there_is_one(monkeypatch):
         with connect(listener.expect(echo), WAIT_S) as connection:
             assert echoed(connection, b"?") == b"?"
         assert listener._service.server.failures == 3
-        assert listener.has_failed
     finally:
         listener.close()
 
