@@ -126,10 +126,6 @@ class Runner(Protocol):
     attributes.
     """
 
-    @property
-    def imports(self) -> Sequence[str]:
-        """Names of modules that it will need, which a worker or a spare process imports ahead."""
-
     def prepare(self, context: WorkerContext) -> None:
         """Adjust the process (threads, devices) before the process group exists."""
 

@@ -73,10 +73,7 @@ class OperatorTrainer:
         self._options = options = options.decided()  # which may start Ray
         runner = runner_cls(options)
         self._controller = controller = Controller(
-            # the hook comes before any import
-            WorkerGroup(
-                options.group(start_timeout_s), () if initialization_hook else runner.imports
-            ),
+            WorkerGroup(options.group(start_timeout_s)),
             runner,
             options.transport() if options.num_workers > 1 else None,
             initialization_hook,

@@ -28,8 +28,6 @@ _LOOK_EVERY_S = 0.25
 """How often to ask whether there is room for a worker."""
 _SAID_S = 10.0
 """After how long a silence of Ray's head the log tells of it."""
-_SETTLED_S = 10.0
-"""How long a group has to have its full size before it gets spares."""
 _FIRST_MOMENT_S = COME_UP_S
 """How long the first start waits at least for late workers, when ``min_workers`` are ready."""
 _MOMENT_S = 0.5
@@ -176,8 +174,6 @@ class ScaleUp:
                 self._group.give_back()
         if missing > 0 and self._failures < self._config.max_attempts:
             self._advance(self._started(generation, starting, num_staying))
-        elif missing <= 0 and not starting and self._may_have_spares():
-            self._group.spares.keep_on(list({member.node_id for member in self._group.members}))
 
     def _is_sure(self, replacement: Replacement) -> bool:
         """Whether it has room, on a host that is there."""
@@ -201,12 +197,6 @@ class ScaleUp:
             elif replacement.is_ready:
                 deaths = self._deaths[replacement.slot]
                 deaths[:] = [step for step in deaths if step not in replacement.passed]
-
-    def _may_have_spares(self) -> bool:
-        # A spare comes too late for a short run, and would only slow it down. It gets no GPU, since
-        # Ray assigns those to a process as it starts.
-        settled = self._group.clock.monotonic() - self._resized_at >= _SETTLED_S
-        return settled and self._config.warm_spares and not self._group.options.num_gpus
 
     def _started(self, generation: int, starting: bool, num_staying: int) -> list[Replacement]:
         """Start those that are missing beside the members that stay."""

@@ -6,7 +6,6 @@ Nothing here needs Ray: a worker in the driver's process is the same object.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import pickle
@@ -167,13 +166,6 @@ class Worker:
 
         return self._attempt(create)
 
-    def import_ahead(self, modules: Sequence[str]) -> None:
-        """Import what the runner will need; a spare does so before there is one."""
-        if missing := [module for module in modules if module not in sys.modules]:
-            with frozen_imports():
-                for module in missing:
-                    importlib.import_module(module)
-
     def keep_in_process(self) -> None:
         """Say that driver and worker share a process: nothing is pickled."""
         self._remote = False
@@ -181,13 +173,7 @@ class Worker:
     def prepare(self, context: WorkerContext) -> Outcome:
         """Adjust the process before the process group is made."""
         self._rank = context.world_rank
-
-        def prepare() -> None:
-            self._hosted.prepare(context)
-            if self._remote:
-                self.import_ahead(self._hosted.imports)
-
-        return self._attempt(prepare)
+        return self._attempt(lambda: self._hosted.prepare(context))
 
     def enter(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False

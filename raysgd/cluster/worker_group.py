@@ -16,7 +16,6 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.drains import Drains, Notice
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.cluster.pulses import HostPulse, Pulses, Terms
-from raysgd.cluster.spares import Spares
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.comm.connection import Listener
 from raysgd.comm.network import driver_address
@@ -74,12 +73,10 @@ class WorkerGroup:
     def __init__(
         self,
         options: GroupOptions,
-        imports: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:
         self.options = options
         self.clock = clock or Clock()
-        self.spares = Spares(self._new_spare, imports)
         self.members: list[Member] = []
         self.drains = Drains(self.clock)
         self.doubted: list[Any] = []
@@ -232,45 +229,22 @@ class WorkerGroup:
                 raise
 
     def new_member(self, slot: Any) -> Member:
-        """Start a worker in a slot, or let a spare move in; it is no member of the group yet."""
+        """Start a worker in a slot; it is no member of the group yet."""
         options = self.options
-        member: Member | None
+        member: Member
         if slot is self._local:
             member = InlineMember() if options.inline else _local_member()
         else:
-            member = self.spares.take(slot.node_id) if self.spares else None
-        if member is None:
-            member = self._new_actor(
-                slot.strategy,
-                options.num_cpus,
-                options.num_gpus,
-                dict(options.resources),
-                slot.label_selector,
+            actor_class = _actor_class().options(
+                scheduling_strategy=slot.strategy,
+                num_cpus=options.num_cpus,
+                num_gpus=options.num_gpus,
+                resources=dict(options.resources) or None,
+                label_selector=dict(slot.label_selector or {}) or None,
             )
+            member = ActorMember(actor_class.remote(catches_sigterm=True), self.pulses)
         self._slots[member] = slot
         return member
-
-    def _new_spare(self, node_id: str) -> Member:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return self._new_actor(NodeAffinitySchedulingStrategy(node_id, soft=False))
-
-    def _new_actor(
-        self,
-        strategy: Any,
-        num_cpus: float = 0,
-        num_gpus: float = 0,
-        resources: dict[str, float] | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> Member:
-        actor_class = _actor_class().options(
-            scheduling_strategy=strategy,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            resources=resources or None,
-            label_selector=dict(labels or {}) or None,
-        )
-        return ActorMember(actor_class.remote(catches_sigterm=True), self.pulses)
 
     def nodes(self) -> set[str]:
         """Return Ray's ids of the nodes that are there."""
@@ -399,7 +373,6 @@ class WorkerGroup:
             self.members = []
             self._slots.clear()
             self._extra.clear()
-            self.spares.stop()
             for member in everyone:
                 if member in leaving and not _has_ended(leaving[member]):
                     member.kill_process()  # for Ray it is dead already

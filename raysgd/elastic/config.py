@@ -46,10 +46,6 @@ class ElasticConfig:
     """Whether survivors go on in their processes; otherwise all restart from the snapshot."""
     grow: bool = True
     """Whether lost workers are replaced, and missing ones added when there is room."""
-    warm_spares: bool = True
-    """Whether to keep one process a node that has imported torch, once training has run for 10 s,
-    so that a lost worker is replaced within a second. It takes memory and no CPU; there is none
-    where workers use GPUs or the trainer has an ``initialization_hook``."""
     snapshot_every: Literal["epoch"] | int | None = "epoch"
     """How often the driver gets a copy of the state, for the case that all workers are lost: at the
     start of each epoch, after so many steps, or never."""
@@ -79,7 +75,7 @@ class ElasticConfig:
             raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
         self._check_number("factor", self.factor, lowest=1.0)
         self._check_number("jitter", self.jitter, highest=1.0)
-        for name in ("in_place", "grow", "warm_spares"):
+        for name in ("in_place", "grow"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"ElasticConfig({name}={getattr(self, name)!r}): must be True or False."

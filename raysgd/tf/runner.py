@@ -22,8 +22,6 @@ class TFRunner(OperatorRunner):
     TensorFlow is imported in `setup`, when everything is in the environment that it reads.
     """
 
-    # TensorFlow reads the driver's choice of Keras as it is imported
-    imports = ()
     _options: TFOptions
 
     # ---- life

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 class TorchRunner(OperatorRunner):
     """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
 
-    imports = ("raysgd.torch", "torch.distributed")
     _options: TorchOptions
 
     # ---- life

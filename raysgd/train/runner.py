@@ -30,8 +30,6 @@ class FunctionRunner:
         full_size: workers of the full group, where steps keep the size that they have there.
     """
 
-    imports: Sequence[str] = ()
-
     def __init__(
         self,
         share_gpus: bool,

@@ -301,7 +301,6 @@ ELASTIC_FIELDS = {
     "hang_timeout_s": None,
     "in_place": True,
     "grow": True,
-    "warm_spares": True,
     "snapshot_every": "epoch",
 }
 

@@ -9,12 +9,11 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd.callbacks import EMA
-from raysgd.cluster import scaling as scale_up
 from raysgd.data import Dataset
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
-from tests.conftest import alive_actors, wait_until
-from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order, pids_of
+from tests.conftest import wait_until
+from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
 from tests.ledger import SlowLedger, check_ledger, ledger_of, ledger_trainer
 from tests.operators import fingerprint
 from tests.shared import Shared
@@ -154,26 +153,14 @@ class Fragile(SlowLedger):
         super().setup(config)
 
 
-@pytest.mark.slow("a process starts that nobody waits for, and takes a place later")
-def test_a_spare_process_takes_a_lost_place_in_the_data_set_of_the_call(two, monkeypatch):
-    monkeypatch.setattr(scale_up, "_SETTLED_S", 0.0)
-    # The first test of these two workers: none has trained for as long as a group without a loss
-    # goes without a spare.
-    trainer, others = two.trainer, {actor["ActorID"] for actor in alive_actors()}
-
-    def spares():
-        trainer.train(num_steps=1)
-        new = [actor for actor in alive_actors() if actor["ActorID"] not in others]
-        return [actor["Pid"] for actor in new if actor["State"] == "ALIVE"]
-
-    wait_until(spares, timeout_s=90)
-    (spare,) = spares()
-    trainer.load_state_dict(two.start)
+@pytest.mark.slow("a replacement worker starts")
+def test_a_replacement_trains_on_the_data_set_of_the_call(two):
+    trainer = two.trainer
     dataset = Dataset(range(2000), batch_size=4)
     trainer.train(num_steps=10, dataset=dataset)
     with Chaos(trainer, [Fault(rank=1, step=12)]):
         trainer.train(max_retries=1, dataset=dataset)
-    assert spare in pids_of(trainer)
+    assert two.kinds == ["lost", "resumed", "grown"]
     assert trainer.epoch == 1
     assert torch.equal(ledger_of(trainer), torch.ones(2000))
 

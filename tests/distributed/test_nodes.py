@@ -32,7 +32,6 @@ logging.basicConfig(level=logging.WARNING)
 
 class Places:
     # the execution layer needs no framework: this runner says where it is
-    imports = ()
     def prepare(self, context): self.context = context
     def setup(self, context): pass
     def rejoin(self, context, leader): self.context = context

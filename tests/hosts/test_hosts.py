@@ -20,7 +20,7 @@ from tests.hosts.network import Hosts, why_not
 NUM_WORKERS = 3
 NUM_SAMPLES = 4 * NUM_WORKERS * 50
 GRACE_S = 40.0 if IN_SOAK else 6.0
-ELASTIC = {"initial_s": 0.2, "max_s": 2.0, "warm_spares": False}
+ELASTIC = {"initial_s": 0.2, "max_s": 2.0}
 
 pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes seconds")
 

@@ -30,7 +30,6 @@ class StoppedError(Exception):
 class FakeRunner:
     """Each rank does what its `script` says, a function of the runner."""
 
-    imports = ()
     step = 0
 
     def warm_up(self):

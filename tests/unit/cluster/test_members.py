@@ -29,8 +29,6 @@ NO_PROCESS = 2**30
 class FakeRunner:
     """A runner whose method `run` calls what it is given."""
 
-    imports = ()
-
     def progress(self):
         return Progress()
 

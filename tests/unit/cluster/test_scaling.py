@@ -11,14 +11,6 @@ from tests.blackbox.simulation.seam import LostError
 from tests.unit.cluster.clock import ManualClock
 
 
-class FakeSpares:
-    def __init__(self):
-        self.nodes = None
-
-    def keep_on(self, nodes):
-        self.nodes = sorted(nodes)
-
-
 class FakeMember(str):
     remote = True
 
@@ -37,7 +29,6 @@ class FakeGroup:
         self.slots = list(range(num_workers))
         self.taken = list(range(present))
         self.discarded = []
-        self.spares = FakeSpares()
         self.doubted = []
         self.drains = Drains(clock)
 
@@ -468,22 +459,3 @@ def test_to_stop_before_there_is_a_worker_is_harmless(make, monkeypatch):
     scale_up.tend(1)
     scale_up.stop()
     assert group.discarded == []
-
-
-def test_a_full_group_gets_spares_once_it_has_settled(make, clock):
-    scale_up, group = make(present=3)
-    scale_up.tend(1)
-    assert group.spares.nodes is None
-    clock.now += 10.0
-    scale_up.tend(1)
-    assert group.spares.nodes == [f"node of member{index}" for index in range(3)]
-
-
-@pytest.mark.parametrize("present", [2, 3])
-def test_there_are_no_spares_while_workers_are_missing_or_where_none_are_wanted(
-    make, clock, present
-):
-    scale_up, group = make(present=present, warm_spares=present == 2)
-    clock.now += 100.0
-    scale_up.tend(1)
-    assert group.spares.nodes is None

@@ -1,7 +1,6 @@
 """What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
 
 import asyncio
-import gc
 import pickle
 import re
 import sys
@@ -24,8 +23,6 @@ PACKAGE = raysgd.__path__[0]
 
 class FakeRunner:
     """A runner whose method `run` calls what it is given."""
-
-    imports = ()
 
     def __init__(self):
         self.calls = []
@@ -453,32 +450,11 @@ def test_the_hook_runs_before_the_runner_is_unpickled():
 class Loud:
     """Says when it is unpickled."""
 
-    imports = ()
-
     def __getstate__(self):
         return {"name": "runner"}
 
     def __setstate__(self, state):
         Loud.heard(state["name"])
-
-
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_process_of_its_own_loads_ahead_what_the_runner_will_need(monkeypatch, remote):
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    worker = Worker()
-    runner = FakeRunner()
-    runner.imports = ["colorsys"]
-    if not remote:
-        worker.keep_in_process()
-    worker.create(None, runner, None, [])
-    assert "colorsys" not in sys.modules  # what `prepare` sets may matter to it
-    frozen = gc.get_freeze_count()
-    assert worker.prepare(WorkerContext()).kind == "ok"
-    assert ("colorsys" in sys.modules) == remote
-    assert (gc.get_freeze_count() > frozen) == remote
-    frozen = gc.get_freeze_count()
-    worker.prepare(WorkerContext(generation=2))
-    assert gc.get_freeze_count() <= frozen  # what training made since is not frozen
 
 
 def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path):

@@ -22,7 +22,6 @@ DEFAULTS = {
     "driver_grace_s": 60.0,
     "in_place": True,
     "grow": True,
-    "warm_spares": True,
     "snapshot_every": "epoch",
     "global_batch": "keep",
 }
