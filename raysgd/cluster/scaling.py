@@ -6,7 +6,6 @@ A start is a scale-up from none. So one that is lost meanwhile is replaced alone
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -28,13 +27,12 @@ _LOOK_EVERY_S = 0.25
 """How often to ask whether there is room for a worker."""
 _SAID_S = 10.0
 """After how long a silence of Ray's head the log tells of it."""
-_FIRST_MOMENT_S = COME_UP_S
-"""How long the first start waits at least for late workers, when ``min_workers`` are ready."""
-_MOMENT_S = 0.5
-"""The same after a loss."""
-_MAX_DEATHS = 3
-"""So often in a row workers of one place may die in their setup, or as they join, before there is a
-wait; if nobody has managed its setup that is the error of a start."""
+_GRACE_S = COME_UP_S
+"""How long a start waits for late workers once ``min_workers`` are ready."""
+_RESTART_GRACE_S = 0.5
+"""The same in a restart that late workers can join later."""
+_MAX_SETUP_CRASHES = 3
+"""How many crashes in a row in the ``setup`` of one slot are an error."""
 
 
 Goal = Literal["room", "process", "setup"]
@@ -81,17 +79,13 @@ class ScaleUp:
         where a loss breaks that, each sets up alone, which is done when it is done."""
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
-        self._deaths: dict[Any, list[Step]] = defaultdict(list)
-        """In which step of their way the workers of a place died, since one was ready."""
-        self._losses: deque[tuple[Any, Step | None]] = deque(maxlen=_MAX_DEATHS)
-        """The places of the newest losses, and in which step each was; None: a member."""
+        self._crashes: dict[Any, tuple[Step, int]] = {}
+        """In which step the newest workers of a slot were lost, and how many in a row."""
         self._failures = 0
         self._retry_at: dict[Any, float] = {}
-        self._began = self._resized_at = self._group.clock.monotonic()
+        self._resized_at = self._group.clock.monotonic()
         self._enough_at: float | None = None
         self._is_first = True
-        self._is_calm = True
-        """Whether nobody was lost yet, so that a start may take its time."""
         self._says_silent = False
         self.error: BaseException | None = None
         """Why the newest worker failed, where another one would fail in the same way."""
@@ -111,7 +105,6 @@ class ScaleUp:
             wait_s: how long to look elsewhere only.
         """
         self._lost_slots.append(slot)
-        self._losses.append((slot, None))
         self.try_again()
         if is_doubted and slot not in self._group.doubted:
             self._group.doubted.append(slot)
@@ -194,9 +187,6 @@ class ScaleUp:
             missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
-            elif replacement.is_ready:
-                deaths = self._deaths[replacement.slot]
-                deaths[:] = [step for step in deaths if step not in replacement.passed]
 
     def _started(self, generation: int, starting: bool, num_staying: int) -> list[Replacement]:
         """Start those that are missing beside the members that stay."""
@@ -228,47 +218,32 @@ class ScaleUp:
         return self._replacements[len(taken) :]
 
     def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
-        """Give a replacement worker up, and start another: at once if it was lost, as others are.
+        """Drop a replacement worker, and start another: immediately if it was lost.
 
-        After an error, or where one place loses its workers in the same step again and again, that
-        is after a while.
+        There is a wait after an exception, and if a slot loses its workers again and again in the
+        same step.
         """
         error = error or replacement.error or RuntimeError("it did not join")
         self.drop(replacement)
         self._on_failure(replacement.member, error)
+        slot, step = replacement.slot, replacement.step
         if is_loss(error):
-            self._is_calm = False
-            self._lost_slots.append(replacement.slot)
-            deaths = self._deaths[replacement.slot]
-            deaths.append(replacement.step)
-            self._losses.append((replacement.slot, replacement.step))
-            is_late = replacement.step in ("set up", "join")
-            most = _MAX_DEATHS if is_late else self._config.max_attempts
-            if deaths[-most:] != [replacement.step] * most:
+            self._lost_slots.append(slot)
+            before, count = self._crashes.get(slot, (step, 0))
+            count = count + 1 if step == before else 1
+            self._crashes[slot] = step, count
+            in_setup = step == "set up"
+            if count < (_MAX_SETUP_CRASHES if in_setup else self._config.max_attempts):
                 return
-            # a group that has trained knows that setup works: what kills it there is likely to end
-            is_reason = self._is_first and self._can_join and self._is_no_chance()
-            if replacement.step == "set up" and is_reason:
+            if in_setup:
                 self.error = _died_in_setup(replacement, error)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # what took too long may have been stopped by chance
         wait_s = backoff_s(self._failures, self._config, self._draw())
-        self._retry_at[replacement.slot] = self._group.clock.monotonic() + wait_s
+        self._retry_at[slot] = self._group.clock.monotonic() + wait_s
         self._failures += 1
         if self._failures == self._config.max_attempts:
             logger.warning("Giving up on replacement workers after %d failures.", self._failures)
-            if is_loss(error) and replacement.step == "set up":
-                self.error = _died_in_setup(replacement, error)
-
-    def _is_no_chance(self) -> bool:
-        """Whether a setup that has lost three workers in one place is the reason, and not chance.
-
-        Chance hits others too, and leaves nobody out for long: where no other place loses workers,
-        or none has managed its setup, it is not chance.
-        """
-        if not any(replacement.has_set_up for replacement in self._replacements):
-            return True
-        return len(set(self._losses)) == 1
 
     def drop(self, replacement: Replacement) -> None:
         """End a replacement worker."""
@@ -303,33 +278,24 @@ class ScaleUp:
     def begin(self) -> None:
         """Note that a group is to begin, of those that come up."""
         self.try_again()
-        self._began, self._enough_at = self._group.clock.monotonic(), None
+        self._enough_at = None
 
     def are_enough(self, min_workers: int) -> bool:
         """Whether members and those that may join are so many.
 
-        Where there is no group yet, a moment is given to those that are late.
+        A start gives late workers some time. It does not begin without the driver's own worker.
         """
         num_members, now = len(self._group.members), self._group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:
-            self._enough_at = None
             return False
-        if self._enough_at is None:
-            self._enough_at = now
         late = [r.member for r in self._replacements if r.member is not None and not r.is_ready]
         if num_members or not late:
             return True
-        coming = {(r.slot, "set up") for r in self._replacements if not r.is_ready}
-        if self._is_first and len(losses := set(self._losses)) == 1 and losses <= coming:
-            return False  # one in the same place shows whether that was chance
-        is_over = now >= self._enough_at + self._moment_s(self._enough_at - self._began)
-        return is_over and all(member.remote for member in late)
-
-    def _moment_s(self, took_s: float) -> float:
-        if self._is_first and self._is_calm:
-            return max(_FIRST_MOMENT_S, took_s)
-        # whoever can join later costs less then than a wait costs now
-        return _MOMENT_S if self._can_join and self._rejoins else max(_MOMENT_S, took_s)
+        if self._enough_at is None:
+            self._enough_at = now
+        can_wait = self._can_join and self._rejoins and not self._is_first
+        grace_s = _RESTART_GRACE_S if can_wait else _GRACE_S
+        return now >= self._enough_at + grace_s and all(member.remote for member in late)
 
     def set_up_alone(self, generation: int) -> None:
         """Let those that are left set up alone, where they can: the first try together is over."""
@@ -342,7 +308,7 @@ class ScaleUp:
         """Note that replacement workers are members now."""
         for replacement in replacements:
             self._replacements.remove(replacement)
-            self._deaths.pop(replacement.slot, None)
+            self._crashes.pop(replacement.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
         self._is_first = False
         self.try_again()
@@ -400,17 +366,6 @@ class Replacement:
         """What it is at, or was at when it failed."""
         self.is_ready = False
         self.error: BaseException | None = None
-
-    @property
-    def has_set_up(self) -> bool:
-        """Whether its ``setup`` is done, which it made alone."""
-        return self.is_ready and self._goal == "setup"
-
-    @property
-    def passed(self) -> Sequence[Step]:
-        """The steps that are behind one that is ready."""
-        done: tuple[Step, ...] = ("come up", "start")
-        return (*done, "set up") if self.has_set_up else done
 
     def advance(self) -> None:
         """Take the next step towards the group if it can be taken; never waits."""
@@ -507,8 +462,8 @@ def _died_in_setup(replacement: Replacement, error: BaseException) -> WorkerLost
     assert member is not None
     cause = cause_of(member, error)
     return WorkerLostError(
-        f"The process of worker {replacement.rank} died {_MAX_DEATHS} times in a row in setup "
-        f"while the workers were starting, the last time on {member.name}: {cause}",
+        f"The process of worker {replacement.rank} died {_MAX_SETUP_CRASHES} times in a row in "
+        f"setup while the workers were starting, the last time on {member.name}: {cause}",
         rank=replacement.rank,
         node_id=member.node_id,
         cause=cause,

