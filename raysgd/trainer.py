@@ -758,7 +758,6 @@ class OperatorTrainer:
             ValueError: unless one of `node_id` and `rank` is given, and is there; or if
                 `deadline_s` is below 0.
         """
-        self._controller.check_process()
         if (node_id is None) == (rank is None):
             raise ValueError(
                 f"drain(node_id={node_id!r}, rank={rank!r}): must be given one of the two."
@@ -1031,7 +1030,6 @@ class OperatorTrainer:
                 f"This {type(self).__name__} is shut down, and what its workers held is gone: call "
                 "save() or get_model() before, and create a new one to train on."
             )
-        self._controller.check_process()
         self._writer.raise_failure()
 
 

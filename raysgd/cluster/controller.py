@@ -85,9 +85,6 @@ _START_TICK_S = 0.01
 _UNEVEN_TICK_S = 0.25
 """How often to look at it while some workers have returned and others have not."""
 
-_of_parent: list[WorkerGroup] = []
-"""In a fork, for good: Ray ends an actor also where a fork lets go of the last handle of it."""
-
 
 class _CutOffError(Exception):
     """Workers that were about to be a group were stopped, since the driver's host was cut off."""
@@ -200,7 +197,6 @@ class Controller:
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers are those of the process that forked this one
-            _of_parent.append(self._group)
             return
         try:
             self._scale_up.stop()
@@ -243,6 +239,7 @@ class Controller:
         return self.state
 
     def _check_open(self) -> None:
+        self.check_process()
         if self._is_shut_down:
             raise RuntimeError(_SHUT_DOWN)
 
@@ -693,7 +690,7 @@ class Controller:
                 break
         if self._generation.pause is not None:  # nobody joined, so that nobody was told to go on
             self._let_pause(None)
-            self._generation.pause = None  # and not before, as Ctrl-C may come in between
+            self._generation.pause = None
 
     def _make_generation(self) -> None:
         """Make a new generation of the survivors and the replacement workers that are ready."""

@@ -215,7 +215,6 @@ class Listener:
         self._service = _Service(host, name)
         self._port: int = self._service.server.getsockname()[1]
         self._end = weakref.finalize(self, self._service.end)
-        # KeyboardInterrupt may hit when the thread runs already: the finalizer ends it then
         self._service.start()
 
     def expect(self, talk: Talk, key: str | None = None) -> Address:

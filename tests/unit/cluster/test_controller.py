@@ -660,25 +660,6 @@ def test_after_ctrl_c_the_next_call_goes_on(start):
     assert kinds(controller) == ["started", "resumed"]
 
 
-def test_ctrl_c_while_a_pause_is_taken_back_leaves_none_behind(start, monkeypatch):
-    controller = start(2)
-    runners = [member.worker.runner for member in controller.members]
-    controller._generation.pause = 5
-    for runner in runners:
-        runner.pause = 5
-
-    def interrupted(method, *arguments):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(controller.members[1], "control", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(controller, "work")
-    script(controller, r0=lambda r: 1, r1=lambda r: 2)
-    run(controller, "work")
-    assert [runner.pause for runner in runners] == [None, None]
-
-
 def test_whoever_waits_is_told_how_far_the_workers_are(start):
     controller = start(2)
     told, enough = [], threading.Event()

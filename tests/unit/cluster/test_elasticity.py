@@ -495,22 +495,6 @@ def test_a_replacement_that_never_joins_does_not_take_the_others_along(world):
     assert "lost" not in kinds(controller)
 
 
-def test_ctrl_c_while_replacements_join_leaves_a_group_that_can_be_used(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    world.room = 3
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    world.on_meeting.append(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_until(controller, 400)
-    world.plan(0.0, lambda: [m.end("stopped") for m in world.workers if m.is_at("enter")])
-    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
-    assert len(world.workers) == 3
-
-
 # ---- errors of the user
 
 

@@ -355,34 +355,3 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch):
             with pytest.raises(RuntimeError, match="new thread"):
                 Listener(HOST, "test")
     assert len(os.listdir("/dev/fd")) == before
-
-
-def test_ctrl_c_as_the_thread_starts_is_raised_and_leaves_nothing(monkeypatch):
-    start, started = threading.Thread.start, []
-
-    def interrupted(thread):
-        started.append(thread)
-        start(thread)
-        raise KeyboardInterrupt
-
-    before = len(os.listdir("/dev/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            Listener(HOST, "test")
-    gc.collect()
-    started[0].join(WAIT_S)
-    assert len(os.listdir("/dev/fd")) == before
-
-
-def test_what_a_forked_process_does_to_its_copy_is_none_of_the_owners_business(listener):
-    address = listener.expect(echo)
-    with connect(address, WAIT_S) as connection:
-        assert echoed(connection, b"?") == b"?"
-        if (pid := os.fork()) == 0:
-            listener._end()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        assert echoed(connection, b"?") == b"?"
-        with connect(address, WAIT_S) as another:
-            assert echoed(another, b"?") == b"?"
