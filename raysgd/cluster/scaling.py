@@ -293,8 +293,8 @@ class ScaleUp:
             return True
         if self._enough_at is None:
             self._enough_at = now
-        can_wait = self._can_join and self._rejoins and not self._is_first
-        grace_s = _RESTART_GRACE_S if can_wait else _GRACE_S
+        may_join_later = self._can_join and self._rejoins and not self._is_first
+        grace_s = _RESTART_GRACE_S if may_join_later else _GRACE_S
         return now >= self._enough_at + grace_s and all(member.remote for member in late)
 
     def set_up_alone(self, generation: int) -> None:
