@@ -31,6 +31,8 @@ class WorkerContext:
     distributed: bool = False
     """Whether there is a process group; with ``num_workers=1`` there is none."""
     num_cpus: float = 1
+    alone: bool = False
+    """Whether the process group has this worker alone, which joins the others after its setup."""
     in_driver: bool = False
     """Whether this worker lives in the driver's process (``use_local``)."""
     node_ip: str = "127.0.0.1"
@@ -59,8 +61,6 @@ class Progress:
     num_covered: int | None = None
     """Samples that all workers together, lost ones included, have trained on in the newest call;
     None where the loader is not shared out by us."""
-    unshared: bool = False
-    """Whether the loader of the newest call was to be shared out, and is of a kind that cannot."""
     step_s: float = 0.0
     """Mean seconds of a step in the segment under way; 0 where that is unknown."""
     snapshot: int | None = None

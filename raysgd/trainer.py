@@ -711,6 +711,15 @@ class OperatorTrainer:
 
     # ---- workers
 
+    def describe_data(self) -> dict[str, str]:
+        """Return how the workers divide each registered loader, by its name.
+
+        A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
+        "read whole by each worker", with the reason.
+        """
+        descriptions: dict[str, str] = self._call(Call(method="describe_data"))[0]
+        return descriptions
+
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call `fn` on every worker and return what it returned, by rank.
 

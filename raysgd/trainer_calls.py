@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -100,7 +99,7 @@ class Calls:
         self._numbers = itertools.count()
         self._paused: TrainCall | None = None
         self._newest: TrainCall | None = None
-        self._looked_at: set[str] = set()
+        self._has_checked_counts = False
         self._failed_validation: int | None = None
         self._limits = Limits()
         self._log_every: int | None = None
@@ -277,12 +276,16 @@ class Calls:
         self, method: str, results: Sequence[Mapping[str, Any]], lost: bool
     ) -> dict[str, Any]:
         merged = merge_workers(results)
-        progress = self._controller.progress
-        if method not in self._looked_at and len(results) > 1:
-            self._looked_at.add(method)  # one look is enough to see whether they read the same
-            if doubt := _doubt(method, results, progress.unshared):
-                logger.warning(doubt)
-        covered = progress.num_covered
+        covered = self._controller.progress.num_covered
+        if method == "validate" and not self._has_checked_counts and len(results) > 1:
+            self._has_checked_counts = True
+            if _counts_batches(results):
+                logger.warning(
+                    "validate() of the operator returns no %r, so that each worker counts by its "
+                    "batches, however many samples these have: its means are not exact then. "
+                    "Return it beside them.",
+                    NUM_SAMPLES,
+                )
         if lost and covered is not None and NUM_SAMPLES in merged:
             # the steps are done, though what a lost worker measured of them is gone with it
             merged[NUM_SAMPLES] = covered
@@ -293,27 +296,13 @@ def _next_multiple(number: int, step: int) -> int:
     return (step // number + 1) * number
 
 
-def _doubt(method: str, results: Sequence[Mapping[str, Any]], unshared: bool) -> str | None:
-    """Say what is most likely wrong with what several workers measured; None where nothing is."""
+def _counts_batches(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether workers have measured different means without saying of how many samples."""
     first, *others = results
     means = {
         name: mean
         for name, mean in first.items()
         if isinstance(mean, float) and not isinstance(mean, Computed)
     }
-    telling = {n: mean for n, mean in means.items() if math.isfinite(mean) and mean % 1}
-    if unshared and telling and all(other.items() >= telling.items() for other in others):
-        name, mean = next(iter(telling.items()))
-        return (
-            f"All {len(results)} workers measured the same in {method}() ({name}={mean:g}): each "
-            "seems to read all of the loader, which is of a kind that cannot be shared out. Let "
-            "each read a part of its own, by self.world_rank and self.world_size."
-        )
     differ = any(other.get(name) != mean for name, mean in means.items() for other in others)
-    if method == "validate" and NUM_SAMPLES not in first and differ:
-        return (
-            f"validate() of the operator returns no {NUM_SAMPLES!r}, so that each worker counts by "
-            "its batches, however many samples these have: its means are not exact then. Return it "
-            "beside them."
-        )
-    return None
+    return NUM_SAMPLES not in first and differ

@@ -195,7 +195,7 @@ class Worker:
             self._hosted.request_stop(False)
             self._hosted.pause_at(None)
             if leader is None:
-                self._hosted.setup(context)
+                self._hosted.setup(replace(context, alone=alone))
                 if alone:
                     self._hosted.warm_up()
             else:
@@ -329,8 +329,11 @@ class Worker:
         kind: OutcomeKind = "user"
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_progress())
+        advice = "" if self._backend is None else self._backend.advice(error)
         if self._interrupted:
             kind = "cut off" if self._cut_off else "stopped"
+        elif advice:
+            error.add_note(advice)
         elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
             kind = "communication"
         progress = self._safe_progress()

@@ -63,6 +63,10 @@ class Backend(ABC):
     def is_communication_error(self, error: BaseException) -> bool:
         """Whether `error` says that talking to other workers failed."""
 
+    def advice(self, error: BaseException) -> str:
+        """Return what to do about an error that follows from the end of an earlier generation."""
+        return ""
+
     def unreachable(self, silence_s: float) -> Sequence[int]:
         """Return the ranks of workers whose hosts have been silent for so long; runs on a worker.
 

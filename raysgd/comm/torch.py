@@ -46,6 +46,9 @@ _LOOK_EVERY_S = 1.0
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
+_STALE = ("in the world group map", "please create group with", "Invalid process group")
+"""Parts of the ValueErrors that PyTorch raises for groups that are not of this generation."""
+
 
 @dataclass(frozen=True)
 class TorchRendezvous:
@@ -212,6 +215,16 @@ class TorchBackend(Backend):
         """Whether gloo, NCCL or the store raised `error`."""
         return isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+        )
+
+    def advice(self, error: BaseException) -> str:
+        """Name the hook if user code uses a process group of an earlier generation."""
+        if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):
+            return ""
+        return (
+            "This process group ended when the workers formed a new one, after a loss or because "
+            "workers joined. Call torch.distributed.new_group in on_world_change(self) of the "
+            "operator, which runs for each new group, and not in setup."
         )
 
     def close(self) -> None:

@@ -9,7 +9,24 @@ from typing import Any
 
 from raysgd.data.shard import Place, Shard, places_of
 
-__all__ = ["ShardedSource", "Source"]
+__all__ = ["ShardedSource", "Source", "own_split"]
+
+
+def own_split(loader: Any) -> tuple[Any, Any] | None:
+    """Return the world size and the rank by which a loader selects its part itself.
+
+    None if neither the loader nor what it draws from has them. The rank may be None.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
+    for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
+        if hasattr(part, "num_replicas"):  # the name that PyTorch's DistributedSampler uses
+            return part.num_replicas, getattr(part, "rank", None)
+        # what split_dataset_by_node of Hugging Face sets; there is no public name for it
+        split: Any = getattr(part, "_distributed", None)
+        if hasattr(split, "world_size"):
+            return split.world_size, split.rank
+    return None
 
 
 class Source:
@@ -21,6 +38,8 @@ class Source:
     Args:
         loader: what the user registered.
         has_length: False where its ``len`` is a guess.
+        by_user: whether each worker reads a part that the user's code selects.
+        why_whole: why raysgd cannot partition it.
     """
 
     sharded = False
@@ -28,9 +47,16 @@ class Source:
     """Whether a step is the same samples with any number of workers."""
     shuffles = False
     """Whether the order of an epoch is known to be one that was drawn."""
+    partitioned_by = ""
+    """Who gives each worker a part of its own; empty if each reads all of the loader."""
 
-    def __init__(self, loader: Any, has_length: bool = True) -> None:
+    def __init__(
+        self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
+    ) -> None:
         self.loader = loader
+        if by_user or own_split(loader) is not None:
+            self.partitioned_by = self.partitioned_by or "your code"
+        self.why_whole = why_whole
         self._has_length = has_length
         self._limit: float | None = None
         self._max_steps: int | None = None
@@ -41,7 +67,14 @@ class Source:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches, as user code does that loops by itself."""
-        return iter(self.loader)
+        return iter(self._part(None))
+
+    def _part(self, epoch: int | None) -> Any:
+        """Return what this worker iterates over; with `epoch`, in the order of that epoch."""
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None and epoch is not None:
+            set_epoch(epoch)
+        return self.loader
 
     def __getattr__(self, name: str) -> Any:
         """Give access to the attributes of the user's loader, ``dataset`` and the like."""
@@ -59,10 +92,7 @@ class Source:
         What lies before `offset` in a loader that is left as it is, is read and passed over. With
         `in_parts`, batches that are larger than where the group has its full size come in parts.
         """
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator: Iterator[Any] = iter(self._part(epoch))
         if self._max_steps is not None:
             iterator = itertools.islice(iterator, self._max_steps)
         for _ in itertools.islice(iterator, offset):
@@ -202,6 +232,7 @@ class ShardedSource(Source):
     """
 
     sharded = True
+    partitioned_by = "raysgd"
 
     def __init__(
         self, loader: Any, shard: Shard, follows_share: bool, global_batch: int | None = None

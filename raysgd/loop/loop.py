@@ -69,8 +69,6 @@ class Loop:
         self.total_validated: int | None = None
         """Batches that the validation under way takes; None where that is unknown."""
         self._validation_start: tuple[int, int] | None = None
-        self.read: Source | None = None
-        """What the newest call reads."""
         self.snapshots = Snapshots(self._registration)
         """Copies of the state for the driver."""
         self.num_covered: int | None = None
@@ -192,9 +190,9 @@ class Loop:
         source, changed = registration.training_source(dataset)
         is_limited_anew = source.limit(limit) or repeats != self._repeats
         self._repeats = repeats
-        if changed or is_limited_anew:
+        if changed or is_limited_anew or source is not self._source:
             self.forget_iteration()
-        self.read = self._source = source
+        self._source = source
         while (left := self._left(until_epoch, until_step)) != 0:
             pause = self.signal.pause
             if pause is not None and registration.global_step >= pause:
@@ -447,7 +445,7 @@ class Loop:
 
     def _evaluate(self, name: str, source: Source, offset: int, left: int | None, info: Any) -> int:
         """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
-        operator, self.read = self.operator, source
+        operator = self.operator
         source.agree_on_order(0, offset, self._registration)
         while left is None or left > 0:
             ahead = source.steps_left(offset)
@@ -494,14 +492,20 @@ class Loop:
         sources = self._given(loader)
         if [*sources] != [""]:
             raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
-        source = self.read = sources[""]
+        source = sources[""]
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so that nobody could tell which sample a result "
                 "is of. Give one with shuffle=False."
             )
+        if not source.sharded and registration.context.world_size > 1:
+            raise TypeError(
+                f"predict(): the loader is partitioned by {source.partitioned_by}, so that the "
+                "results would have no order. Give a loader of a data set that can be indexed."
+            )
         if source.steps_left(0) == 0:
             raise _empty("given", source)
+        source.agree_on_order(0, 0, registration)
         places, found = source.places_of_batches(), []
         with registration.validating():
             batches = self._validation_batches = _Counted(source.batches(0, 0), self.signal)

@@ -151,6 +151,18 @@ class OperatorBase:
             )
         self._registration.logged[name] = value
 
+    def on_world_change(self) -> None:
+        """Called on every worker whenever the group is a new one; override it as you need.
+
+        It runs after `setup`, and again after each loss, growth or replacement: `world_rank`,
+        `world_size` and ``config[BATCH_SIZE]`` may have changed, and the process group is another.
+        All workers run it at the same time, with the same state of training, before the next
+        step. So make here what depends on them: process groups of your own
+        (``torch.distributed.new_group``), or loaders that select a part by rank, which you
+        register by ``register_data``. (`setup` of a replacement worker runs alone, in a group of
+        one.) It may call collectives. With one worker it is called once.
+        """
+
     # ---- helpers
 
     def _with_logged(self, method: Callable[..., Any], *arguments: Any) -> Any:

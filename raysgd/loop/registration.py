@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.context import Preemption, WorkerContext
 from raysgd.data import Dataset
 from raysgd.data.shard import Place
-from raysgd.data.source import Source
+from raysgd.data.source import Source, own_split
 from raysgd.errors import CheckpointError
 from raysgd.loop.parts import Parts
 from raysgd.metrics import AverageMeterCollection
@@ -144,11 +144,12 @@ class Registration(ABC):
             self._sources["train"] = self._wrapped(given, train_loader, training=True)
         if validation_loader is None:
             return
+        given_alone = "register_data(validation_loader=...)"
         for name in [*self.validation_sources()]:
             self._sources.pop(f"validation/{name}" if name else "validation", None)
         for name, loader in self.by_name(validation_loader).items():
             key = f"validation/{name}" if name else "validation"
-            given = "register_data(validation_loader=...)"
+            given = f"register_data(validation_loader={{{name!r}: ...}})" if name else given_alone
             self._sources[key] = self._wrapped(given, loader, training=False)
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> Source:
@@ -160,7 +161,19 @@ class Registration(ABC):
                 f"{given}: a generator can be read once, and has no second epoch. Register an "
                 "object whose __iter__ is the generator: a class, an IterableDataset, a list."
             )
-        return self.wrap(loader, training=training)
+        source = self.wrap(loader, training=training)
+        if not source.partitioned_by and self.settings.options.num_workers > 1:
+            self.say(
+                given,
+                "%s: raysgd cannot partition this %s, because %s. Every worker reads all that it "
+                "gives. Let it select a part by self.world_rank and self.world_size each time it "
+                "is read. If it does so already, pass add_dist_sampler=False to the trainer, or "
+                "give the loader, its data set, or its sampler an attribute num_replicas.",
+                given,
+                type(loader).__name__,
+                source.why_whole,
+            )
+        return source
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
         """Return several loaders by their names; a single one by the empty name."""
@@ -199,7 +212,8 @@ class Registration(ABC):
         found = {}
         for name, each in self.by_name(loader).items():
             source = found[name] = self._wrapped("The loader", each, training=False)
-            if not source.sharded and self.context.world_size > 1:
+            is_partitioned = source.partitioned_by not in ("", "your code")
+            if not is_partitioned and self.context.world_size > 1:
                 raise TypeError(
                     f"A {type(each).__name__} was given, which cannot be shared out: every worker "
                     "would read all of it. Give a DataLoader of a data set that has a length and "
@@ -226,6 +240,35 @@ class Registration(ABC):
         if changed:
             self._trains_on, self.offset = name, 0
         return self.readable(name), changed
+
+    def describe_data(self) -> dict[str, str]:
+        """Say of each loader how the workers divide it."""
+        return {
+            name: f"partitioned by {source.partitioned_by}: {source.describe()}"
+            if source.partitioned_by
+            else f"read whole by each worker, because {source.why_whole}: {source.describe()}"
+            for name, source in self._sources.items()
+        }
+
+    def warn_of_stale_ranks(self) -> None:
+        """Warn of loaders that select their part by ranks of an earlier group."""
+        now = self.context.world_size, self.context.world_rank
+        for name, source in self._sources.items():
+            then = None if source.sharded else own_split(source.loader)
+            if then is None or not isinstance(then[0], int) or name in self._said:
+                continue
+            if then[0] != now[0] or then[1] not in (None, now[1]):
+                self._said.add(name)
+                logger.warning(
+                    "The %s loader selects its part by rank %s of %d workers, but this worker is "
+                    "rank %d of %d now: samples are repeated and left out. Make the loader in "
+                    "on_world_change(self) of the operator, and register it there.",
+                    name,
+                    then[1],
+                    then[0],
+                    now[1],
+                    now[0],
+                )
 
     def fingerprint(self) -> dict[str, str]:
         """Return what the loaders that are shared out must have in common on all workers."""

@@ -17,7 +17,6 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.config import BATCH_SIZE, batch_share, worker_config
 from raysgd.context import PausedError, Preemption, Progress, WorkerContext
 from raysgd.data import Dataset
-from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
@@ -66,7 +65,13 @@ class OperatorRunner(ABC):
         self._running.keep_iteration(moved=registration.position() != position)
         if registration.divided:
             self._running.snapshots.clear()
-        registration.say_what_changes()
+        self._enter_world()
+
+    def _enter_world(self) -> None:
+        """Call the operator's hook for a new group, and check what depends on ranks."""
+        self.operator.on_world_change()
+        self._registration.warn_of_stale_ranks()
+        self._registration.say_what_changes()
 
     def _setup_config(self, context: WorkerContext) -> dict[str, Any]:
         """Return the config for ``setup``: where steps keep their size, that of the full group."""
@@ -105,9 +110,13 @@ class OperatorRunner(ABC):
         self._loop = Loop(operator, self.signal)
         registration = self._registration
         registration.settings.batch_share = self._tell_share(registration.context)
-        registration.say_what_changes()
-        if registration.context.world_size == 1:
-            return
+        if registration.context.world_size > 1:
+            self._begin_with_rank_0()
+        if not registration.context.alone:
+            self._enter_world()
+
+    def _begin_with_rank_0(self) -> None:
+        registration = self._registration
         # the order of the epochs must be one; each process may have drawn a seed of its own
         seed, data, batching = registration.from_rank(
             lambda: (registration.seed, registration.fingerprint(), registration.batching()), 0
@@ -195,7 +204,6 @@ class OperatorRunner(ABC):
             num_batches=self._loop.num_batches,
             total_batches=self._loop.total_validated if segment is None else segment.total_batches,
             num_covered=self._loop.num_covered,
-            unshared=self._is_unshared(self._loop.read),
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
@@ -207,12 +215,6 @@ class OperatorRunner(ABC):
             lacks_state=registration.lacks_state,
             partial=registration.is_partial,
         )
-
-    def _is_unshared(self, source: Source | None) -> bool:
-        if source is None or source.sharded or not self._options.add_dist_sampler:
-            return False
-        # a DistributedSampler of the user's shares it out
-        return not hasattr(getattr(source.loader, "sampler", None), "num_replicas")
 
     def request_stop(self, requested: bool) -> None:
         """Let the call under way raise at its next batch."""
@@ -296,6 +298,10 @@ class OperatorRunner(ABC):
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
         """Return what was measured here in a call of `train` that is not over, since a step."""
         return self._running.measured(call, since)
+
+    def describe_data(self) -> dict[str, str]:
+        """Say of each loader how the workers divide it."""
+        return self._registration.describe_data()
 
     def can_validate(self) -> bool:
         """Return whether there is a validation loader."""

@@ -49,7 +49,9 @@ def run_operator(
     options = TorchOptions(
         scheduler_step_freq=scheduler_step_freq, use_fp16=use_fp16, amp_dtype=amp_dtype
     )
-    return build_operator(operator_cls, dict(config or {}), OperatorSettings(options=options))
+    operator = build_operator(operator_cls, dict(config or {}), OperatorSettings(options=options))
+    operator.on_world_change()
+    return operator
 
 
 def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
@@ -63,4 +65,6 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
 
     options = TFOptions(use_fp16=use_fp16)
     settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
-    return build_operator(operator_cls, config, settings, Communication(), seed=0)
+    operator = build_operator(operator_cls, config, settings, Communication(), seed=0)
+    operator.on_world_change()
+    return operator

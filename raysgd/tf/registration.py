@@ -182,7 +182,10 @@ class KerasRegistration(Registration):
             splits = self.settings.options.splits_batches
             del placing["global_batch"]  # its batches are made already
             return DatasetSource(loader, training=training, splits=splits, **placing)
-        return Source(loader)
+        why_whole = "it is neither arrays nor a tf.data.Dataset"
+        return Source(
+            loader, by_user=not self.settings.options.add_dist_sampler, why_whole=why_whole
+        )
 
     # ---- steps
 

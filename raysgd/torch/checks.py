@@ -315,7 +315,7 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
 
 def warn_of_order(source: Source) -> None:
     """Warn of training data that are shared out in the order in which the data set has them."""
-    if source.sharded and type(source.loader.sampler) is SequentialSampler:
+    if source.sharded and type(source.order_sampler) is SequentialSampler:
         logger.warning(
             "The train loader gives its samples in the order of the data set, the same in every "
             "epoch: data that are sorted by class train badly. Write DataLoader(..., "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib
 import itertools
 import numbers
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.shard import Shard
-from raysgd.data.source import ShardedSource, Source
+from raysgd.data.source import ShardedSource, Source, own_split
 from raysgd.torch.rows import rows_of
 from raysgd.torch.seeding import seeded
 
@@ -72,16 +74,16 @@ class ShardedLoader(ShardedSource):
         global_batch: int | None = None,
     ) -> None:
         # a loader that does not collate gives one item, a ready batch, at a time, and two of them
-        # make no larger one
+        # make no larger one; nor do two batches of the user's batch sampler
         size = 1 if loader.batch_size is None else loader.batch_size
         full_size = None if loader.batch_size is None else full_size
         # a loader made with config[BATCH_SIZE] has that as its global batch
         follows_share = batch_share is not None and loader.batch_size == batch_share
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
-        sampler: Any = loader.sampler
+        self._deals_batches = makes_own_batches(loader)
         shard = Shard(
-            len(sampler),
+            len(_sampler_of(loader)),
             size,
             world_size,
             rank,
@@ -92,7 +94,8 @@ class ShardedLoader(ShardedSource):
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
         self._iterates_itself = _iterates_itself(loader)
-        self._rows = None if self._iterates_itself else rows_of(loader)
+        has_rows = not (self._iterates_itself or self._deals_batches)
+        self._rows = rows_of(loader) if has_rows else None
         self._worker_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
         self._orders_agreed = False
@@ -100,12 +103,20 @@ class ShardedLoader(ShardedSource):
     @property
     def shard(self) -> Shard:
         """This worker's part; a sampler may become longer or shorter."""
-        return replace(self._shard, total=len(self.loader.sampler))
+        return replace(self._shard, total=len(self.order_sampler))
+
+    @property
+    def order_sampler(self) -> Any:
+        """What gives the order of an epoch: the loader's sampler, or the user's batch sampler."""
+        return _sampler_of(self.loader)
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
-        """Whether the loader has torch's own shuffle."""
-        return type(self.loader.sampler) is RandomSampler
+        """Whether the loader has one of the shuffles of PyTorch."""
+        sampler = self.order_sampler
+        return type(sampler) is RandomSampler or (
+            isinstance(sampler, DistributedSampler) and sampler.shuffle
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the first epoch."""
@@ -145,7 +156,8 @@ class ShardedLoader(ShardedSource):
         loader, flat = self.loader, self.loader.batch_size is None
         stays = self._iterates_itself or loader.persistent_workers or not begins
         if self._worker_loader is None or not stays:
-            settings: dict[str, Any] = {"sampler" if flat else "batch_sampler": _Indices(flat)}
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            settings: dict[str, Any] = {name: _Indices(flat)}
             if not self._iterates_itself:
                 settings["persistent_workers"] = loader.num_workers > 0
             self._worker_loader = changed(loader, **settings)
@@ -199,7 +211,7 @@ class ShardedLoader(ShardedSource):
         return None if self.loader.generator is None else self._seed
 
     def _order_of(self, epoch: int) -> Order:
-        sampler = self.loader.sampler
+        sampler = self.order_sampler
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -217,7 +229,7 @@ class ShardedLoader(ShardedSource):
 
         None where the order follows from the seed and the epoch in any case, on all workers alike.
         """
-        sampler = self.loader.sampler
+        sampler = self.order_sampler
         if type(sampler) is SequentialSampler:
             return None
         if is_plain_shuffle(sampler):
@@ -231,8 +243,6 @@ class ShardedLoader(ShardedSource):
         Raises:
             RuntimeError: if their orders differ, and have done so from the beginning.
         """
-        if not self._shard.even:
-            return  # only what is trained on is compared
         rank, size = registration.context.world_rank, registration.context.world_size
         if size == 1:
             self._orders_agreed = True  # with who joins later, whose sampler begins anew
@@ -243,7 +253,7 @@ class ShardedLoader(ShardedSource):
             return
         if registration.minimum(digest) != -registration.minimum(-digest):
             if registration.minimum(-int(self._orders_agreed)) == 0:
-                raise orders_differ(epoch, self.loader.sampler, "the trainer")
+                raise orders_differ(epoch, self.order_sampler, "the trainer")
             # the orders were the same before: the sampler of a worker that has joined since has
             # drawn less often
             leader = registration.minimum(rank if was_drawn else size) % size
@@ -257,7 +267,9 @@ class ShardedLoader(ShardedSource):
         """Return what has to be the same on all workers: the size, and which samples these are."""
         shard = self.shard
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
-        if self.loader.batch_size is None:
+        if self._deals_batches:
+            sizes = f"{shard.total} batches of its {type(self.order_sampler).__name__}"
+        elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
@@ -265,7 +277,41 @@ class ShardedLoader(ShardedSource):
 
     def describe(self) -> str:
         """Say how many samples are shared out among how many workers."""
+        if self._deals_batches:
+            size = self._shard.world_size
+            return f"{len(self.order_sampler)} batches of its batch sampler, for {size} workers"
         return f"{super().describe()}, drop_last={self._shard.drop_last}"
+
+
+class HuggingFaceSource(Source):
+    """A streamed data set of Hugging Face, alone or in a DataLoader, split by node at each epoch.
+
+    A worker that goes on in an epoch after a loss keeps the part that it has begun.
+    """
+
+    partitioned_by = "Hugging Face datasets"
+
+    def __init__(self, loader: Any, world_size: int, rank: int) -> None:
+        super().__init__(loader, has_length=False)
+        self.reshard(world_size, rank, None)
+
+    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        """Split by other ranks from the next epoch on."""
+        self._world_size, self._rank = world_size, rank
+
+    def _part(self, epoch: int | None) -> Any:
+        in_loader = isinstance(self.loader, DataLoader)
+        data = self.loader.dataset if in_loader else self.loader
+        if self._world_size > 1:
+            module = importlib.import_module("datasets.distributed")
+            data = module.split_dataset_by_node(data, self._rank, self._world_size)
+        if epoch is not None:
+            data.set_epoch(epoch)
+        return changed(self.loader, dataset=data) if in_loader else data
+
+    def describe(self) -> str:
+        """Say how the data set is divided."""
+        return f"{type(self.loader).__name__} split by node, for {self._world_size} workers"
 
 
 class _Indices:
@@ -310,10 +356,12 @@ def wrap_loader(
 ) -> Source:
     """Return the source of batches for a loader that was registered, or for a set of items.
 
-    Map-style DataLoaders are sharded if `shard`. A loader with a batch sampler of its own, or
-    with a DistributedSampler, decides for itself what a worker gets; an iterable cannot be
-    shared out. With `full_size`, the workers of the full group, steps keep the size that they have
-    there: `global_batch` samples where the loader's batch size is `batch_share`.
+    A DataLoader whose sampler has a length is sharded if `shard`, and in any case if the sampler is
+    PyTorch's DistributedSampler, whose rank and world size raysgd replaces. A streamed data set of
+    Hugging Face is split by node. Every worker reads all of any other loader, unless that selects a
+    part itself; the source says which it is, and why. With `full_size`, the workers of the full
+    group, steps keep the size that they have there: `global_batch` samples where the loader's batch
+    size is `batch_share`.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     if isinstance(loader, Mapping | list | tuple) and any(
@@ -327,11 +375,15 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
+    undivided, splits_itself = loader, own_split(loader) is not None
     if isinstance(loader, DataLoader):
         _check_data_set(loader)
-    if shard and isinstance(loader, DataLoader) and _can_shard(loader):
+        undivided = _undivided(loader)
+    is_distributed = _is_distributed(undivided)
+    why_whole = _why_whole(undivided)
+    if (is_distributed or (shard and not splits_itself)) and not why_whole:
         return ShardedLoader(
-            loader,
+            undivided,
             training=training,
             world_size=world_size,
             rank=rank,
@@ -340,11 +392,13 @@ def wrap_loader(
             full_size=full_size,
             global_batch=global_batch,
         )
+    if shard and not splits_itself and _is_hugging_face(loader):
+        return HuggingFaceSource(loader, world_size, rank)
     if shard and world_size > 1 and not isinstance(loader, DataLoader):
         _check_no_data_set(loader)
     # torch says of the length of an IterableDataset that it is a guess
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return Source(loader, has_length=not guessed)
+    return Source(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
 
 
 def _check_no_data_set(loader: Any) -> None:
@@ -382,12 +436,52 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()[:8]
 
 
-def _can_shard(loader: DataLoader[Any]) -> bool:
+def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader with its BatchSampler's sampler, or a DistributedSampler of all samples."""
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler and loader.batch_size is None:
+        size, drop_last = batches.batch_size, batches.drop_last
+        loader = changed(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
+    if _is_distributed(loader):
+        given: Any = loader.sampler
+        sampler = copy.copy(given)
+        DistributedSampler.__init__(sampler, given.dataset, 1, 0, given.shuffle, given.seed)
+        loader = changed(loader, sampler=sampler)
+    return loader
+
+
+def _is_distributed(loader: Any) -> bool:
+    """Whether a loader has PyTorch's DistributedSampler, which can be made for any world size."""
+    sampler = getattr(loader, "sampler", None)
     return (
-        not makes_own_batches(loader)
-        and not isinstance(loader.sampler, DistributedSampler)
-        and hasattr(loader.sampler, "__len__")
+        isinstance(loader, DataLoader)
+        and isinstance(sampler, DistributedSampler)
+        and type(sampler).__init__ is DistributedSampler.__init__
     )
+
+
+def _is_hugging_face(loader: Any) -> bool:
+    kind = getattr(sys.modules.get("datasets.iterable_dataset"), "IterableDataset", ())
+    return isinstance(loader, kind) or isinstance(getattr(loader, "dataset", None), kind)
+
+
+def _why_whole(loader: Any) -> str:
+    """Say why a loader cannot be partitioned; nothing if it can."""
+    if not isinstance(loader, DataLoader):
+        return "it is not a torch.utils.data.DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"its data set, a {type(loader.dataset).__name__}, is an IterableDataset"
+    sampler = _sampler_of(loader)
+    try:
+        len(sampler)
+    except (NotImplementedError, TypeError):
+        return f"its sampler, a {type(sampler).__name__}, has no length"
+    return ""
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what gives the order of a loader's epoch."""
+    return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> bool:
@@ -443,7 +537,16 @@ def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
     with seeded(seed, getattr(sampler, "generator", None)):
         if is_plain:
             return torch.randperm(len(sampler.data_source))
-        return _compact(list(sampler))
+        return _compact(_drawn(sampler))
+
+
+def _drawn(sampler: Any) -> list[Any]:
+    """Return what a sampler gives, and of one that goes on for ever as much as its length says."""
+    drawn, keys = iter(sampler), list[Any]()
+    # the length may grow while it is drawn
+    while more := list(itertools.islice(drawn, max(0, len(sampler) - len(keys)))):
+        keys += more
+    return keys
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
@@ -504,7 +607,7 @@ def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
         "torch.Generator that is its `generator`, from the global generators of torch, numpy or "
         "random, which are seeded alike on all workers meanwhile, or from what set_epoch(epoch) "
         "tells it. If it gives each worker a part of its own, pass add_dist_sampler=False to "
-        f"{sharing}."
+        f"{sharing}, or give it an attribute num_replicas."
     )
 
 

@@ -1,7 +1,6 @@
 """What trainers share: calls, state, files and shutdown, with one worker in this process."""
 
 import gc
-import math
 import os
 import threading
 import weakref
@@ -10,15 +9,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import TorchTrainer, checkpoint
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.metrics import Computed
-from raysgd.trainer_calls import _doubt
+from raysgd.trainer_calls import _counts_batches
 from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
@@ -606,67 +603,20 @@ def test_a_misspelled_argument_of_a_call_is_told_which_one_may_be_meant(
         getattr(make_trainer(), method)(**{wrong: 1})
 
 
-class Listing(Classifier):
-    """Registers lists of batches, which nobody can share out."""
-
-    def setup(self, config):
-        super().setup(config)
-        lists = {f"{kind}_loader": list(getattr(self, f"{kind}_loader")) for kind in config["of"]}
-        self.register_data(**lists)
-
-
-@pytest.mark.parametrize("shared_by_us", [True, False])
-def test_a_call_knows_whether_its_loader_was_to_be_shared_out_and_could_not(shared_by_us):
-    with TorchTrainer(
-        training_operator_cls=Listing,
-        config={"num_samples": 40, "of": ["validation"]},
-        use_local=True,
-        use_gpu=False,
-        add_dist_sampler=shared_by_us,
-    ) as trainer:
-        trainer.train()
-        assert not trainer._controller.progress.unshared
-        trainer.validate()
-        assert trainer._controller.progress.unshared == shared_by_us
-
-
 @pytest.mark.parametrize(
-    ("method", "unshared", "first", "second", "said"),
+    ("first", "second", "counts_batches"),
     [
-        ("train", True, {"loss": 0.3}, {"loss": 0.3}, "each seems to read all"),
-        ("train", True, {"loss": 0.3}, {"loss": 0.4}, None),
-        ("train", True, {"loss": 0.3}, {"other": 0.3}, None),
-        ("train", True, {"loss": 1.0}, {"loss": 1.0}, None),  # may be as it is on purpose
-        ("train", True, {"loss": math.inf}, {"loss": math.inf}, None),
-        ("train", False, {"loss": 0.3}, {"loss": 0.3}, None),
-        ("train", False, {"loss": 0.3}, {"loss": 0.4}, None),  # all make as many steps
-        ("validate", False, {"loss": 0.3}, {"loss": 0.4}, "no 'num_samples'"),
-        ("validate", False, {"loss": 0.3, "num_samples": 3}, {"loss": 0.4}, None),
-        ("validate", False, {"loss": 0.3}, {"loss": 0.3}, None),  # averaged already, most likely
-        ("validate", False, {"loss": Computed(0.3, None)}, {"loss": Computed(0.4, None)}, None),
-        ("validate", False, {"note": "x"}, {"note": "y"}, None),
+        ({"loss": 0.3}, {"loss": 0.4}, True),
+        ({"loss": 0.3, "num_samples": 3}, {"loss": 0.4}, False),
+        ({"loss": 0.3}, {"loss": 0.3}, False),  # averaged already, most likely
+        ({"loss": Computed(0.3, None)}, {"loss": Computed(0.4, None)}, False),
+        ({"note": "x"}, {"note": "y"}, False),
     ],
 )
-def test_what_is_most_likely_wrong_with_the_metrics_of_several_workers(
-    method, unshared, first, second, said
+def test_means_that_count_by_batches_are_seen_in_what_the_workers_measured(
+    first, second, counts_batches
 ):
-    doubt = _doubt(method, [first, second], unshared)
-    assert doubt is None if said is None else said in doubt
-
-
-def test_a_loader_with_a_sampler_that_shares_out_is_in_no_doubt():
-    class Sampled(Classifier):
-        def setup(self, config):
-            super().setup(config)
-            data = self.train_loader.dataset
-            sampler = DistributedSampler(data, num_replicas=2, rank=1)
-            self.register_data(train_loader=DataLoader(data, batch_size=8, sampler=sampler))
-
-    with TorchTrainer(
-        training_operator_cls=Sampled, config={"num_samples": 40}, use_local=True, use_gpu=False
-    ) as trainer:
-        assert trainer.train()["num_samples"] == 20
-        assert not trainer._controller.progress.unshared
+    assert _counts_batches([first, second]) == counts_batches
 
 
 class Compiled(Classifier):

@@ -1,10 +1,13 @@
 """Loaders as workers use them: which are shared out, and that nothing of them is lost."""
 
 import copy
+import itertools
 import math
 import multiprocessing
 import pickle
 import random
+import sys
+import types
 from collections import Counter
 
 import numpy as np
@@ -29,7 +32,7 @@ from torch.utils.data import (
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.source import Source
-from raysgd.torch.loading import ShardedLoader, wrap_loader
+from raysgd.torch.loading import wrap_loader
 from tests.conftest import wait_until
 
 SEED = 5
@@ -275,13 +278,6 @@ def test_a_sampler_with_epochs_of_its_own_is_told_the_epoch():
 
 def test_a_sampler_without_a_length_works():
     """torch asks none of a sampler."""
-
-    class Unsized(Sampler):
-        def __init__(self):
-            pass
-
-        def __iter__(self):
-            return iter([3, 1, 2])
 
     source = wrap(DataLoader(tensors(), batch_size=2, sampler=Unsized()))
     assert indices(source.batches(0, 0)) == [3, 1, 2]
@@ -868,25 +864,201 @@ def test_a_type_of_loader_that_iterates_as_torch_does_is_read_the_fast_way():
 # ---- what is left as it is
 
 
-def test_loaders_that_cannot_or_shall_not_be_shared_out_are_left_as_they_are():
-    data = tensors()
-    sampler = DistributedSampler(data, num_replicas=2, rank=1)
+class Unsized(Sampler):
+    """A sampler without a length, which PyTorch does not ask for."""
 
-    class OwnBatches(BatchSampler):
+    def __init__(self):
         pass
 
-    loaders = [
-        DataLoader(Stream(), batch_size=2),
-        DataLoader(data, batch_sampler=OwnBatches(SequentialSampler(data), 3, False)),
-        DataLoader(data, batch_sampler=BatchSampler(Reversed(20), 3, False)),
-        DataLoader(data, batch_size=3, sampler=sampler),
-        [1, 2, 3],
-    ]
-    for loader in loaders:
-        source = wrap(loader, world_size=2, rank=0)
-        assert type(source) is Source
-        assert indices(source.batches(0, 0)) == indices(loader)
-    assert type(wrap(DataLoader(data))) is ShardedLoader
+    def __iter__(self):
+        return iter([3, 1, 2])
+
+
+class OwnBatches(BatchSampler):
+    """Batches that raysgd does not know how to make."""
+
+
+class EveryOther(Reversed):
+    """A sampler that selects the part of a worker itself, and says so."""
+
+    num_replicas = 2
+
+    def __iter__(self):
+        return iter(range(0, self.size, 2))
+
+
+class OfAllRanks(DistributedSampler):
+    """A DistributedSampler that is made in its own way."""
+
+    def __init__(self, data):
+        super().__init__(data, num_replicas=2, rank=1)
+
+
+LEFT_AS_THEY_ARE = {
+    "stream": (lambda data: DataLoader(Stream(), batch_size=2), "Stream, is an IterableDataset"),
+    "unsized": (lambda data: DataLoader(data, sampler=Unsized()), "Unsized, has no length"),
+    "unsized batches": (
+        lambda data: DataLoader(data, batch_sampler=OwnBatches(Unsized(), 3, False)),
+        "OwnBatches, has no length",
+    ),
+    "list": (lambda data: [1, 2, 3], "not a torch.utils.data.DataLoader"),
+    "own sampler": (lambda data: DataLoader(data, sampler=EveryOther(20)), None),
+    "own batches": (
+        lambda data: DataLoader(data, batch_sampler=OwnBatches(EveryOther(20), 3, False)),
+        None,
+    ),
+    "own distributed sampler": (lambda data: DataLoader(data, sampler=OfAllRanks(data)), None),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_AS_THEY_ARE)
+def test_a_loader_that_cannot_be_partitioned_is_left_as_it_is_and_says_why(name):
+    make, why_whole = LEFT_AS_THEY_ARE[name]
+    loader = make(tensors())
+    source = wrap(loader, world_size=2, rank=0)
+    assert type(source) is Source
+    if why_whole is None:
+        assert source.partitioned_by == "your code"
+    else:
+        assert source.partitioned_by == ""
+        assert why_whole in source.why_whole
+    assert indices(source.batches(0, 0)) == indices(loader)
+
+
+def parts_of(loader, epoch=0, **arguments):
+    """The samples of each batch, by worker."""
+    ranks = group_batches(loader, 2, epoch, **arguments)
+    return [[indices([batch]) for batch in rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 0)])
+@pytest.mark.parametrize("kind", [DistributedSampler, type("Named", (DistributedSampler,), {})])
+def test_a_distributed_sampler_is_for_the_group_of_today_whatever_it_was_made_for(
+    shard, replicas, kind
+):
+    """A replacement worker makes it in a group of one."""
+    data = tensors(24)
+    loader = DataLoader(data, batch_size=3, sampler=kind(data, *replicas, seed=5))
+    for epoch in range(2):
+        expected = [kind(data, 2, rank, seed=5) for rank in range(2)]
+        for sampler in expected:
+            sampler.set_epoch(epoch)
+        ranks = [
+            wrap_loader(loader, training=True, shard=shard, world_size=2, rank=rank, seed=1)
+            for rank in range(2)
+        ]
+        steps = zip(*(rank.batches(epoch, 0) for rank in ranks), strict=True)
+        together = [sorted(indices(step)) for step in steps]
+        given = list(zip(*map(list, expected), strict=True))
+        assert together == [sorted(sum(given[i : i + 3], ())) for i in range(0, 12, 3)]
+    assert (loader.sampler.num_replicas, loader.sampler.rank) == replicas  # the user's stays
+
+
+def test_a_distributed_sampler_for_validation_repeats_no_sample():
+    data = tensors(23)
+    loader = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, 1))
+    first, second = parts_of(loader, training=False)
+    assert sorted(itertools.chain(*first, *second)) == list(range(23))
+    assert wrap(loader).shuffles
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_plain_batch_sampler_is_its_sampler_with_a_batch_size(drop_last):
+    data = tensors(23)
+    batches = BatchSampler(RandomSampler(data), 3, drop_last)
+    plain = DataLoader(data, batch_size=3, shuffle=True, drop_last=drop_last)
+    for epoch in range(2):
+        found = parts_of(DataLoader(data, batch_sampler=batches), epoch)
+        assert found == parts_of(plain, epoch)
+
+
+class Shuffled(OwnBatches):
+    """Batches of neighbours in random order."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter([batches[i] for i in torch.randperm(len(batches)).tolist()])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("training", [False, True])
+def test_batches_of_an_own_batch_sampler_go_to_one_worker_each(training, num_workers):
+    data = tensors(20)
+    loader = DataLoader(
+        data,
+        batch_sampler=Shuffled(SequentialSampler(data), 3, False),
+        num_workers=num_workers,
+    )
+    orders = []
+    for epoch in range(2):
+        first, second = parts_of(loader, epoch, training=training)
+        orders.append([*itertools.chain(*itertools.zip_longest(first, second))])
+        expected = [list(range(start, min(start + 3, 20))) for start in range(0, 20, 3)]
+        given_twice = second[-1:] if training else []
+        found = [batch for batch in orders[-1] if batch is not None]
+        assert sorted(found) == sorted(expected + given_twice)
+    assert orders[0] != orders[1]
+
+
+def test_an_order_that_differs_is_told_of_own_batch_samplers_too():
+    loader = DataLoader(tensors(), batch_sampler=OwnBatches(OfItsOwn(20), 3, False))
+    assert wrap(loader).order_digest(0) != wrap(loader).order_digest(0)
+
+
+class Forever(Reversed):
+    """A sampler that never ends, though it has a length."""
+
+    def __iter__(self):
+        return itertools.cycle(range(self.size + 1))
+
+
+def test_of_a_sampler_that_never_ends_an_epoch_has_as_many_samples_as_its_length_says():
+    loader = DataLoader(tensors(21), batch_size=3, sampler=Forever(20))
+    assert indices(wrap(loader).batches(0, 0)) == list(range(20))
+
+
+def test_a_sampler_may_grow_as_its_order_is_drawn():
+    class Growing(Reversed):
+        def __iter__(self):
+            for key in range(20):
+                self.size = max(self.size, min(key + 2, 20))
+                yield key
+
+    source = wrap(DataLoader(tensors(), sampler=Growing(1)))
+    assert source._order_of(0).tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_stream_of_hugging_face_is_split_by_node_in_each_generation(in_loader, num_shards):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    stream = datasets.Dataset.from_dict({"n": list(range(24))}).to_iterable_dataset(num_shards)
+    stream = stream.shuffle(seed=1, buffer_size=24).with_format("torch")
+    loader = DataLoader(stream, batch_size=4) if in_loader else stream.batch(4)
+    ranks = [wrap(loader, world_size=1) for _ in range(2)]
+    orders = []
+    for epoch in range(2):
+        for rank, source in enumerate(ranks):
+            source.reshard(2, rank, None)
+        parts = [torch.cat([b["n"] for b in source.batches(epoch, 0)]) for source in ranks]
+        orders.append(torch.cat(parts).tolist())
+        assert sorted(orders[-1]) == list(range(24))
+    assert orders[0] != orders[1]
+    split = datasets.distributed.split_dataset_by_node(stream, 0, 2)
+    assert wrap(DataLoader(split, batch_size=4), world_size=2).partitioned_by == "your code"
+
+
+def test_a_stream_of_hugging_face_is_known_by_the_module_that_defines_it(monkeypatch):
+    """A module of the user's may be called datasets, and may import PyTorch's class."""
+    monkeypatch.setitem(sys.modules, "datasets", sys.modules["torch.utils.data"])
+    assert wrap(DataLoader(Stream()), world_size=2).partitioned_by == ""
+    defining = types.SimpleNamespace(IterableDataset=Stream)
+    monkeypatch.setitem(sys.modules, "datasets.iterable_dataset", defining)
+    assert wrap(DataLoader(Stream()), world_size=2).partitioned_by == "Hugging Face datasets"
+    stream = Stream()
+    stream._distributed = types.SimpleNamespace(rank=0, world_size=1)
+    assert wrap(DataLoader(stream), world_size=2).partitioned_by == "your code"
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -900,13 +1072,13 @@ def test_nothing_is_shared_out_where_the_trainer_says_so():
     loader = DataLoader(tensors(), batch_size=3)
     source = wrap_loader(loader, training=True, shard=False, world_size=2, rank=1, seed=0)
     assert not source.sharded
+    assert source.partitioned_by == "your code"
     assert indices(source.batches(0, 0)) == list(range(20))
 
 
 def test_a_distributed_sampler_is_told_the_epoch():
-    data = tensors()
-    sampler = DistributedSampler(data, num_replicas=2, rank=1)
-    source = wrap(DataLoader(data, batch_size=3, sampler=sampler))
+    sampler = OfAllRanks(tensors())
+    source = wrap(DataLoader(tensors(), batch_size=3, sampler=sampler))
     orders = [indices(source.batches(epoch, 0)) for epoch in range(2)]
     sampler.set_epoch(1)
     assert orders[1] == list(sampler) != orders[0]
