@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from raysgd.config import BATCH_SIZE
 from raysgd.context import WorkerContext
@@ -63,7 +64,19 @@ class TorchRunner(OperatorRunner):
             batch_share=config.get(BATCH_SIZE),
             global_batch=options.config.get(BATCH_SIZE),
         )
-        self.host(build_operator(options.training_operator_cls, config, settings))
+        operator = build_operator(options.training_operator_cls, config, settings)
+        self._groups_of_setup = _num_own_groups()
+        self.host(operator)
+
+    def rejoin(self, context: WorkerContext, leader: int) -> None:
+        super().rejoin(context, leader)
+        if self._groups_of_setup and not _num_own_groups():
+            self._registration.say(
+                "groups",
+                "setup called torch.distributed.new_group. Its process groups ended when the "
+                "workers formed a new one: make them in on_world_change(self), which runs for "
+                "each new group.",
+            )
 
     # ---- other calls
 
@@ -148,6 +161,12 @@ def build_operator(
     operator._registration.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator
+
+
+def _num_own_groups() -> int:
+    """Return how many process groups there are that user code has made."""
+    # there is no public list of them
+    return len(dist.distributed_c10d._world.pg_map) - dist.is_initialized()
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:

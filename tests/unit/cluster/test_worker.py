@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import cloudpickle
 import pytest
@@ -79,6 +80,9 @@ class FakeBackend(Backend):
 
     def is_communication_error(self, error):
         return isinstance(error, ConnectionError)
+
+    def advice(self, error):
+        return "Make it again." if isinstance(error, LookupError) else ""
 
 
 @pytest.fixture
@@ -301,6 +305,18 @@ def test_failures_of_communication_are_told_from_others(worker):
     assert call(worker, while_handling).kind == "communication"
 
 
+def test_an_error_that_a_backend_has_advice_for_is_the_users(worker):
+    def use():
+        try:
+            raise ConnectionError("peer")
+        except ConnectionError:
+            raise LookupError("a group of before")  # noqa: B904
+
+    outcome = call(worker, use)
+    assert outcome.kind == "user"
+    assert outcome.exception().__notes__[0] == "Make it again."
+
+
 def test_an_error_that_only_followed_is_told_of_without_the_modules_of_its_type(worker):
     """The driver would import TensorFlow to read one of its errors, which takes seconds."""
     outcome = call(worker, fail_with(ConnectionError("no answer")))
@@ -507,7 +523,7 @@ def test_a_replacement_sets_up_in_a_group_of_one_but_knows_its_place_to_be(worke
     assert worker.enter(context, None, None, True).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
-    assert seen == [context]
+    assert seen == [replace(context, alone=True)]
     worker.enter(context, "there", 0)
     assert worker._backend.context == context
 

@@ -18,7 +18,7 @@ from raysgd.comm import torch as torch_backend
 from raysgd.comm.sockets import listeners
 from raysgd.comm.torch_store import TorchStore
 from raysgd.context import WorkerContext
-from tests.conftest import Script, wait_until
+from tests.conftest import Script, run_ranks, wait_until
 
 
 @pytest.fixture
@@ -169,6 +169,35 @@ def test_errors_of_communication_are_told_from_others(backend):
     no = [RuntimeError("shapes do not match"), ValueError("gloo/"), KeyError("NCCL")]
     assert all(map(backend.is_communication_error, yes))
     assert not any(map(backend.is_communication_error, no))
+
+
+STALE = """
+import torch
+from raysgd.backends import create_backend
+
+backend = create_backend("gloo", 30)
+join()
+group = dist.new_group()
+uses = [lambda: dist.broadcast(torch.ones(1), src=0, group=group)]
+uses[0]()
+dist.destroy_process_group()
+join("again")
+if rank == 0:  # it fails as rank 1 has ended
+    uses.append(lambda: dist.all_reduce(torch.ones(1), group=group))
+for use in uses:
+    try:
+        use()
+    except Exception as error:
+        assert "on_world_change" in backend.advice(error), repr(error)
+    else:
+        raise AssertionError(use)
+assert not backend.advice(ValueError("shapes do not match"))
+print("good")
+"""
+
+
+def test_a_group_of_an_earlier_generation_is_an_error_that_names_the_hook():
+    run_ranks(STALE, 2)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("gloo", 30), ("nccl", 7)])

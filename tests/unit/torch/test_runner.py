@@ -17,7 +17,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
 from tests.operators import Classifier
-from tests.unit.recorder import Recorder, Streaming, batches_of
+from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
@@ -689,6 +689,142 @@ def test_a_loader_that_is_left_as_it_is_goes_on_after_a_new_generation():
     runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
     runner.train(call=0, until_epoch=1)
     assert runner.operator.trained == EPOCH
+
+
+class Following(Recorder):
+    """Counts the groups that it has been in, and may register loaders for each."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.worlds = []
+
+    def on_world_change(self):
+        self.worlds.append((self.world_rank, self.world_size, self.global_step))
+        if register := self.config.get("register"):
+            self.register_data(train_loader=register(self))
+
+
+def test_the_hook_runs_after_setup_and_in_each_new_group_once_it_has_the_state():
+    runner = make_runner(Following)
+    assert runner.operator.worlds == [(0, 1, 0)]
+    runner.train(call=0, until_step=2)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
+
+
+def test_the_hook_does_not_run_while_a_replacement_is_alone():
+    runner = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
+    assert runner.operator.worlds == []
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=1)
+    assert runner.operator.worlds == [(1, 2, 0)]
+
+
+@pytest.fixture
+def group_of_one():
+    def begin():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    begin()
+    yield begin
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_process_groups_of_setup_that_ended_are_warned_of_with_the_hook_as_the_way(
+    caplog, group_of_one, in_hook
+):
+    """A group of one that has ended goes on to reduce, alone and without an error."""
+
+    class Grouped(Recorder):
+        def setup(self, config):
+            super().setup(config)
+            torch.distributed.new_group()
+
+        def on_world_change(self):
+            if in_hook:
+                torch.distributed.new_group()
+
+    runner = make_runner(Grouped, context=WorkerContext(alone=True, in_driver=True))
+    for generation in (2, 3):
+        torch.distributed.destroy_process_group()
+        group_of_one()
+        runner.rejoin(WorkerContext(generation=generation, distributed=True), leader=0)
+    told = [record.message for record in caplog.records if "on_world_change" in record.message]
+    assert len(told) == (not in_hook)
+
+
+def test_an_error_in_the_hook_is_the_users():
+    def fail(operator):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        make_runner(Following, {"register": fail})
+
+
+@pytest.mark.parametrize("kind", ["list", "loader"])
+def test_a_loader_that_the_hook_registers_is_used_from_the_next_step_on(kind):
+    def part(operator):
+        batches = batches_of(40, 4)[operator.world_rank :: operator.world_size]
+        if kind == "list":
+            return Unsized(batches)
+        return DataLoader(TensorDataset(*map(torch.cat, zip(*batches, strict=True))), batch_size=4)
+
+    runner = make_runner(Following, {"register": part})
+    runner.train(call=0, until_step=2)
+    assert runner.operator.trained == list(range(8))
+    runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
+    runner.rejoin(WorkerContext(in_driver=True, generation=2), leader=0)
+    runner.train(call=0, until_step=3)
+    offset = 2 if kind == "list" else 8  # batches that were read, or samples
+    assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
+
+
+def by_rank(operator):
+    sampler = torch.utils.data.SequentialSampler(range(40))
+    sampler.num_replicas, sampler.rank = operator.world_size, operator.world_rank
+    return DataLoader(operator.train_loader.dataset, batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_a_loader_for_ranks_of_an_earlier_group_is_warned_of_with_the_hook_as_the_way(
+    caplog, in_hook
+):
+    class Selecting(Following):
+        def setup(self, config):
+            super().setup(config)
+            self.register_data(train_loader=by_rank(self))
+
+    runner = make_runner(Selecting, {"register": by_rank} if in_hook else {})
+    for generation in (2, 3):
+        context = WorkerContext(world_rank=1, world_size=2, generation=generation)
+        runner.rejoin(context, leader=0)
+    told = [record.message for record in caplog.records if "on_world_change" in record.message]
+    assert len(told) == (not in_hook)
+    assert in_hook or "by rank 0 of 1 workers, but this worker is rank 1 of 2 now" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "options", "is_told"),
+    [
+        (Streaming, {"num_workers": 2}, True),
+        (Streaming, {"num_workers": 1}, False),
+        (Streaming, {"num_workers": 2, "add_dist_sampler": False}, False),
+        (Recorder, {"num_workers": 2}, False),
+    ],
+)
+def test_a_loader_that_every_worker_reads_whole_is_warned_of_once_at_registration(
+    caplog, operator_cls, options, is_told
+):
+    runner = make_runner(operator_cls, **options)
+    runner.operator.register_data(**runner.operator.make_loaders(runner.operator.config))
+    told = [record.message for record in caplog.records if "cannot partition" in record.message]
+    assert len(told) == (2 if is_told else 0)
+    for name, text in zip(("train", "validation"), told, strict=False):
+        assert f"register_data({name}_loader=...)" in text
+        assert "Unsized" in text
+        assert "not a torch.utils.data.DataLoader" in text
+        assert "add_dist_sampler=False" in text
 
 
 # ---- other calls
