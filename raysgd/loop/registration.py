@@ -217,8 +217,7 @@ class Registration(ABC):
                 raise TypeError(
                     f"A {type(each).__name__} was given, which cannot be shared out: every worker "
                     "would read all of it. Give a DataLoader of a data set that has a length and "
-                    "can be indexed, without a batch sampler of its own, to a trainer with "
-                    "add_dist_sampler=True."
+                    "can be indexed to a trainer with add_dist_sampler=True."
                 )
         return found
 

@@ -309,10 +309,6 @@ class HuggingFaceSource(Source):
             data.set_epoch(epoch)
         return changed(self.loader, dataset=data) if in_loader else data
 
-    def describe(self) -> str:
-        """Say how the data set is divided."""
-        return f"{type(self.loader).__name__} split by node, for {self._world_size} workers"
-
 
 class _Indices:
     """A sampler of this worker's part of an epoch, and of another part when it begins again."""

@@ -453,10 +453,11 @@ class TrainingOperator(OperatorBase):
 
         A map-style DataLoader is shared out over the workers, with all of its settings kept:
         training in the loader's own order (shuffled anew each epoch if it shuffles), validation
-        in its order and without counting a sample twice. Any other iterable, and a loader with a
-        batch sampler of its own, is left as it is: let each worker read its own part of the
-        data, by ``self.world_rank`` and ``self.world_size``. ``add_dist_sampler=False`` of the
-        trainer leaves all loaders as they are.
+        in its order and without counting a sample twice. PyTorch's DistributedSampler follows the
+        group, and streams of Hugging Face are split by node. Every worker reads all of any other
+        loader, which a warning says: let it select a part by ``self.world_rank`` and
+        ``self.world_size``, and pass ``add_dist_sampler=False`` to the trainer or give the loader
+        an attribute ``num_replicas``. ``trainer.describe_data()`` says how each is divided.
 
         Args:
             train_loader: what to train on.

@@ -92,7 +92,8 @@ class TorchTrainer(OperatorTrainer):
         amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``; None: float16 on GPUs,
             bfloat16 on CPUs. With float16 the loss is scaled.
         use_tqdm: whether to show a progress bar.
-        add_dist_sampler: whether to share registered map-style loaders out over the workers.
+        add_dist_sampler: whether to share registered map-style loaders out over the workers. False:
+            each loader selects the part of a worker itself.
         scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
         monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or each
             epoch if it is one of training; with ``scheduler_step_freq="epoch"``.
