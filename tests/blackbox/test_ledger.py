@@ -1,5 +1,6 @@
 """Whatever happens to workers, each sample is trained on once an epoch; seen from outside alone."""
 
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -82,12 +83,20 @@ class Shuffling:
         return iter(torch.randperm(self.size, generator=generator).tolist())
 
 
+def reshuffled(loader, config):
+    loader.sampler.hidden.seed()
+    return loader
+
+
 class OwnOrder(Ledger):
     """With a sampler of its own."""
 
     def make_loader(self, config, seeded=False):
         data = Ids(config["num_samples"])
         return DataLoader(data, batch_size=8, sampler=Shuffling(len(data), seeded))
+
+    def validate_on_it(self):
+        self.register_data(validation_loader=self.make_loader(self.config))
 
     def use_generator(self):
         self.register_data(train_loader=self.make_loader(self.config, seeded=True))
@@ -104,6 +113,12 @@ def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(module_
         with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
             trainer.train()
         assert ledger_of(trainer).tolist() == [0] * 48
+        trainer.apply_all_operators(OwnOrder.validate_on_it)
+        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+            trainer.validate()
+        unseeded = DataLoader(Ids(48), batch_size=8, sampler=Shuffling(48, seeded=False))
+        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+            trainer.predict(functools.partial(reshuffled, unseeded))
         trainer.apply_all_operators(OwnOrder.use_generator)
         trainer.train(num_steps=1)
         trainer.train()

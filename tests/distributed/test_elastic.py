@@ -33,6 +33,16 @@ class Rich(Faulty):
         optimizers[0].register_load_state_dict_post_hook(self.count_load)
         return registered
 
+    def on_world_change(self):
+        self.group = torch.distributed.new_group()
+        self.worlds = [*getattr(self, "worlds", []), (self.world_rank, self.ranks())]
+
+    def ranks(self):
+        """The ranks in a group of its own."""
+        ranks = [None] * self.world_size
+        torch.distributed.all_gather_object(ranks, self.world_rank, group=self.group)
+        return ranks
+
     def count_load(self, optimizer):
         self.num_loads += 1
 
@@ -102,6 +112,10 @@ def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(r
     # what one operator has counted, steps that failed as well, is on the replacement workers too
     assert len(set(trainer.apply_all_operators(lambda op: op.seen))) == 1
     check_epoch(trainer)
+    # and each has a process group of its own for the ranks that there are
+    assert trainer.apply_all_operators(Rich.ranks) == [[0, 1]] * 2
+    worlds = trainer.apply_all_operators(lambda op: op.worlds)
+    assert [world[-1] for world in worlds] == [(0, [0, 1]), (1, [0, 1])]
 
 
 def come_apart(operator):

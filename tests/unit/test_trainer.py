@@ -619,6 +619,29 @@ def test_means_that_count_by_batches_are_seen_in_what_the_workers_measured(
     assert _counts_batches([first, second]) == counts_batches
 
 
+@pytest.mark.parametrize(
+    ("add_dist_sampler", "described"),
+    [
+        (True, "partitioned by raysgd: 40 samples, batch size 8 on each of 1 workers"),
+        (False, "partitioned by your code: <torch.utils.data"),
+    ],
+)
+def test_a_trainer_says_how_the_workers_divide_each_loader(
+    make_trainer, add_dist_sampler, described
+):
+    class Listed(Recorder):
+        def make_loaders(self, config):
+            loaders = super().make_loaders(config)
+            return {**loaders, "validation_loader": {"a": [1, 2], "b": loaders["train_loader"]}}
+
+    found = make_trainer(Listed, add_dist_sampler=add_dist_sampler).describe_data()
+    assert found.keys() == {"train", "validation/a", "validation/b"}
+    assert found["train"].startswith(described)
+    assert found["validation/b"].startswith(described)
+    if add_dist_sampler:
+        assert found["validation/a"].startswith("read whole by each worker, because it is not a")
+
+
 class Compiled(Classifier):
     """With a model, or a layer of it, that torch.compile has made."""
 
