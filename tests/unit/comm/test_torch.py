@@ -196,6 +196,7 @@ print("good")
 """
 
 
+@pytest.mark.slow("a process waits for the end of another")
 def test_a_group_of_an_earlier_generation_is_an_error_that_names_the_hook():
     run_ranks(STALE, 2)
 
