@@ -271,7 +271,8 @@ class Registration(ABC):
 
     def fingerprint(self) -> dict[str, str]:
         """Return what the loaders that are shared out must have in common on all workers."""
-        return {name: s.fingerprint() for name, s in self._sources.items() if s.sharded}
+        found = {name: source.fingerprint() for name, source in self._sources.items()}
+        return {name: text for name, text in found.items() if text}
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return by what batches the loaders are shared out that raysgd makes the batches of."""

@@ -294,6 +294,15 @@ class HuggingFaceSource(Source):
     def __init__(self, loader: Any, world_size: int, rank: int) -> None:
         super().__init__(loader, has_length=False)
         self.reshard(world_size, rank, None)
+        # there is no public name for the generator of shuffle(seed=...)
+        shuffling = getattr(getattr(loader, "dataset", loader), "_shuffling", None)
+        generator = getattr(shuffling, "generator", None)
+        state = "" if generator is None else repr(generator.bit_generator.state)
+        self._order = hashlib.sha256(state.encode()).hexdigest()[:8]
+
+    def fingerprint(self) -> str:
+        """Return what has to be the same on all workers: the order."""
+        return f"a stream whose shuffle has the state {self._order}"
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Split by other ranks from the next epoch on."""
