@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,35 @@ __all__ = [
 ]
 
 
+_METHODS_OF_THE_MODULE = (
+    "_apply",
+    "add_module",
+    "apply",
+    "named_buffers",
+    "named_children",
+    "named_modules",
+    "named_parameters",
+    "register_buffer",
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_module",
+    "register_parameter",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "state_dict",
+    "train",
+)
+"""Methods of a wrapper that call those of its module, so that names have no prefix."""
+
+
 class ReplicatedModel(DistributedDataParallel):
     """DistributedDataParallel whose forward communicates only where gradients follow.
 
     Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
     buffers there as well, and block for good when workers validate uneven numbers of batches.
 
-    It has the attributes of the module, as where there is one worker.
+    It has the attributes of the module, as where there is one worker. Parameters, buffers, modules,
+    and entries of the state dict have the module's names, without the prefix ``module.``.
     """
 
     _has_forward = False
@@ -51,7 +73,24 @@ class ReplicatedModel(DistributedDataParallel):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        del self.training  # so that __getattr__ returns the mode of the module
         self._wrapped = True
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the module, or one whose names have the prefix ``module.``."""
+        load = super().load_state_dict if self._are_prefixed(state_dict) else None
+        return (load or self.module.load_state_dict)(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Add ``module.`` to the names if a model that contains this one loads its state."""
+        names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+        if not self._are_prefixed(names):
+            for name in names:
+                state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
+
+    def _are_prefixed(self, names: Collection[str]) -> bool:
+        is_own = hasattr(self.module, "module")  # then it is a name that the module has itself
+        return bool(names) and not is_own and all(name.startswith("module.") for name in names)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -92,10 +131,25 @@ class ReplicatedModel(DistributedDataParallel):
         own = vars(self)
         # its constructor sets what is the wrapper's
         is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
-        if is_own or name == "module" or not hasattr(self.module, name):
+        is_part = isinstance(value, torch.nn.Module | torch.nn.Parameter)
+        if is_own or name == "module" or not (is_part or hasattr(self.module, name)):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
+
+    method.__name__ = name
+    method.__doc__ = f"Call ``{name}`` of the module."
+    return method
+
+
+for _name in _METHODS_OF_THE_MODULE:
+    setattr(ReplicatedModel, _name, _of_module(_name))
 
 
 def wrapped(

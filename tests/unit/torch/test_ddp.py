@@ -539,6 +539,88 @@ def test_what_a_model_has_is_to_be_had_and_set_on_its_wrapper(process_group):
     assert copied.temperature == 2.0
 
 
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.zeros(2))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+    def forward(self, x):
+        return self.body(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda m: [name for name, _ in m.named_parameters()],
+        lambda m: [name for name, _ in m.named_buffers()],
+        lambda m: [name for name, _ in m.named_modules()],
+        lambda m: [name for name, _ in m.named_children()],
+        lambda m: [type(each) for each in m.modules()],
+        lambda m: [type(each) for each in m.children()],
+        lambda m: [*m.state_dict()],
+        lambda m: [*torch.nn.ModuleDict({"a": m}).state_dict()],
+        lambda m: [name for name, _ in torch.nn.ModuleDict({"a": m}).named_parameters()],
+    ],
+)
+def test_a_wrapper_has_the_names_of_its_module(process_group, names):
+    model = Nested()
+    assert names(ddp.ReplicatedModel(model)) == names(model)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("place", [lambda m: m, lambda m: torch.nn.ModuleDict({"a": m})])
+def test_a_wrapper_loads_a_state_dict_with_and_without_prefix(process_group, prefix, place):
+    source, target = Nested(), Nested()
+    outer = "" if place(source) is source else "a."
+    state = {f"{outer}{prefix}{name}": value for name, value in source.state_dict().items()}
+    result = place(ddp.ReplicatedModel(target)).load_state_dict(state, strict=False)
+    assert result == ([], [])
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value)
+
+
+def test_a_module_of_the_name_module_keeps_its_name(process_group):
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    source, target = Outer(), Outer()
+    ddp.ReplicatedModel(target).load_state_dict(source.state_dict())
+    assert torch.equal(target.module.weight, source.module.weight)
+
+
+def test_a_wrapper_and_its_module_have_one_mode_and_one_type(process_group):
+    model = Nested()
+    wrapped = ddp.ReplicatedModel(model)
+    assert wrapped.eval() is wrapped
+    assert not model.training
+    model.train()
+    assert wrapped.training
+    wrapped.train()
+    assert not model.body[1].training
+    assert wrapped.double() is wrapped
+    assert {t.dtype for t in (*model.parameters(), *model.buffers())} <= {
+        torch.float64,
+        torch.int64,
+    }
+
+
+def test_parts_that_are_added_to_a_wrapper_are_added_to_its_module(process_group):
+    model = Nested()
+    wrapped = ddp.ReplicatedModel(model)
+    wrapped.head = torch.nn.Linear(2, 1)
+    wrapped.register_buffer("seen", torch.zeros(1))
+    assert {"head.weight", "seen"} <= {*model.state_dict()} == {*wrapped.state_dict()}
+
+
 @pytest.mark.parametrize("bypass", [lambda m, x: m.encode(x), lambda m, x: ddp.plain(m)(x)])
 def test_a_step_whose_gradients_the_workers_have_not_averaged_is_refused(process_group, bypass):
     model = ddp.ReplicatedModel(Encoder())
