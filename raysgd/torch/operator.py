@@ -527,9 +527,11 @@ class TrainingOperator(OperatorBase):
     # ---- what loops of your own use
 
     def train_mode(self, training: bool) -> None:
-        """Put every registered model into train or eval mode."""
-        for model in self._registration.models:
-            model.train(training)
+        """Put every registered model into train or eval mode.
+
+        A model without trainable parameters keeps the mode that it had at `register` in training.
+        """
+        self._registration.set_mode(training)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for forward pass and loss, in which they run in mixed precision.

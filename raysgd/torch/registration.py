@@ -110,6 +110,7 @@ class TorchRegistration(Registration):
         self._averaged: list[dict[str, bool] | None] = []
         self._comm_hooks: list[list[tuple[Any, Any]]] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
+        self._frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         self._buffers = BufferCopies()
         self._schedule: list[Any] = []
         self._epochs_ended = 0
@@ -233,6 +234,11 @@ class TorchRegistration(Registration):
             wrapped.get(id(c), c.to(self.settings.device) if isinstance(c, torch.nn.Module) else c)
             for c in criteria
         ]
+        self._frozen_modes = [
+            (model, [(module, module.training) for module in model.modules()])
+            for model in self.models
+            if not any(parameter.requires_grad for parameter in model.parameters())
+        ]
         self._buffers = BufferCopies(self.models)
         if self._full is not None:
             for each in self.models:
@@ -245,6 +251,15 @@ class TorchRegistration(Registration):
             + ([shaped_like(criterion, criteria)] if criterion is not None else [])
             + ([schedulers] if schedulers is not None else [])
         )
+
+    def set_mode(self, training: bool) -> None:
+        """Put the models into train or eval mode; frozen ones train as they were registered."""
+        for model in self.models:
+            model.train(training)
+        for model, modes in self._frozen_modes if training else ():
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                for module, mode in modes:
+                    module.training = mode
 
     @property
     def given_models(self) -> list[torch.nn.Module]:

@@ -199,6 +199,35 @@ def test_train_mode_reaches_every_layer_whether_or_not_there_was_a_validation_be
     assert all(module.training for module in operator.model.modules())
 
 
+class Distilled(TrainingOperator):
+    def setup(self, config):
+        student, teacher = make_model(), torch.nn.Sequential(make_model(), torch.nn.Dropout())
+        teacher.requires_grad_(False).train(config["training"])
+        teacher[1].train()
+        (self.student, self.teacher), _ = self.register(
+            models=[student, teacher], optimizers=torch.optim.SGD(student.parameters(), lr=0.1)
+        )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_frozen_model_trains_in_the_modes_that_it_had_at_register(training):
+    operator = run_operator(Distilled, {"training": training})
+    for _ in range(2):
+        operator.train_mode(True)
+        modes = [module.training for module in operator.teacher.children()]
+        assert [operator.student.training, operator.teacher.training] == [True, training]
+        assert modes == [training, True]
+        operator.train_mode(False)
+        assert not any(module.training for module in operator.teacher.modules())
+
+
+def test_a_frozen_model_that_is_trained_later_follows_the_mode():
+    operator = run_operator(Distilled, {"training": False})
+    operator.teacher.requires_grad_(True)
+    operator.train_mode(True)
+    assert operator.teacher.training
+
+
 def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
     class Noting(Classifier):
         def validate_batch(self, batch, batch_info):
