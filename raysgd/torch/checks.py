@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import SequentialSampler
 
 from raysgd.data.source import Source
@@ -31,6 +32,7 @@ __all__ = [
     "warn_of_order",
     "warn_of_own_schedulers",
     "warn_of_strangers",
+    "warn_of_unregistered",
 ]
 
 logger = logging.getLogger(__name__)
@@ -311,6 +313,56 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
             type(lost[0]).__name__,
             frequency,
         )
+
+
+def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
+    """Warn of attributes that look trained, but are neither registered nor part of what is.
+
+    Args:
+        operator: after `setup`.
+        registered: models, criteria, and optimizers.
+    """
+    known = {*map(id, registered), *map(id, operator.config.values())}
+    for optimizer in registered:  # one may contain another
+        if isinstance(optimizer, torch.optim.Optimizer):
+            known.update(map(id, vars(optimizer).values()))
+    models = [each for each in registered if isinstance(each, torch.nn.Module)]
+    known.update(id(parameter) for model in models for parameter in model.parameters())
+    found = [
+        f"{place} ({type(held).__name__})"
+        for name, value in vars(operator).items()
+        for place, held in _places(f"self.{name}", value)
+        if id(held) not in known and _looks_trained(held, known)
+    ]
+    if found:
+        logger.warning(
+            "%s.setup did not register %s. The workers do not keep what is not registered equal, "
+            "and checkpoints do not contain it. Pass modules and optimizers to self.register(...). "
+            "If a module is not trained, call requires_grad_(False) on it.",
+            type(operator).__name__,
+            ", ".join(found),
+        )
+
+
+def _places(place: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what an attribute is, or holds as a list, tuple, or dict, and where."""
+    if isinstance(value, Mapping):
+        return [(f"{place}[{key!r}]", held) for key, held in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"{place}[{index}]", held) for index, held in enumerate(value)]
+    return [(place, value)]
+
+
+def _looks_trained(held: Any, registered: Collection[int]) -> bool:
+    if isinstance(held, torch.nn.Parameter):
+        return held.requires_grad
+    if not isinstance(held, torch.nn.Module) or isinstance(held, AveragedModel):
+        return isinstance(held, torch.optim.Optimizer)
+    is_metric = any(kind.__module__.startswith("torchmetrics.") for kind in type(held).__mro__)
+    return not is_metric and any(
+        parameter.requires_grad and id(parameter) not in registered
+        for parameter in held.parameters()
+    )
 
 
 def warn_of_order(source: Source) -> None:

@@ -105,6 +105,7 @@ class TorchRegistration(Registration):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.schedulers: list[Any] = []
+        self.criteria: list[Any] = []
         self._num_criteria = 0
         self._required: dict[int, dict[str, bool]] = {}
         self._averaged: list[dict[str, bool] | None] = []
@@ -230,7 +231,7 @@ class TorchRegistration(Registration):
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
         }
         wrapped = dict(zip(map(id, trained), self.models[len(modules) :], strict=True))
-        criteria = [
+        self.criteria = criteria = [
             wrapped.get(id(c), c.to(self.settings.device) if isinstance(c, torch.nn.Module) else c)
             for c in criteria
         ]

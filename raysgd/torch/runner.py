@@ -16,7 +16,7 @@ from raysgd.context import WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch.checks import needs_metric, warn_of_own_schedulers
+from raysgd.torch.checks import needs_metric, warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
@@ -156,7 +156,11 @@ def build_operator(
     operator._registration.check_registered(operator)
     if settings.context.world_rank == 0:
         frequency = settings.options.scheduler_step_freq
-        warn_of_own_schedulers(operator, operator._registration.schedulers, frequency)
+        registration = operator._registration
+        warn_of_own_schedulers(operator, registration.schedulers, frequency)
+        warn_of_unregistered(
+            operator, [*registration.models, *registration.criteria, *registration.optimizers]
+        )
     # after setup, so that torch.manual_seed there decides the order of the epochs
     operator._registration.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

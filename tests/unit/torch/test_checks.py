@@ -1,12 +1,16 @@
 """What may be registered, and in which shape it comes back."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd import TrainingOperator
 from raysgd.loop.registration import shaped_like
+from raysgd.testing import run_operator
 from raysgd.torch.checks import check_static_graphs, check_step_freq, checked
 
 MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
@@ -59,3 +63,102 @@ def test_a_wrapper_with_a_static_graph_cannot_accumulate(process_group):
     check_static_graphs([model, DistributedDataParallel(torch.nn.Linear(1, 1))])
     with pytest.raises(ValueError, match=r"Leave static_graph out, or do not accumulate"):
         check_static_graphs([model, DistributedDataParallel(model, static_graph=True)])
+
+
+# ---- what setup leaves out of register()
+
+
+def set_up(add, caplog):
+    """Let an operator's `setup` add attributes; return the warnings about unregistered ones."""
+
+    class Custom(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=optimizer, criterion=torch.nn.Linear(2, 1)
+            )
+            add(self)
+
+    run_operator(Custom, {"network": torch.nn.Linear(1, 1)})
+    return [record.message for record in caplog.records if "did not register" in record.message]
+
+
+def adam(module):
+    return torch.optim.Adam(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "expected"),
+    [
+        ("head", lambda _: torch.nn.Linear(2, 1), "self.head (Linear)"),
+        ("scale", lambda _: torch.nn.Parameter(torch.ones(1)), "self.scale (Parameter)"),
+        ("parts", lambda _: {"a": torch.nn.Linear(2, 1)}, "self.parts['a'] (Linear)"),
+        ("second", lambda op: adam(op.model), "self.second (Adam)"),
+        ("optimizers", lambda op: [op.optimizer, adam(op.model)], "self.optimizers[1] (Adam)"),
+        (
+            "both",
+            lambda op: torch.nn.Sequential(op.model, torch.nn.Linear(2, 1)),
+            "self.both (Sequential)",
+        ),
+    ],
+)
+def test_what_looks_trained_and_is_not_registered_is_named(name, make, expected, caplog):
+    (message,) = set_up(lambda operator: setattr(operator, name, make(operator)), caplog)
+    assert f"Custom.setup did not register {expected}." in message
+
+
+def test_several_unregistered_attributes_are_one_warning(caplog):
+    def add(operator):
+        operator.head = torch.nn.Linear(2, 1)
+        operator.second = adam(operator.head)
+
+    (message,) = set_up(add, caplog)
+    assert "self.head (Linear), self.second (Adam)." in message
+
+
+class WithBase(torch.optim.SGD):
+    def __init__(self, parameters):
+        parameters = [*parameters]
+        super().__init__(parameters, lr=0.1)
+        self.base = torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_what_is_registered_frozen_or_a_metric_is_not_warned_of(caplog):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Similarity(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.network = torch.nn.Linear(2, 1)
+
+        def update(self):
+            """Not called."""
+
+        def compute(self):
+            """Not called."""
+
+    def add(operator):
+        operator.network = operator.config["network"]
+        operator.module = operator.unwrapped(operator.model)
+        operator.layer, operator.models = operator.model[0], [operator.model]
+        operator.weights = list(operator.model.parameters())
+        operator.loss = torch.nn.CrossEntropyLoss()
+        operator.teacher = copy.deepcopy(operator.model).requires_grad_(False)
+        operator.average = torch.optim.swa_utils.AveragedModel(operator.model)
+        operator.metrics = {"similarity": Similarity()}
+
+    assert not set_up(add, caplog)
+
+
+def test_an_optimizer_inside_of_a_registered_one_is_not_warned_of(caplog):
+    class Custom(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Linear(2, 2)
+            self.model, self.optimizer = self.register(
+                models=model, optimizers=WithBase(model.parameters())
+            )
+            self.base = self.optimizer.base
+
+    run_operator(Custom)
+    assert "did not register" not in caplog.text
