@@ -27,7 +27,6 @@ __all__ = ["SMALL_BYTES", "Entry", "GlooGroup"]
 
 _COLLECTIVES = (
     "_allgather_base",
-    "allgather",
     "allgather_coalesced",
     "allreduce_coalesced",
     "alltoall",
@@ -151,6 +150,32 @@ class GlooGroup(ProcessGroup):
         timeout = options.timeout if given else self._gloo.options._timeout
         return _SmallReduction(
             self._running, self._mesh, tensors, combine, timeout, options.asyncOp
+        )
+
+    def allgather(self, outputs: Any, tensors: list[torch.Tensor], *options: Any) -> Work:
+        """Start gathering tensors, after a check that all ranks give equally many bytes.
+
+        Gloo ends the process if a rank receives more than it expects.
+
+        Raises:
+            ValueError: if the sizes differ, on all ranks.
+        """
+        size = sum(tensor.nbytes for tensor in tensors)
+        with torch.inference_mode(False):  # the mesh writes the result in any thread
+            bounds = torch.tensor([size, -size], device="cpu")
+        reduction = dist.AllreduceOptions()
+        reduction.reduceOp = dist.ReduceOp.MAX
+        self.allreduce([bounds], reduction).wait()
+        largest, smallest = bounds[0].item(), -bounds[1].item()
+        if largest != smallest:
+            raise ValueError(
+                f"all_gather: rank {self.rank()} gave {size} bytes, but the tensors of all ranks "
+                f"have from {smallest} to {largest}. In the last step of an epoch workers may have "
+                "different numbers of samples. Register a DataLoader with drop_last=True, or pad "
+                "the tensors to one size."
+            )
+        return _Operation(
+            self._running, lambda: self._gloo.allgather(outputs, tensors, *options), outputs
         )
 
     def _reduce_scatter_base(

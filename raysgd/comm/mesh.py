@@ -70,12 +70,21 @@ class Reduction:
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
-        """Take note that the message of a rank has come; with the last one, reduce.
+        """Take note that the message of a rank has come; with the last one, reduce."""
+        self._come[rank] = self.missing.pop(rank)
+        if self.missing:
+            return
+        if self._content.numel():
+            self._reduce(own_rank)
+        self.done = True
+
+    def check(self, rank: int) -> None:
+        """Check the header that has come from a rank.
 
         Raises:
             RuntimeError: if that rank reduces something else.
         """
-        message = self._come[rank] = self.missing.pop(rank)
+        message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
             raise RuntimeError(
                 "In reduction {} of small tensors this rank has {} bytes, and rank {} has "
@@ -84,11 +93,6 @@ class Reduction:
                     *_HEADER.unpack(self._header), rank, *_HEADER.unpack_from(message)
                 )
             )
-        if self.missing:
-            return
-        if self._content.numel():
-            self._reduce(own_rank)
-        self.done = True
 
     def _reduce(self, own_rank: int) -> None:
         terms = {own_rank: self._content}
@@ -140,6 +144,8 @@ class _Peer:
                     raise ConnectionResetError("it was closed")
                 came = True
                 self.num_received += num_bytes
+                if self.num_received >= _HEADER.size:  # a longer message would never be complete
+                    wanted.check(self.rank)
                 if self.num_received < len(message):
                     continue
             self.num_received = 0

@@ -101,6 +101,24 @@ def test_strangers_neither_join_nor_keep_anyone_waiting(monkeypatch):
         assert first.result(10) == second.result(10) == [3, 3, 3]
 
 
+def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = HashStore()
+
+    def gather(rank):
+        group = GlooGroup(store, rank, 2, TIMEOUT)
+        uneven, even = torch.ones(3 + rank), torch.full((2,), float(rank))
+        with pytest.raises(ValueError, match=r"from 12 to 16\. .*drop_last=True"):
+            group.allgather([[torch.zeros_like(uneven)] * 2], [uneven])
+        gathered = [torch.zeros(2), torch.zeros(2)]
+        group.allgather([gathered], [even]).wait()
+        group.release()
+        return [each.tolist() for each in gathered]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(gather, range(2))] == [[[0, 0], [1, 1]]] * 2
+
+
 def test_a_collective_can_be_waited_for_later(group):
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work.wait(datetime.timedelta(seconds=10)) is True
