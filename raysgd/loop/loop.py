@@ -259,6 +259,7 @@ class Loop:
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step
             self._settle_failure(segment, source)
+            registration.explain(error)
             if in_step and (split := registration.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise

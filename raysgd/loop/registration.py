@@ -413,6 +413,9 @@ class Registration(ABC):
         """Return in how many parts to train batches after an error in a step; 0: it is an error."""
         return 0
 
+    def explain(self, error: BaseException) -> None:  # noqa: B027
+        """Add a note to an error of a step if there is advice for it."""
+
     def does_without(self, error: BaseException) -> bool:
         """Whether training goes on without what there was no memory for, as an error says."""
         return False

@@ -628,6 +628,15 @@ class TorchRegistration(Registration):
     def does_without(self, error: BaseException) -> bool:
         return self.settings.options.split_on_oom and ran_out_of_memory(error)
 
+    def explain(self, error: BaseException) -> None:
+        if "Expected more than 1 value per channel" in str(error):
+            error.add_note(
+                "Normalization layers cannot train on one value per channel. If this is the last "
+                "step of an epoch, it has one sample for this worker: let setup register a "
+                "DataLoader with drop_last=True. Another train() would repeat the step. To "
+                "continue, save() this trainer and load() that in a trainer with the new setup."
+            )
+
     def split_after(self, error: BaseException, batch: Any) -> int:
         factor = self.split
         if not self.does_without(error):

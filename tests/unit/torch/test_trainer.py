@@ -8,12 +8,13 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
 from raysgd.config import BATCH_SIZE
 from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
-from tests.operators import Classifier
+from tests.operators import Classifier, make_data
 from tests.unit.recorder import Recorder
 
 
@@ -179,3 +180,33 @@ def test_an_optimizer_that_makes_no_update_is_told_once(make_trainer, caplog, fo
     trainer.fit(3)
     said = [each.getMessage() for each in caplog.records]
     assert sum("optimizers[0] (" in each and "made no update" in each for each in said) == warns
+
+
+class LastOfOne(Classifier):
+    """Batch normalization, and a last batch of one sample, which is dropped if the config says."""
+
+    def setup(self, config):
+        super().setup({**config, "batch_norm": True})
+        data = make_data(config["batch_size"] + 1)
+        loader = DataLoader(data, config["batch_size"], drop_last=config["drop_last"])
+        self.register_data(train_loader=loader)
+
+    def train_epoch(self, iterator, info):
+        for batch in iterator:
+            self.train_batch(batch, {})
+        return {}
+
+
+def test_a_last_step_of_one_sample_names_drop_last_with_which_the_run_continues(
+    make_trainer, tmp_path
+):
+    failing = make_trainer(LastOfOne, {"drop_last": False})
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        failing.train()
+    assert any("drop_last=True" in note for note in caught.value.__notes__)
+    failing.save(tmp_path / "before the step")
+    trainer = make_trainer(LastOfOne, {"drop_last": True})
+    trainer.load(tmp_path / "before the step")
+    assert trainer.state_dict()["global_step"] == 1
+    trainer.train()
+    assert trainer.state_dict()["global_step"] == 2
