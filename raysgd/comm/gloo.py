@@ -153,12 +153,9 @@ class GlooGroup(ProcessGroup):
         )
 
     def allgather(self, outputs: Any, tensors: list[torch.Tensor], *options: Any) -> Work:
-        """Start gathering tensors, after a check that all ranks give equally many bytes.
+        """Start gathering tensors if all ranks give equally many bytes; otherwise all raise.
 
-        Gloo ends the process if a rank receives more than it expects.
-
-        Raises:
-            ValueError: if the sizes differ, on all ranks.
+        Gloo would abort the process of a rank that receives more than it expects.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         with torch.inference_mode(False):  # the mesh writes the result in any thread
@@ -170,9 +167,10 @@ class GlooGroup(ProcessGroup):
         if largest != smallest:
             raise ValueError(
                 f"all_gather: rank {self.rank()} gave {size} bytes, but the tensors of all ranks "
-                f"have from {smallest} to {largest}. In the last step of an epoch workers may have "
-                "different numbers of samples. Register a DataLoader with drop_last=True, or pad "
-                "the tensors to one size."
+                f"have from {smallest} to {largest}. Workers have different numbers of samples in "
+                "the last step of an epoch, and while workers are missing. Register a DataLoader "
+                'with drop_last=True and pass ElasticConfig(global_batch="scale"), or pad the '
+                "tensors to one size."
             )
         return _Operation(
             self._running, lambda: self._gloo.allgather(outputs, tensors, *options), outputs

@@ -316,16 +316,10 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
 
 
 def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
-    """Warn of attributes that look trained, but are neither registered nor part of what is.
-
-    Args:
-        operator: after `setup`.
-        registered: models, criteria, and optimizers.
-    """
+    """Warn of attributes that look trained, but are not part of any registered object."""
     known = {*map(id, registered), *map(id, operator.config.values())}
-    for optimizer in registered:  # one may contain another
-        if isinstance(optimizer, torch.optim.Optimizer):
-            known.update(map(id, vars(optimizer).values()))
+    for each in registered:  # an optimizer may contain another
+        known.update(map(id, getattr(each, "__dict__", {}).values()))
     models = [each for each in registered if isinstance(each, torch.nn.Module)]
     known.update(id(parameter) for model in models for parameter in model.parameters())
     found = [
@@ -346,11 +340,10 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
 
 def _places(place: str, value: Any) -> list[tuple[str, Any]]:
     """Return what an attribute is, or holds as a list, tuple, or dict, and where."""
-    if isinstance(value, Mapping):
-        return [(f"{place}[{key!r}]", held) for key, held in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"{place}[{index}]", held) for index, held in enumerate(value)]
-    return [(place, value)]
+    if not isinstance(value, Mapping | list | tuple):
+        return [(place, value)]
+    members = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [(f"{place}[{key!r}]", held) for key, held in members]
 
 
 def _looks_trained(held: Any, registered: Collection[int]) -> bool:
