@@ -152,17 +152,17 @@ class GlooGroup(ProcessGroup):
             self._running, self._mesh, tensors, combine, timeout, options.asyncOp
         )
 
-    def allgather(self, outputs: Any, tensors: list[torch.Tensor], *options: Any) -> Work:
+    def allgather(self, *args: Any) -> Work:
         """Start gathering tensors if all ranks give equally many bytes; otherwise all raise.
 
         Gloo would abort the process of a rank that receives more than it expects.
         """
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in args[1])
         with torch.inference_mode(False):  # the mesh writes the result in any thread
             bounds = torch.tensor([size, -size], device="cpu")
-        reduction = dist.AllreduceOptions()
-        reduction.reduceOp = dist.ReduceOp.MAX
-        self.allreduce([bounds], reduction).wait()
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self.allreduce([bounds], options).wait()
         largest, smallest = bounds[0].item(), -bounds[1].item()
         if largest != smallest:
             raise ValueError(
@@ -172,9 +172,7 @@ class GlooGroup(ProcessGroup):
                 'with drop_last=True and pass ElasticConfig(global_batch="scale"), or pad the '
                 "tensors to one size."
             )
-        return _Operation(
-            self._running, lambda: self._gloo.allgather(outputs, tensors, *options), outputs
-        )
+        return _Operation(self._running, lambda: self._gloo.allgather(*args), args[0])
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
