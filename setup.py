@@ -18,6 +18,7 @@ EXTRAS = {
     "test": [
         "build",
         "codespell",
+        "datasets",
         "fsspec[http]",
         "hypothesis",
         "import-linter",

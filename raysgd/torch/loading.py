@@ -294,11 +294,7 @@ class HuggingFaceSource(Source):
     def __init__(self, loader: Any, world_size: int, rank: int) -> None:
         super().__init__(loader, has_length=False)
         self.reshard(world_size, rank, None)
-        # there is no public name for the generator of shuffle(seed=...)
-        shuffling = getattr(getattr(loader, "dataset", loader), "_shuffling", None)
-        generator = getattr(shuffling, "generator", None)
-        state = "" if generator is None else repr(generator.bit_generator.state)
-        self._order = hashlib.sha256(state.encode()).hexdigest()[:8]
+        self._order = hashlib.sha256(_shuffle_state(loader).encode()).hexdigest()[:8]
 
     def fingerprint(self) -> str:
         """Return what has to be the same on all workers: the order."""
@@ -463,6 +459,17 @@ def _is_distributed(loader: Any) -> bool:
         and isinstance(sampler, DistributedSampler)
         and type(sampler).__init__ is DistributedSampler.__init__
     )
+
+
+def _shuffle_state(loader: Any) -> str:
+    """Return the states of the generators of ``shuffle(seed=...)`` of a Hugging Face stream."""
+    # there is no public name for them; the examples of each step come from those of the one before
+    examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
+    while examples is not None:
+        if (generator := getattr(examples, "generator", None)) is not None:
+            states += repr(generator.bit_generator.state)
+        examples = getattr(examples, "ex_iterable", None)
+    return states
 
 
 def _is_hugging_face(loader: Any) -> bool:
