@@ -83,9 +83,6 @@ class Progress:
     """Whether the worker's code does nothing but wait for the driver, or has ended."""
     terminated: bool = False
     """Whether the worker's process was sent SIGTERM."""
-    unreachable: tuple[int, ...] = ()
-    """Ranks of other workers whose hosts have confirmed nothing of what was sent to them for longer
-    than ``unreachable_s``."""
     collective: int | None = None
     """Number of the collective in which it waits for all the others; None where it is in none, or
     where the backend cannot tell."""

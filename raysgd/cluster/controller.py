@@ -22,8 +22,8 @@ from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.call import Call
 from raysgd.cluster.drains import Notice
 from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
+from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.members import Member, cause_of, is_loss
-from raysgd.cluster.pulses import HostLostError, PartedError, Terms
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import dumps, sendable
 from raysgd.cluster.snapshot import SnapshotKeeper, with_shares
@@ -39,7 +39,6 @@ from raysgd.elastic.policies import (
     backoff_s,
     choose_leader,
     furthest,
-    most_parted,
     pause_step,
     recovery,
     who_leaves,
@@ -72,8 +71,6 @@ _SALVAGE_S = 10.0
 """How long a worker may take to hand its state over before all are started anew."""
 _MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to make a process group before that is an error."""
-_ELSEWHERE_S = 5.0
-"""How long to look elsewhere for room before a host is used again that does not reach others."""
 _LEAVE_S = 3.0
 """How long leaving takes at most, beside some steps."""
 _TICK_S = 1.0
@@ -122,9 +119,7 @@ class Controller:
         self._backend = backend
         self._timeout_s = timeout_s
         self._elastic = elastic = elastic or ElasticConfig()
-        if elastic.unreachable_s is not None:
-            terms = Terms(elastic.unreachable_s, elastic.driver_grace_s, stops=can_join)
-            group.watch_hosts(terms)
+        group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
         self._recovery = recovery(
             rejoins=backend is None or backend.rejoins,
             in_place=self._elastic.in_place,
@@ -419,7 +414,6 @@ class Controller:
             self._follow_snapshots(progress)
             self._step_s = max(p.step_s for p in progress.values())
         self._note_drains(progress)
-        self._give_up_parted(attempt, progress)
         monitor.mention_uneven()
         stuck = monitor.stuck(progress)
         if stuck is not None:
@@ -438,25 +432,10 @@ class Controller:
         """Give up silent workers whose time is over: that they would be silent then was said."""
         now = self._clock.time()
         for member, notice in self._group.leaving().items():
-            pulse = member.pulse
-            if notice.leave_by <= now and pulse is not None and pulse.is_silent:
+            watch = member.watch
+            if notice.leave_by <= now and watch is not None and watch.is_silent:
                 why = f"its host {member.info.node_ip} is silent, as was announced: {notice.cause}"
                 attempt.give_up(member, HostLostError(why))
-
-    def _give_up_parted(self, attempt: Attempt, progress: Mapping[Member, Progress]) -> None:
-        """Give a worker up that others do not reach, though the driver does."""
-        unreachable = {self._ranks[m]: p.unreachable for m, p in progress.items() if p.unreachable}
-        if (rank := most_parted(unreachable)) is None:
-            return
-        others = {a for a, found in unreachable.items() if rank in found}
-        others |= set(unreachable.get(rank, ()))
-        members = {self._ranks[member]: member for member in self.members}
-        if not all(members[r].is_heard for r in (rank, *others)):
-            return  # it is no matter of two workers; the pulse of one will tell
-        where = "; ".join(f"worker {r} on {members[r].name}" for r in sorted(others))
-        attempt.give_up(
-            members[rank], PartedError(f"it and these do not reach each other: {where}")
-        )
 
     def _follow_snapshots(self, progress: Mapping[Member, Progress]) -> None:
         first, *rest = progress
@@ -858,11 +837,8 @@ class Controller:
             self._record("lost", [member], cause=said, num_batches=max(0, step - since), step=step)
             call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
-            self._scale_up.lost(
-                self._group.slot_of(member),
-                is_doubted=isinstance(error, HostLostError),
-                wait_s=_ELSEWHERE_S if isinstance(error, PartedError) else 0.0,
-            )
+            is_doubted = isinstance(error, HostLostError)
+            self._scale_up.lost(self._group.slot_of(member), is_doubted)
             self._group.discard(member)
         if not self._recovery.survivors_stay:
             if self._recovery.rescues_state:

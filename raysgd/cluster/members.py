@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from raysgd.cluster.pulses import EndedError, HostLostError, HostPulse, LostError, Pulses
+from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.paths import without_secrets
@@ -47,17 +47,17 @@ class Member(ABC):
     info = WorkerInfo(node_id="", node_ip="")
     """Where it runs; empty where that is not known yet."""
     remote: bool
-    pulse: HostPulse | None = None
-    """By which its host is watched; None in the driver's process."""
+    watch: HostWatch | None = None
+    """The watch on its host; None on the driver's own host."""
 
     def locate(self, info: WorkerInfo) -> None:
         """Take note of where it runs."""
         self.info = info
 
     @property
-    def is_heard(self) -> bool:
-        """Whether its host is there, as far as the driver can tell."""
-        return self.pulse is None or self.pulse.is_heard
+    def is_reached(self) -> bool:
+        """Whether the driver knows its host and reaches it."""
+        return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
 
     def may_live(self, error: BaseException) -> bool:
         """Whether a worker may be there though a call on it failed by this error of Ray's."""
@@ -123,15 +123,15 @@ class ActorMember(Member):
 
     Args:
         actor: Ray's handle.
-        pulses: for a pulse with its host; None where Ray alone watches that.
+        monitor: watches its host; None if only Ray does.
     """
 
     remote = True
 
-    def __init__(self, actor: Any, pulses: Pulses | None = None) -> None:
+    def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
         """Ray's handle."""
-        self._pulses = pulses
+        self._monitor = monitor
         self._waiting: dict[Future[Any], None] = {}
         """Answers of Ray's that are awaited."""
         self._lost: LostError | None = None
@@ -139,10 +139,11 @@ class ActorMember(Member):
     def locate(self, info: WorkerInfo) -> None:
         """Take note of where it runs, and begin to watch its host."""
         self.info = info
-        if self._pulses is not None and (pulse := self._pulses.of(info, self._lose)) is not None:
-            self.pulse = pulse
-            told = self._submit("watch", (pulse.address, self._pulses.terms))
-            told.add_done_callback(self._pulses.note)
+        monitor = self._monitor
+        if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
+            self.watch = watch
+            arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
+            self._submit("watch_driver", arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
         """Let all calls that are under way, and all later ones, fail: nobody will answer."""
@@ -163,7 +164,7 @@ class ActorMember(Member):
     def _submit(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         self._check_alive()
         answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
-        return answer if self.pulse is None else self._unless_lost(answer)
+        return answer if self.watch is None else self._unless_lost(answer)
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails where the host is lost.
@@ -192,13 +193,13 @@ class ActorMember(Member):
         return self.actor.execute.remote(function, *args, **kwargs)
 
     def may_live(self, error: BaseException) -> bool:
-        """Whether Ray has given up its connection to the worker, and the pulse has not.
+        """Whether Ray has given up its connection to the worker, and the host monitor has not.
 
         That is about operators. Nobody could make the call of a training function again.
         """
         import ray.exceptions
 
-        stops = self.pulse is not None and self._pulses is not None and self._pulses.terms.stops
+        stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
         return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def _check_alive(self) -> None:
@@ -218,8 +219,8 @@ class ActorMember(Member):
         """Kill the actor's process."""
         import ray
 
-        if self.pulse is not None:
-            self.pulse.close()
+        if self.watch is not None:
+            self.watch.close()
         if self.alive:
             with contextlib.suppress(Exception):  # it may be gone already
                 ray.kill(self.actor)
@@ -373,13 +374,12 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of Ray's, or of a pulse, says that the worker or its node is gone."""
+    """Whether an error of Ray or of the host monitor says that the worker or its node is gone."""
     import ray.exceptions
 
     return isinstance(
         error,
-        HostLostError
-        | EndedError
+        LostError
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError

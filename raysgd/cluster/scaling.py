@@ -95,21 +95,18 @@ class ScaleUp:
         """Whether there are replacement workers."""
         return bool(self._replacements)
 
-    def lost(self, slot: Any, is_doubted: bool = False, wait_s: float = 0.0) -> None:
+    def lost(self, slot: Any, is_doubted: bool = False) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join.
 
         Args:
             slot: its place.
             is_doubted: whether another worker there may never come up, so that one is started
                 elsewhere as well, if there is room.
-            wait_s: how long to look elsewhere only.
         """
         self._lost_slots.append(slot)
         self.try_again()
         if is_doubted and slot not in self._group.doubted:
             self._group.doubted.append(slot)
-        if wait_s:
-            self._retry_at[slot] = self._group.clock.monotonic() + wait_s
 
     def try_again(self) -> None:
         """Forget the replacement workers that failed: the reason may be another one, or mended."""

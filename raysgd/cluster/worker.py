@@ -6,7 +6,6 @@ Nothing here needs Ray: a worker in the driver's process is the same object.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import signal
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.cluster.forks import end_forks_with_this_process
-from raysgd.cluster.pulses import MARGIN_S, DriverWatch, Terms
+from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
@@ -89,7 +88,7 @@ def is_worker_process() -> bool:
 CONTROL_METHODS = (
     "info",
     "interrupt",
-    "watch",
+    "watch_driver",
     "progress",
     "pause_at",
     "announce",
@@ -121,8 +120,6 @@ class Worker:
         self._terminated = False
         if catches_sigterm:
             _catch_sigterm(self._note_sigterm)
-        self._silence_s = math.inf
-        """From when on the silence of another worker's host is worth a mention."""
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while a message to a generation is handled, so that the next one does not begin.
@@ -227,18 +224,14 @@ class Worker:
             if self._backend is not None:
                 self._backend.interrupt()
 
-    def watch(self, address: Address, terms: Terms) -> str:
-        """Watch the driver's host; returns why that cannot be, or nothing."""
-        # what one worker sends to another is sent again after up to twice the time of a silence
-        self._silence_s = 2 * terms.unreachable_s + MARGIN_S
-        return DriverWatch(address, terms, self._stop_alone, self._peers).start()
+    def watch_driver(self, address: Address, driver_grace_s: float, stops_calls: bool) -> str:
+        """Watch the driver's host; return why that fails, else ""."""
+        stop = self._stop_alone if stops_calls else lambda: None
+        return DriverWatch(address, driver_grace_s, stop).start()
 
     def _stop_alone(self) -> None:
         self._cut_off = True
         self.interrupt()
-
-    def _peers(self) -> Sequence[tuple[str, int]]:
-        return () if self._backend is None else self._backend.peers()
 
     def progress(self) -> Progress:
         """Say how far the work is."""
@@ -247,13 +240,8 @@ class Worker:
         progress = self.runner.progress()
         if self._terminated:
             progress = replace(progress, terminated=True)
-        if self._backend is None:
-            return progress
-        collective = self._backend.collective()
-        unreachable = tuple(self._backend.unreachable(self._silence_s))
-        if collective is None and not unreachable:
-            return progress
-        return replace(progress, collective=collective, unreachable=unreachable)
+        collective = None if self._backend is None else self._backend.collective()
+        return progress if collective is None else replace(progress, collective=collective)
 
     def announce(self, preemption: Preemption | None) -> None:
         """Take note of which workers are going to be taken away."""

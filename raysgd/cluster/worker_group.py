@@ -14,11 +14,9 @@ from typing import Any
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.drains import Drains, Notice
+from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
-from raysgd.cluster.pulses import HostPulse, Pulses, Terms
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
-from raysgd.comm.connection import Listener
-from raysgd.comm.network import driver_address
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
@@ -87,12 +85,7 @@ class WorkerGroup:
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[Member, Any] = {}
-        self._listeners: dict[str, Listener] = {}
-        self.pulses: Pulses | None = None
-        """Of the workers that start from now on; None: Ray alone tells when a host is lost."""
-        self._silent: list[HostPulse] = []
-        """Of all workers, none of whose hosts is there, as the log has said."""
-        self._silent_since = 0.0
+        self._monitor: HostMonitor | None = None
         self._ending = threading.RLock()
         self._is_wanted = True
 
@@ -115,40 +108,18 @@ class WorkerGroup:
                 options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
             )
 
-    def watch_hosts(self, terms: Terms) -> None:
-        """Watch the hosts of all workers that start from now on."""
-        self.pulses = Pulses(
-            terms,
-            lambda info: self._listener(driver_address([info.node_ip])),
-            lambda: [member.pulse for member in self.members or self._slots],
-        )
+    def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
+        """Watch the hosts of all workers that start from now on; see `HostMonitor`."""
 
-    def _listener(self, host: str) -> Listener:
-        """Return what listens at this address, for the connections that watch hosts."""
-        if host not in self._listeners:
-            self._listeners[host] = Listener(host, "raysgd-hosts")
-        return self._listeners[host]
+        def is_any_reached() -> bool:
+            return any(member.is_reached for member in list(self._slots))
+
+        self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reached)
 
     def is_cut_off(self) -> bool:
-        """Whether no worker's host is there any more: it is the driver's that is cut off.
-
-        The log says so as it begins and as it ends.
-        """
-        pulses = [member.pulse for member in self.members]
-        is_cut_off = bool(pulses) and all(p is not None and p.is_silent for p in pulses)
-        if is_cut_off and not self._silent:
-            self._silent = [pulse for pulse in pulses if pulse is not None]
-            silence_s = min(pulse.silence_s or 0.0 for pulse in self._silent)
-            self._silent_since = self.clock.time() - silence_s
-            assert self.pulses is not None
-            self.pulses.say_cut_off([m.info.node_ip for m in self.members], silence_s)
-        elif self._silent and any(pulse.is_heard for pulse in self._silent):
-            silence_s = self.clock.time() - self._silent_since
-            logger.warning("The driver hears of workers' hosts again, after %.1f s.", silence_s)
-            self._silent = []
-        elif not any(pulse in self._silent for pulse in pulses):  # others came after them
-            self._silent = []
-        return is_cut_off
+        """Whether the driver's own host is cut off."""
+        watches = [member.watch for member in self.members]
+        return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def start(self, timeout_s: float) -> None:
         """Start the workers and wait until each has said where it runs.
@@ -242,7 +213,7 @@ class WorkerGroup:
                 resources=dict(options.resources) or None,
                 label_selector=dict(slot.label_selector or {}) or None,
             )
-            member = ActorMember(actor_class.remote(catches_sigterm=True), self.pulses)
+            member = ActorMember(actor_class.remote(catches_sigterm=True), self._monitor)
         self._slots[member] = slot
         return member
 
@@ -383,9 +354,8 @@ class WorkerGroup:
                 if reservation is not None:
                     reservation.release()
             finally:
-                listeners, self._listeners = self._listeners, {}
-                for listener in listeners.values():
-                    listener.close()
+                if self._monitor is not None:
+                    self._monitor.close()
 
 
 def _has_ended(answer: Future[bool]) -> bool:

@@ -67,13 +67,6 @@ class Backend(ABC):
         """Return what to do about an error that follows from the end of an earlier generation."""
         return ""
 
-    def unreachable(self, silence_s: float) -> Sequence[int]:
-        """Return the ranks of workers whose hosts have been silent for so long; runs on a worker.
-
-        Silent is a host that does not confirm what was sent to it, whatever the worker there does.
-        """
-        return ()
-
     def collective(self) -> int | None:
         """Return the number of the collective in which this worker waits for all the others.
 
@@ -82,13 +75,6 @@ class Backend(ABC):
         collective's timeout.
         """
         return None
-
-    def peers(self) -> Sequence[tuple[str, int]]:
-        """Return addresses at which other workers listen, on other hosts; runs on a worker.
-
-        By these a worker that does not reach the driver finds out whether it reaches anybody.
-        """
-        return ()
 
     def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
         """Let go of what `prepare` made. Runs on the driver."""

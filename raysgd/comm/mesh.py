@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 
 from raysgd.comm.connection import Address, Listener, connect, exactly
-from raysgd.comm.sockets import is_unconfirmed, shut_down
+from raysgd.comm.sockets import shut_down
 
 __all__ = ["Mesh", "Reduction"]
 
@@ -332,15 +332,6 @@ class Mesh:
     def broken(self) -> bool:
         """Whether all that is under way has failed, and all to come will."""
         return bool(self._broken)
-
-    def unreachable(self, silence_s: float) -> list[int]:
-        """Return ranks whose hosts have not confirmed for so long what was sent to them."""
-        found = []
-        for peer in self._peers:
-            with contextlib.suppress(OSError):  # it is closed
-                if is_unconfirmed(peer.socket, silence_s):
-                    found.append(peer.rank)
-        return found
 
     def look(self) -> None:
         """Take what has come without waiting, unless another thread does so."""

@@ -5,48 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Endpoint", "confirmation", "endpoints", "is_unconfirmed", "listeners", "shut_down"]
-
-_INFO = struct.Struct("=2x B 21x I 28x I")
-"""tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv of struct tcp_info in linux/tcp.h."""
-_NUM_RETRIES = 3
-"""How often a kernel has sent something again after 1.4 s, at the earliest."""
+__all__ = ["Endpoint", "endpoints", "listeners", "shut_down"]
 
 
 def shut_down(connection: socket.socket) -> None:
     """End a connection, also where processes that were forked have its descriptor."""
     with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def confirmation(connection: socket.socket) -> tuple[int, float, int]:
-    """Return what the kernel knows of the host at the other end; on Linux alone.
-
-    That host's kernel confirms what it receives, whatever the process does for which it is.
-
-    Returns:
-        How many packets have not been confirmed, since when nothing was, in seconds, and how often
-        the first of them was sent again.
-    """
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    num_retries, num_packets, silent_ms = _INFO.unpack(info)
-    return num_packets, silent_ms / 1000, num_retries
-
-
-def is_unconfirmed(connection: socket.socket, silence_s: float) -> bool:
-    """Whether what was sent has not been confirmed for so long, nor anything else; not below 2 s.
-
-    It is not a sign of that where the other process reads nothing: then nothing is sent, and every
-    question whether it may be is answered.
-    """
-    if not hasattr(socket, "TCP_INFO"):
-        return False
-    num_packets, silent_s, num_retries = confirmation(connection)
-    return num_packets > 0 and silent_s >= silence_s and num_retries >= _NUM_RETRIES
 
 
 @dataclass(frozen=True)
@@ -56,12 +24,6 @@ class Endpoint:
     descriptor: int
     local: tuple[str, int]
     remote: tuple[str, int] | None
-
-    def is_unconfirmed(self, silence_s: float) -> bool:
-        """See `is_unconfirmed`."""
-        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
-            return is_unconfirmed(sock, silence_s)
-        return False
 
     def shut_down(self) -> None:
         """Shut the connection down; the descriptor stays open for its owner."""

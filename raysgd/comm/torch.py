@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +40,6 @@ _NCCL_CONNECT = datetime.timedelta(seconds=60)
 and a name server that does not answer costs seconds."""
 _MOST_MESHED = 16
 """With more workers the connections of each to each cost more than they save."""
-_LOOK_EVERY_S = 1.0
-"""How often to ask the kernel whether hosts are silent."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
 
@@ -74,10 +71,8 @@ class TorchBackend(Backend):
         self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
         self._client: TorchStore | None = None
-        self._rank_at: dict[tuple[str, int], int] = {}
-        """The rank that listens at an address, for gloo."""
-        self._unreachable: list[int] = []
-        self._looked_at = 0.0
+        self._listening: set[tuple[str, int]] = set()
+        """The addresses at which gloo listens on all workers."""
         self._made = False
         self._entry: Entry | None = None
         self._group: GlooGroup | None = None
@@ -146,7 +141,7 @@ class TorchBackend(Backend):
         # gloo connects when its group is made. Its listeners are the only ones that appear in
         # this window, and each of its connections has one of them at one end.
         told = _exchanged(store, "listening", context, sorted(listeners() - before))
-        self._rank_at = {tuple(own): rank for rank, each in enumerate(told) for own in each}
+        self._listening = {tuple(own) for each in told for own in each}
 
     def interrupt(self) -> None:
         """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
@@ -164,38 +159,16 @@ class TorchBackend(Backend):
             dist.distributed_c10d._abort_process_group()
 
     def _is_ours(self, endpoint: Endpoint) -> bool:
-        return endpoint.local in self._rank_at or endpoint.remote in self._rank_at
-
-    def unreachable(self, silence_s: float) -> list[int]:
-        """Return ranks whose hosts have not confirmed for so long what was sent to them."""
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
-            return self._unreachable
-        self._looked_at = time.monotonic()
-        if not self.peers():
-            return []
-        found = set() if self._mesh is None else set(self._mesh.unreachable(silence_s))
-        rank_on = {host: rank for (host, _), rank in self._rank_at.items()}
-        for endpoint in endpoints():
-            if endpoint.remote and self._is_ours(endpoint) and endpoint.is_unconfirmed(silence_s):
-                # one that has connected to us is one of those on its host
-                rank = self._rank_at.get(endpoint.remote, rank_on.get(endpoint.remote[0]))
-                found |= set() if rank is None else {rank}
-        self._unreachable = sorted(found)
-        return self._unreachable
+        return endpoint.local in self._listening or endpoint.remote in self._listening
 
     def collective(self) -> int | None:
         """Return the number of gloo's oldest collective under way; NCCL cannot tell."""
         group = self._group
         return None if group is None else group.collective()
 
-    def peers(self) -> Sequence[tuple[str, int]]:
-        """Return where gloo listens on the hosts of other workers."""
-        own = interfaces()
-        return [(host, port) for host, port in self._rank_at if host not in own]
-
     def teardown(self) -> None:
         """Destroy the process group."""
-        self._rank_at, self._unreachable = {}, []
+        self._listening = set()
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False

@@ -35,13 +35,9 @@ class ElasticConfig:
     as soon as its successor is ready."""
     hang_timeout_s: float | None = None
     """Seconds without a finished batch after which stuck workers are killed; None: never."""
-    unreachable_s: float | None = 2.0
-    """Seconds without a word of a worker's host after which the worker counts as lost; None: when
-    Ray says so, which may take a minute. Its kernel is asked: a process that is busy or stopped is
-    not lost. On Linux; elsewhere as with None."""
     driver_grace_s: float = 60.0
-    """Seconds for which workers that do not reach the driver, but each other, keep their state for
-    it to come back; then they end. The driver waits as long for workers when it reaches none."""
+    """Seconds that driver and workers wait for each other if the driver reaches no worker. A worker
+    that does not reach the driver again in this time ends."""
     in_place: bool = True
     """Whether survivors go on in their processes; otherwise all restart from the snapshot."""
     grow: bool = True
@@ -69,7 +65,6 @@ class ElasticConfig:
                 raise ValueError(f"ElasticConfig({name}={value!r}): must be at least {lowest}.")
         for name in ("initial_s", "max_s", "resize_cooldown_s", "hang_timeout_s"):
             self._check_number(name, getattr(self, name), optional=name == "hang_timeout_s")
-        self._check_number("unreachable_s", self.unreachable_s, lowest=0.5, optional=True)
         self._check_number("driver_grace_s", self.driver_grace_s)
         if self.hang_timeout_s == 0:
             raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")

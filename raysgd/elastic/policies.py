@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raysgd.context import Progress, WorkerContext
@@ -17,7 +17,6 @@ __all__ = [
     "choose_leader",
     "furthest",
     "may_resize",
-    "most_parted",
     "pause_step",
     "recovery",
     "start_sizes",
@@ -196,22 +195,6 @@ def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
 def may_resize(now: float, last_resize: float, replaces_lost: bool, config: ElasticConfig) -> bool:
     """Whether workers that are ready may join now; times in seconds of one clock."""
     return replaces_lost or now - last_resize >= config.resize_cooldown_s
-
-
-def most_parted(unreachable: Mapping[int, Collection[int]]) -> int | None:
-    """Return the rank to give up where workers do not reach each other: the one with fewest others.
-
-    Args:
-        unreachable: the ranks that each rank does not reach, as it says itself.
-
-    >>> most_parted({0: [2], 1: [2], 2: []})
-    2
-    >>> most_parted({0: [1]})
-    1
-    """
-    pairs = {frozenset((a, b)) for a, others in unreachable.items() for b in others}
-    parted = [rank for pair in pairs for rank in pair]
-    return max(parted, key=lambda rank: (parted.count(rank), rank), default=None)
 
 
 def who_leaves(

@@ -1,0 +1,282 @@
+"""Detects hosts that fall silent, such as one that loses its power or its network.
+
+The driver and each worker on another machine share an idle TCP connection. The kernels of both
+hosts probe it by keepalive, and end it if no probe is answered. A kernel answers for every process
+that exists: a worker that is stopped, busy, or holds the GIL is never taken for lost.
+
+`HostMonitor` and `HostWatch` run on the driver. They declare a worker lost if its host is silent
+and another worker is reached. If no worker is reached, the driver's own host is cut off, most
+likely. The driver then waits for the workers, for up to ``driver_grace_s``.
+
+`DriverWatch` runs on the worker. If the driver is silent, it stops the call and reconnects. The
+worker's process ends if the driver refuses it, or after ``driver_grace_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd.comm.connection import Address, Listener, connect
+from raysgd.comm.network import address_towards, is_single_node
+from raysgd.comm.sockets import shut_down
+from raysgd.elastic.policies import WorkerInfo
+
+__all__ = ["DriverWatch", "HostLostError", "HostMonitor", "HostWatch", "LostError"]
+
+logger = logging.getLogger(__name__)
+
+_SILENCE_S = 4
+"""Seconds without an answer that end a connection."""
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 1,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": _SILENCE_S - 1,
+    # of the same length, for the end of the handshake: the kernel does not probe before its answer
+    "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
+}
+_REACHED_MS = 1500
+"""Milliseconds since the last answer for which a host counts as reached. It answers each second."""
+_LAST_ANSWER = slice(56, 60)
+"""The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
+_RECONNECT_S = 3.0
+"""Seconds in which a worker that lives, and reaches the driver again, has reconnected."""
+_TICK_S = 0.25
+_CONNECT_S = 5.0
+_REACH_S = 0.5
+_RETRY_S = 0.2
+_NUM_REFUSALS = 3
+"""Refused attempts after which a worker ends. A single one can fail if many workers reconnect."""
+_END_S = 1.0
+"""Seconds for Ray to end a refused worker before it ends itself."""
+
+
+class LostError(Exception):
+    """The kernel of a worker's host has closed its connection: the process has ended."""
+
+
+class HostLostError(LostError):
+    """The host of a worker does not answer."""
+
+
+def _end_if_silent(connection: socket.socket) -> None:
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+# ---- on the driver
+
+
+class HostWatch:
+    """The driver's end of the connection with one worker.
+
+    Args:
+        host: address of the worker's host.
+        lose: called with the error if the worker is lost, in the listener's thread.
+        monitor: of the whole group.
+        listener: where the worker connects.
+    """
+
+    def __init__(
+        self, host: str, lose: Callable[[LostError], None], monitor: HostMonitor, listener: Listener
+    ) -> None:
+        self.host = host
+        self._lose = lose
+        self._monitor = monitor
+        self._listener = listener
+        self._connection: socket.socket | None = None
+        self._connected_at = 0.0
+        self._is_closed = False
+        self.is_silent = False
+        """Whether the host has stopped to answer, and the worker has not reconnected."""
+        self.address = listener.expect(self._follow)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the host answers, and has done so for a while.
+
+        After a cut of the driver's own host the workers do not reconnect in the same moment.
+        """
+        connection = self._connection
+        if connection is None or time.monotonic() - self._connected_at < _RECONNECT_S:
+            return False
+        with contextlib.suppress(OSError):  # it is closed
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER.stop)
+            return int.from_bytes(info[_LAST_ANSWER], sys.byteorder) < _REACHED_MS
+        return False
+
+    def close(self) -> None:
+        """Stop watching, and refuse the worker from now on."""
+        self._is_closed = True
+        self._listener.forget(self.address)
+        if (connection := self._connection) is not None:
+            shut_down(connection)
+
+    async def _follow(self, connection: socket.socket) -> None:
+        """Wait for the end of a connection, then for the worker to reconnect."""
+        _end_if_silent(connection)
+        self._connection, self._connected_at = connection, time.monotonic()
+        self.is_silent = is_silent = False
+        try:
+            await asyncio.get_running_loop().sock_recv(connection, 1)  # the worker sends nothing
+        except OSError as error:
+            is_silent = not isinstance(error, ConnectionError)
+        ended_at = time.monotonic()
+        while self._connection is connection and not self._is_closed:
+            self.is_silent = is_silent
+            waited_s = time.monotonic() - ended_at
+            may_return = not is_silent and waited_s < _RECONNECT_S
+            is_over = waited_s >= self._monitor.driver_grace_s
+            if is_over or (not may_return and self._monitor.is_any_reached()):
+                self.close()
+                self._lose(
+                    HostLostError(
+                        f"its host {self.host} has not answered the driver for "
+                        f"{_SILENCE_S + waited_s:.1f} s"
+                    )
+                    if is_silent
+                    else LostError("its connection to the driver was closed on its host")
+                )
+            else:
+                await asyncio.sleep(_TICK_S)
+
+
+class HostMonitor:
+    """Watches the hosts of a group's workers, except the driver's own host.
+
+    Args:
+        driver_grace_s: seconds that driver and workers wait for each other.
+        stops_calls: whether a worker that cannot reach the driver stops its call.
+        is_any_reached: whether the driver reaches any worker, its own host included.
+    """
+
+    def __init__(
+        self, driver_grace_s: float, stops_calls: bool, is_any_reached: Callable[[], bool]
+    ) -> None:
+        self.driver_grace_s = driver_grace_s
+        self.stops_calls = stops_calls
+        self.is_any_reached = is_any_reached
+        self._listeners: dict[str, Listener] = {}
+        self._cut_off: list[HostWatch] = []
+        self._cut_off_since = 0.0
+
+    def watch(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostWatch | None:
+        """Return a watch that the worker may connect to; None if its host is not watched."""
+        if sys.platform != "linux" or is_single_node([info.node_ip]):
+            return None
+        try:
+            own = address_towards(info.node_ip)
+            if own not in self._listeners:
+                self._listeners[own] = Listener(own, "raysgd-host-monitor")
+            return HostWatch(info.node_ip, lose, self, self._listeners[own])
+        except (OSError, RuntimeError):  # nothing can listen, or there can be no further thread
+            return None
+
+    def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
+        """Return whether the driver's own host is cut off; log when that begins and ends.
+
+        Args:
+            watches: of all members; None for one that is not watched.
+        """
+        silent = [watch for watch in watches if watch is not None and watch.is_silent]
+        is_cut_off = bool(silent) and len(silent) == len(watches)
+        if is_cut_off and not self._cut_off:
+            self._cut_off, self._cut_off_since = silent, time.monotonic() - _SILENCE_S
+            logger.warning(
+                "No worker's host (%s) answers the driver: its own is cut off, most likely. "
+                "Driver and workers wait for each other for up to %g s (driver_grace_s).",
+                ", ".join(dict.fromkeys(watch.host for watch in silent)),
+                self.driver_grace_s,
+            )
+        elif self._cut_off and not is_cut_off:
+            if any(watch in self._cut_off for watch in watches):
+                seconds = time.monotonic() - self._cut_off_since
+                logger.warning("The driver reaches workers again, after %.1f s.", seconds)
+            self._cut_off = []
+        return is_cut_off
+
+    def note_start(self, answer: Future[Any]) -> None:
+        """Log a warning if a worker could not connect."""
+        if answer.exception() is None and (reason := answer.result()):
+            logger.warning(
+                "A worker cannot connect to the driver (%s). If its host falls silent, only Ray "
+                "detects that, which may take a minute.",
+                reason,
+            )
+
+    def close(self) -> None:
+        """Close all connections and stop listening."""
+        while self._listeners:
+            self._listeners.popitem()[1].close()
+
+
+# ---- on the worker
+
+
+class DriverWatch:
+    """The worker's end of the connection. A thread waits for its end.
+
+    Args:
+        address: where the driver listens.
+        driver_grace_s: seconds to try to reconnect.
+        stop: called, maybe repeatedly, if the driver cannot be reached.
+    """
+
+    def __init__(self, address: Address, driver_grace_s: float, stop: Callable[[], None]) -> None:
+        self._address = address
+        self._driver_grace_s = driver_grace_s
+        self._stop = stop
+
+    def start(self) -> str:
+        """Connect, and follow the connection from now on; return why that fails, else ""."""
+        try:
+            connection = connect(self._address, _CONNECT_S)
+        except OSError as error:
+            return str(error)
+        threading.Thread(
+            target=self._follow, args=(connection,), name="raysgd-driver-watch", daemon=True
+        ).start()
+        return ""
+
+    def _follow(self, connection: socket.socket | None) -> None:
+        while connection is not None:
+            with connection, contextlib.suppress(OSError):
+                _end_if_silent(connection)
+                connection.recv(1)  # the driver sends nothing
+            connection = self._reconnect()
+        _end()
+
+    def _reconnect(self) -> socket.socket | None:
+        """Return a new connection; None if this process is to end."""
+        began, num_refusals, reason = time.monotonic(), 0, ""
+        while not reason:
+            try:
+                return connect(self._address, _CONNECT_S, _REACH_S)
+            except ConnectionError:
+                num_refusals += 1
+                if num_refusals == _NUM_REFUSALS:
+                    reason = "the driver has ended, or has declared this worker lost"
+                    self._stop()
+                    time.sleep(_END_S)
+            except OSError:
+                self._stop()
+                waited_s = time.monotonic() - began
+                if waited_s > self._driver_grace_s:
+                    reason = f"the driver is unreachable for {waited_s:.0f} s (driver_grace_s)"
+            time.sleep(_RETRY_S)
+        print(f"raysgd: {reason}: this worker ends.", file=sys.stderr)
+        return None
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # other threads may block a normal exit
