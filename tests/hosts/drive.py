@@ -15,13 +15,14 @@ from tests.ledger import Ledger, ledger_of, ledger_trainer
 from tests.operators import fingerprint
 
 STEP_S = 0.02
+LOCKED_S = 8.0
 
 
 class Logged(Ledger):
     """Writes down in a file of its process when a step was done, by how many workers, and which.
 
-    Once there is a file ``stubborn-PID`` no exception gets out of its process any more; with
-    ``locked-PID`` it holds Python's lock for two minutes.
+    Once there is a file ``stubborn-PID`` no exception gets out of its process any more. If there is
+    a file ``locked-PID``, it removes the file and holds the GIL for `LOCKED_S` seconds.
     """
 
     def setup(self, config):
@@ -39,7 +40,8 @@ class Logged(Ledger):
                 time.sleep(0.1)
             raise
         if self.is_asked_to_be("locked"):
-            ctypes.PyDLL(None).sleep(120)
+            os.remove(os.path.join(self.folder, f"locked-{os.getpid()}"))
+            ctypes.PyDLL(None).sleep(int(LOCKED_S))
         self.log.write(json.dumps([time.time(), self.world_size, self.global_step]) + "\n")
         return done
 

@@ -139,13 +139,6 @@ def power_off(run):
     run.hosts.start_ray(3)
 
 
-def part(run):
-    parted = [host for host in (1, 2, 3) if run.hosts.processes(host, run.WORKER)][:2]
-    run.hosts.part(parted)
-    time.sleep(12)
-    run.hosts.part(parted, parted=False)
-
-
 def stop_head(run):
     (head,) = run.hosts.processes(0, "gcs_server")
     head.send_signal(signal.SIGSTOP)
@@ -186,11 +179,12 @@ def drain(*hosts, notice_s=15):
 
 FAULTS = {
     "cut for 1 s": (ROOM, cut_for(1)),
+    "cut for 2 s": (ROOM, cut_for(2)),
+    "cut for 2.5 s": (ROOM, cut_for(2.5)),
     "cut for 5 s": (ROOM, cut_for(5)),
     "cut for 20 s": (ROOM, cut_for(20)),
     "cut for 90 s": (ROOM, cut_for(90)),
     "power off": (ROOM, power_off),
-    "two hosts do not reach each other": (ROOM, part),
     "driver's host cut off for 5 s": (ROOM, cut_for(5, 0)),
     "driver's host cut off for 20 s": (ROOM, cut_for(20, 0)),
     "Ray's head stopped for 20 s": (ROOM, stop_head),

@@ -172,12 +172,6 @@ class Hosts:
         for _, plug, _ in self._cables(host):
             _ip("link", "set", plug, state, namespace=self._switch)
 
-    def part(self, hosts, parted=True):
-        """Let these hosts not reach each other, though all others reach them."""
-        for host in hosts:
-            words = ("bridge_slave", "isolated", "on" if parted else "off")
-            _ip("link", "set", f"p{host}", "type", *words, namespace=self._switch)
-
     def drain(self, host, deadline_s):
         """Let Ray drain the node on a host, as it does for a spot notice."""
         (raylet,) = self.processes(host, "raylet")

@@ -1,4 +1,4 @@
-"""Hosts that vanish, come back, or cannot reach each other, while a group trains on them."""
+"""Hosts that fall silent and come back while a group trains on them."""
 
 import contextlib
 import itertools
@@ -20,6 +20,8 @@ from tests.hosts.network import Hosts, why_not
 NUM_WORKERS = 3
 NUM_SAMPLES = 4 * NUM_WORKERS * 50
 GRACE_S = 40.0 if IN_SOAK else 6.0
+LOST_S = 5.0
+"""Seconds from the silence of a host to the next step."""
 ELASTIC = {"initial_s": 0.2, "max_s": 2.0}
 
 pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes seconds")
@@ -86,7 +88,6 @@ class Run:
         """Have all hosts, whatever a test that failed has left."""
         for host in range(1 + NUM_WORKERS):
             self.hosts.heal(host)
-        self.hosts.part(range(1, 1 + NUM_WORKERS), parted=False)
         if self._is_training:
             self.end()
 
@@ -157,35 +158,33 @@ def kinds(events):
     return [kind for kind, _ in events]
 
 
-def test_hosts_that_vanish_cost_three_seconds_and_their_workers_end(run):
-    """Whether they come back or not, and whatever the user's code does about it."""
-    gone, back = (run.workers[run.hosts.address(host)] for host in (3, 2))
+def test_silent_hosts_cost_five_seconds_and_their_workers_end(run):
+    """Host 2 comes back and its worker ignores exceptions; host 3 has no power any more."""
+    back = run.workers[run.hosts.address(2)]
     (run.folder / f"stubborn-{back}").touch()
-    (run.folder / f"locked-{gone}").touch()
     cut = time.time()
     run.hosts.cut(2)
-    run.hosts.cut(3)
-    assert run.await_size(1, cut) - cut <= 3.0
+    run.hosts.power_off(3)
+    assert run.await_size(1, cut) - cut <= LOST_S
     assert run.redone(cut) == 0
     run.hosts.heal(2)
     wait_until(lambda: not psutil.pid_exists(back), 10)
-    wait_until(lambda: not psutil.pid_exists(gone), 10)
-    assert time.time() - cut < 10
     run.hosts.heal(3)
+    run.hosts.start_ray(3)
     run.await_size(NUM_WORKERS, cut)
     events = run.end()
     assert kinds(events).count("lost") == 2
     where, said = re.escape(run.hosts.address(3)), run.log.read_text()
-    cause = rf"its host {where} is unreachable: the driver has heard nothing of it since \d\d:\d\d"
+    cause = rf"its host {where} has not answered the driver for \d\.\d s"
     assert re.search(cause, str(events))
     assert re.search(rf"Lost worker \d on node \w+ \({where}\): process \d+: {cause}", said)
     assert "Going on with 1 of 3 workers." in said
-    assert run.call("workers").keys() == run.workers.keys()
+    assert "is cut off" not in said
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on nine hosts")
 @pytest.mark.parametrize("num_hosts", [2, 3, 4])
-def test_one_of_few_hosts_that_vanishes_costs_three_seconds(num_hosts):
+def test_one_silent_host_of_few_costs_five_seconds(num_hosts):
     """Each has a worker, the driver's as well."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
@@ -195,32 +194,36 @@ def test_one_of_few_hosts_that_vanishes_costs_three_seconds(num_hosts):
         hosts.cut(num_hosts - 1)
         took_s = run.await_size(num_hosts - 1, cut) - cut
         print(f"{num_hosts} hosts: next step after {took_s:.2f} s")
-        assert took_s <= 3.0
+        assert took_s <= LOST_S
         assert run.redone(cut) == 0
         hosts.heal(num_hosts - 1)
         assert kinds(run.end()) == ["lost", "resumed", "grown"]
 
 
-def test_links_that_flap_and_processes_that_stand_still_are_not_lost(run):
-    """Though Ray's head stands still for all of that time. Who is lost then is replaced when it
-    goes on, and the others do not wait for that."""
+def test_flapping_links_and_blocked_processes_are_not_lost(run):
+    """Ray's head is stopped for all of that time. A worker that dies meanwhile is detected."""
     (head,) = run.hosts.processes(0, "gcs_server")
-    stopped = psutil.Process(run.workers[run.hosts.address(1)])
     began = time.time()
     head.send_signal(signal.SIGSTOP)
-    for down_s in [1.0, 1.5] + [1.0] * 28 * IN_SOAK:
+    for down_s in [1.0, 2.0] + [1.0, 1.5, 2.0] * 10 * IN_SOAK:
         run.hosts.cut(2)
         time.sleep(down_s)
         run.hosts.heal(2)
         healed = time.time()
         run.await_size(NUM_WORKERS, healed)
         time.sleep(max(0.0, healed + 1.0 - time.time()))
+    assert IN_SOAK or run.pause(began) < 6.0  # TCP retransmits in ever longer intervals
     run.await_epochs(2)  # at the end of each the driver is asked
+    locked = run.folder / f"locked-{run.workers[run.hosts.address(2)]}"
+    locked.touch()
+    wait_until(lambda: not locked.exists())
+    run.await_epochs(1)
+    stopped = psutil.Process(run.workers[run.hosts.address(1)])
     stopped.send_signal(signal.SIGSTOP)
-    time.sleep(60 if IN_SOAK else 3)
+    time.sleep(60 if IN_SOAK else LOST_S + 1)
     stopped.send_signal(signal.SIGCONT)
     run.await_epochs(1)
-    assert IN_SOAK or run.pause(began) < 5.0  # what is lost is sent again after up to twice that
+    assert run.pause(began) > LOST_S
     killed = time.time()
     send([next(iter(run.alone().values()))], signal.SIGKILL)
     alone = run.await_size(NUM_WORKERS - 1, killed)
@@ -250,19 +253,6 @@ def test_rays_head_dies_and_starts_again_with_its_tables_and_nobody_is_lost():
         send([run.alone()[1]], signal.SIGKILL)
         run.await_size(NUM_WORKERS, run.await_size(NUM_WORKERS - 1, killed))
         assert kinds(run.end()) == ["lost", "resumed", "grown"]
-
-
-def test_of_two_that_do_not_reach_each_other_one_is_given_up(run):
-    parted = time.time()
-    run.hosts.part([1, 2])
-    fewer = run.await_size(2, parted)
-    assert fewer - parted < 15
-    run.await_size(NUM_WORKERS, fewer)  # by a worker elsewhere
-    run.hosts.part([1, 2], parted=False)
-    events = run.end()
-    assert kinds(events) == ["lost", "resumed", "grown"]
-    assert not set(map(run.hosts.address, (1, 2))) <= run.call("workers").keys()
-    assert "it and these do not reach each other: worker" in events[0][1]
 
 
 def fault(hosts, draw):
@@ -336,15 +326,15 @@ def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone
         run.train()
     cut = time.time()
     run.hosts.cut(0)
-    time.sleep(20 if IN_SOAK else 4.5)
+    time.sleep(20 if IN_SOAK else 5)
     healed = time.time()
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
     assert "lost" not in kinds(run.end())
     said = run.log.read_text()
-    assert re.search(r"nothing of any worker's host \(10\.123.*\) since \d\d:.* is cut off", said)
-    assert "The driver hears of workers' hosts again, after" in said
-    assert not [moment for moment, *_ in run.steps(cut) if cut + 3.5 < moment < healed]
+    assert re.search(r"No worker's host \(10\.123.*\) answers the driver: its own is cut off", said)
+    assert "The driver reaches workers again, after" in said
+    assert not [moment for moment, *_ in run.steps(cut) if cut + LOST_S < moment < healed]
     before = run.workers
     run.train()
     assert run.workers == before
