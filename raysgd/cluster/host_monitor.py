@@ -1,15 +1,13 @@
 """Detects hosts that fall silent, such as one that loses its power or its network.
 
-The driver and each worker on another machine share an idle TCP connection. The kernels of both
-hosts probe it by keepalive, and end it if no probe is answered. A kernel answers for every process
-that exists: a worker that is stopped, busy, or holds the GIL is never taken for lost.
+The driver and each worker on another machine share an idle TCP connection. Both kernels probe it by
+keepalive and end it if no probe is answered. A kernel answers for every process that exists: a
+worker that is stopped, busy, or holds the GIL is never taken for lost.
 
-`HostMonitor` and `HostWatch` run on the driver. They declare a worker lost if its host is silent
-and another worker is reached. If no worker is reached, the driver's own host is cut off, most
-likely. The driver then waits for the workers, for up to ``driver_grace_s``.
-
-`DriverWatch` runs on the worker. If the driver is silent, it stops the call and reconnects. The
-worker's process ends if the driver refuses it, or after ``driver_grace_s``.
+If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
+driver reaches no worker, its own host is cut off, most likely, and it waits for the workers. A
+worker that does not reach the driver stops its call and reconnects. It ends if the driver refuses
+it. Both sides wait for ``driver_grace_s`` at most.
 """
 
 from __future__ import annotations
@@ -52,9 +50,7 @@ _LAST_ANSWER = slice(56, 60)
 _RECONNECT_S = 3.0
 """Seconds in which a worker that lives, and reaches the driver again, has reconnected."""
 _TICK_S = 0.25
-_CONNECT_S = 5.0
-_REACH_S = 0.5
-_RETRY_S = 0.2
+_CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3
 """Refused attempts after which a worker ends. A single one can fail if many workers reconnect."""
 _END_S = 1.0
@@ -103,11 +99,9 @@ class HostWatch:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the host answers, and has done so for a while.
-
-        After a cut of the driver's own host the workers do not reconnect in the same moment.
-        """
+        """Whether the host answers, and the worker has been connected for a while."""
         connection = self._connection
+        # after a cut of the driver's host the workers reconnect at different times
         if connection is None or time.monotonic() - self._connected_at < _RECONNECT_S:
             return False
         with contextlib.suppress(OSError):  # it is closed
@@ -127,6 +121,8 @@ class HostWatch:
         _end_if_silent(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
+        if self._is_closed:  # by another thread, just now
+            return
         try:
             await asyncio.get_running_loop().sock_recv(connection, 1)  # the worker sends nothing
         except OSError as error:
@@ -138,17 +134,15 @@ class HostWatch:
             may_return = not is_silent and waited_s < _RECONNECT_S
             is_over = waited_s >= self._monitor.driver_grace_s
             if is_over or (not may_return and self._monitor.is_any_reached()):
+                error = LostError("its connection to the driver was closed on its host")
+                if is_silent:
+                    seconds = _SILENCE_S + waited_s
+                    said = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
+                    error = HostLostError(said)
                 self.close()
-                self._lose(
-                    HostLostError(
-                        f"its host {self.host} has not answered the driver for "
-                        f"{_SILENCE_S + waited_s:.1f} s"
-                    )
-                    if is_silent
-                    else LostError("its connection to the driver was closed on its host")
-                )
-            else:
-                await asyncio.sleep(_TICK_S)
+                self._lose(error)
+                return
+            await asyncio.sleep(_TICK_S)
 
 
 class HostMonitor:
@@ -183,11 +177,7 @@ class HostMonitor:
             return None
 
     def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
-        """Return whether the driver's own host is cut off; log when that begins and ends.
-
-        Args:
-            watches: of all members; None for one that is not watched.
-        """
+        """Return whether all watches are silent; log when that begins and ends."""
         silent = [watch for watch in watches if watch is not None and watch.is_silent]
         is_cut_off = bool(silent) and len(silent) == len(watches)
         if is_cut_off and not self._cut_off:
@@ -224,7 +214,7 @@ class HostMonitor:
 
 
 class DriverWatch:
-    """The worker's end of the connection. A thread waits for its end.
+    """The worker's end of the connection, followed by a thread.
 
     Args:
         address: where the driver listens.
@@ -238,13 +228,13 @@ class DriverWatch:
         self._stop = stop
 
     def start(self) -> str:
-        """Connect, and follow the connection from now on; return why that fails, else ""."""
+        """Connect and start the thread; return why that fails, else ""."""
         try:
-            connection = connect(self._address, _CONNECT_S)
+            first = (connect(self._address, _CONNECT_S),)
         except OSError as error:
             return str(error)
         threading.Thread(
-            target=self._follow, args=(connection,), name="raysgd-driver-watch", daemon=True
+            target=self._follow, args=first, name="raysgd-driver-watch", daemon=True
         ).start()
         return ""
 
@@ -273,7 +263,7 @@ class DriverWatch:
                 waited_s = time.monotonic() - began
                 if waited_s > self._driver_grace_s:
                     reason = f"the driver is unreachable for {waited_s:.0f} s (driver_grace_s)"
-            time.sleep(_RETRY_S)
+            time.sleep(_TICK_S)
         print(f"raysgd: {reason}: this worker ends.", file=sys.stderr)
         return None
 

@@ -412,20 +412,6 @@ def test_workers_that_were_cut_off_from_the_driver_do_their_call_again(start):
         run(controller, "work")
 
 
-def test_a_worker_that_others_do_not_reach_is_given_up(start, monkeypatch):
-    controller = start(3)
-    alone = controller.members[1]
-    for rank in (0, 2):
-        backend = controller.members[rank].worker._backend
-        monkeypatch.setattr(backend, "unreachable", lambda silence_s: [1])
-    for rank in range(3):
-        runners(controller)[rank].script = lambda r: r.calls > 1 or r.wait_for_peers()
-    run(controller, "work", max_losses=1, on_wait=lambda progress: None)
-    assert alone not in controller.members
-    assert kinds(controller) == ["started", "lost", "resumed"]
-    assert "do not reach each other: worker 0 on node" in controller.events[1].cause
-
-
 def test_survivors_go_on_after_a_loss(start):
     controller = start()
     lost = controller.members[1]

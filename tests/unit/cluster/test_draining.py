@@ -173,8 +173,7 @@ def test_one_that_is_silent_when_its_time_is_over_is_not_waited_for(start, caplo
 
     def power_off():
         last.silent = True
-        silence = {"is_silent": True, "is_heard": False, "silence_s": 2.5}
-        last.pulse = SimpleNamespace(**silence)
+        last.watch = SimpleNamespace(is_silent=True, host=last.info.node_ip)
         world.room = 0
         world.plan(20.0, lambda: setattr(world, "room", 3))
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.cluster import controller as controller_module
-from raysgd.cluster.pulses import HostLostError, PartedError
+from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.states import Broken, Closed
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -1144,19 +1144,3 @@ def test_a_worker_on_a_silent_host_is_replaced_elsewhere_at_once_and_there_once_
     assert kinds(controller) == ["started", "lost", "resumed", "grown"]
     assert [member.slot.index for member in controller.members] == [0, 1, 3]
     assert len([worker for worker in world.workers if not worker.dead]) == 3
-
-
-def test_a_worker_that_others_do_not_reach_is_replaced_elsewhere_first(world):
-    """On its own host another one would not reach them either."""
-    world.room = 4
-    controller = world.drive(3).controller
-    parted = controller.members[2]
-
-    def part():
-        parted.dead = PartedError("it and these do not reach each other")
-        parted.fail_all()
-
-    world.at_step(20, part)
-    run_until(controller, 200, max_losses=1)
-    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
-    assert [worker.slot.index for worker in world.workers] == [0, 1, 2, 3]

@@ -219,13 +219,13 @@ def test_the_stack_of_every_worker_is_logged(clock, caplog):
 
 def test_a_standstill_names_the_line_of_the_user(clock, caplog):
     frame = '  File "/home/me/train.py", line 29, in train_batch\n    barrier()\n'
-    members = [FakeMember(f"Thread raysgd-pulse:\n\nThread MainThread:\n{frame}")]
+    members = [FakeMember(f"Thread raysgd-driver-watch:\n\nThread MainThread:\n{frame}")]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3))
     clock.now += TIMEOUT_S
     monitor.stuck(steps(members, 3))
     assert "Worker 0 on node x:\nIn train_batch, /home/me/train.py:29:\n  File" in caplog.text
-    assert "raysgd-pulse" not in caplog.text
+    assert "raysgd-driver-watch" not in caplog.text
 
 
 # ---- uneven work

@@ -17,7 +17,6 @@ from raysgd.cluster.members import (
     is_loss,
     loss_cause,
 )
-from raysgd.cluster.pulses import Terms
 from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
 
@@ -205,7 +204,7 @@ def test_a_loss_is_told_from_other_errors(error, lost):
 @pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
 def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, stops, lives):
     if stops is not None:  # its calls, when it hears nothing of the driver
-        member._pulses = SimpleNamespace(terms=Terms(2.0, 60.0, stops))
-        member.pulse = object()
+        member._monitor = SimpleNamespace(stops_calls=stops)
+        member.watch = object()
     assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
     assert not member.may_live(ray.exceptions.ActorDiedError())

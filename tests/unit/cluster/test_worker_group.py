@@ -107,7 +107,7 @@ class FakeMember:
     remote = True
     alive = True
 
-    def __init__(self, actor, pulses=None):
+    def __init__(self, actor, monitor=None):
         self.number = actor
         self.killed = 0
         self.torn_down = 0

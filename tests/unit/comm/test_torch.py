@@ -142,7 +142,7 @@ def test_interrupting_shuts_down_only_the_sockets_of_the_group(backend):
 
 def test_interrupting_shuts_down_connections_of_the_groups_listeners(backend):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        backend._rank_at = {server.getsockname(): 1}
+        backend._listening = {server.getsockname()}
         client = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
         with client, peer:

@@ -18,7 +18,6 @@ DEFAULTS = {
     "jitter": 0.1,
     "resize_cooldown_s": 10.0,
     "hang_timeout_s": None,
-    "unreachable_s": 2.0,
     "driver_grace_s": 60.0,
     "in_place": True,
     "grow": True,
@@ -50,7 +49,6 @@ def test_values_are_given_by_name():
     ("name", "value"),
     [
         ("min_workers", None),
-        ("unreachable_s", None),
         ("min_workers", 1),
         ("max_attempts", 1),
         ("initial_s", 0),
