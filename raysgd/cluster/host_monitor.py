@@ -134,13 +134,13 @@ class HostWatch:
             may_return = not is_silent and waited_s < _RECONNECT_S
             is_over = waited_s >= self._monitor.driver_grace_s
             if is_over or (not may_return and self._monitor.is_any_reached()):
-                error = LostError("its connection to the driver was closed on its host")
+                lost = LostError("its connection to the driver was closed on its host")
                 if is_silent:
                     seconds = _SILENCE_S + waited_s
                     said = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
-                    error = HostLostError(said)
+                    lost = HostLostError(said)
                 self.close()
-                self._lose(error)
+                self._lose(lost)
                 return
             await asyncio.sleep(_TICK_S)
 
