@@ -200,7 +200,7 @@ def test_a_worker_that_cannot_reach_the_driver_stops_and_ends_after_the_grace(mo
     monkeypatch.setattr(module, "connect", unreachable)
     worker, began = Worker(driver_grace_s=0.3), time.monotonic()
     assert worker.watch._reconnect() is None
-    assert time.monotonic() - began > 0.3
+    assert 0.3 < time.monotonic() - began < 20
     assert worker.stopped.is_set()
     assert "(driver_grace_s): this worker ends." in capsys.readouterr().err
 

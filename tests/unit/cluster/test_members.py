@@ -208,3 +208,11 @@ def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, 
         member.watch = object()
     assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
     assert not member.may_live(ray.exceptions.ActorDiedError())
+
+
+def test_a_worker_counts_as_reached_on_the_drivers_host_and_not_before_its_host_is_known(member):
+    assert InlineMember().is_reached
+    assert member.is_reached
+    assert not ActorMember(Actor()).is_reached
+    member.watch = SimpleNamespace(is_reached=False)
+    assert not member.is_reached
