@@ -262,29 +262,25 @@ class Optimization:
         self._optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._on_step)
-            if len(optimizers) > 1:
-                optimizer.register_step_pre_hook(self._remember)
-            optimizer.register_step_pre_hook(self._note_stepping)
         if (
             accumulation_steps > 1
             or max_grad_norm is not None
             or self.precision.scales
             or may_come_in_parts
         ):
-            self._check_steps()
-
-    def _check_steps(self) -> None:
-        if not self._checks_steps:
             self._checks_steps = True
-            for optimizer in self._optimizers:
-                optimizer.register_step_pre_hook(self._check_step)
+
+    def begin(self) -> None:
+        """Follow steps from now on: after all other hooks of `register`, which may refuse one."""
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
 
     # ---- batches
 
     def begin_batch(self, models: list[torch.nn.Module], place: Place) -> None:
         """Begin a batch of a group, or a part of one."""
         if place.is_part:
-            self._check_steps()
+            self._checks_steps = True
         self._in_batch, self._has_stepped = True, False
         if place.position == 0:
             self._stepped.clear()  # of steps that user code made outside of any batch
@@ -320,9 +316,12 @@ class Optimization:
         """Whether an optimizer has begun a step and not ended it."""
         return self._stepping is not None
 
-    def _note_stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.makes_updates:
             raise WarmedUp
+        if self._checks_steps:
+            self._check_step(optimizer)
+        self._remember(optimizer)
         self._stepping = optimizer
 
     @property
@@ -510,7 +509,7 @@ class Optimization:
                 parameter.grad = gradient
             self._aside.clear()
 
-    def _remember(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _remember(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember what a step changes that is taken back unless the others step as well."""
         others = (other for other in self._optimizers if other is not optimizer)
         if self._in_batch and any(id(other) not in self._stepped for other in others):
@@ -542,7 +541,7 @@ class Optimization:
         if id(optimizer) not in self._with_gradients and _has_gradients(optimizer):
             self._with_gradients.add(id(optimizer))
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would skip what only the helper does."""
         if self.in_helper:
             return

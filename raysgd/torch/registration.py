@@ -224,6 +224,7 @@ class TorchRegistration(Registration):
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
+        self.optimization.begin()
         for divided in self._divided:
             divided.begin()
         # now, since setup may go on to freeze some
