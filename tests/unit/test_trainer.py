@@ -623,7 +623,7 @@ def test_means_that_count_by_batches_are_seen_in_what_the_workers_measured(
     ("add_dist_sampler", "described"),
     [
         (True, "partitioned by raysgd: 40 samples, batch size 8 on each of 1 workers"),
-        (False, "partitioned by your code: <torch.utils.data"),
+        (False, "partitioned by your code: DataLoader of TensorDataset"),
     ],
 )
 def test_a_trainer_says_how_the_workers_divide_each_loader(
