@@ -207,7 +207,7 @@ def run_epochs(
 
     if validations.owed and validations.due:
         validate()
-    elif completed() >= num_epochs:
+    if completed() >= num_epochs:
         logger.warning(
             "fit(%d): nothing to do, the run is complete: %d epochs are trained already. "
             "num_epochs counts from the first epoch of all: num_epochs=%d would train as many "

@@ -388,11 +388,21 @@ def test_an_epoch_whose_validation_an_exception_kept_from_being_done_is_validate
     assert caplog.text.count("nothing to do") == 1, "where that is so"
 
 
-def test_the_last_one_is_too(broken_off, caplog):
+def test_the_last_one_is_too(broken_off):
     trainer, spy = broken_off
     assert trainer.fit(2) == []
     assert told(spy) == ["on_validation_end"]
-    assert "nothing to do" not in caplog.text
+
+
+def test_a_finished_run_says_so_even_if_its_checkpoint_predates_the_validation(
+    make_trainer, tmp_path, caplog
+):
+    folder = tmp_path / "checkpoints"
+    make_trainer(callbacks=[CheckpointCallback(folder)]).fit(2)
+    spy = Spy()
+    assert make_trainer(callbacks=[CheckpointCallback(folder), spy]).fit(2) == []
+    assert told(spy) == ["on_validation_end"]
+    assert caplog.text.count("nothing to do, the run is complete: 2 epochs") == 1
 
 
 def test_it_stays_so_until_it_is_done(broken_off):
