@@ -262,11 +262,11 @@ class TrainingOperator(OperatorBase):
         metrics to those of ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss``, ``num_samples``, and ``val_accuracy`` if the output is
-            (batch, classes, ...) with at least two classes and the target (batch, ...) or
-            (batch, 1, ...): the share of positions at which the index of the largest entry along
-            dimension 1 equals the target. Otherwise the first result of `validate` has
-            ``no_val_accuracy``, a text that explains why, unless the target holds real numbers.
+            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
+            (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
+            positions at which the index of the largest entry along dimension 1 equals the target.
+            Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
+            that says so.
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -281,11 +281,11 @@ class TrainingOperator(OperatorBase):
         accuracy = _accuracy(output, target)
         if accuracy is not None:
             metrics["val_accuracy"] = accuracy
-        elif self._no_accuracy is not None and not _is_real(target):
+        elif self._no_accuracy is not None:
             self._no_accuracy = (
-                "val_accuracy needs an output (batch, classes, ...) with two classes or more and a "
-                f"target (batch, ...), but these are {_shape(output)} and {_shape(target)}. "
-                "Return a metric of your own from validate_batch."
+                "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...), "
+                f"but these are {_shape(output)} and {_shape(target)}. Return a metric of your own "
+                "from validate_batch."
             )
         return metrics
 
@@ -679,11 +679,11 @@ def __getattr__(name: str) -> Any:
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     """Return the share of positions where the largest entry along dimension 1 is the target.
 
-    None if that cannot be computed, or would say nothing because there is one entry only.
+    None where that cannot be computed.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if output.dim() < 2 or output.shape[1] < 2:
+    if output.dim() < 2 or output.shape[1] == 0:
         return None
     batch, _, *rest = output.shape
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
@@ -691,10 +691,6 @@ def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     if output.is_complex() or output.dtype is torch.bool:  # these have no largest entry
         return None
     return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
-
-
-def _is_real(target: Any) -> bool:
-    return isinstance(target, torch.Tensor) and target.is_floating_point()
 
 
 def _shape(value: Any) -> str:
