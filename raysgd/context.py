@@ -1,16 +1,25 @@
 """What a worker knows about its place in the group, and what it hosts.
 
 :class:`Runner` is the seam between the execution layer, which knows no framework, and the
-families, which know no actors: a worker hosts one runner and calls it by name.
+families, which know no actors: a worker hosts one runner, which handles typed requests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["OutOfMemoryError", "PausedError", "Preemption", "Progress", "Runner", "WorkerContext"]
+__all__ = [
+    "OutOfMemoryError",
+    "PausedError",
+    "Preemption",
+    "Progress",
+    "Request",
+    "Runner",
+    "WorkerContext",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +107,20 @@ class Preemption:
     """Which of them, by Ray's ids of their nodes."""
 
 
+class Request:
+    """What the driver asks of a runner. Subclasses are frozen dataclasses with the arguments."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages: ``update_schedulers`` for `UpdateSchedulersRequest`."""
+        words = type(self).__name__.removesuffix("Request")
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
+
+    def with_split(self, split: int) -> Request:
+        """Return the same request with at least `split` micro-batches per batch."""
+        raise NotImplementedError(f"{self.name} does not train.")
+
+
 class PausedError(Exception):
     """Raised by a runner's method that has stopped at the step at which it was asked to."""
 
@@ -117,8 +140,8 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """What a worker hosts: an operator, a Keras operator or a training function.
 
-    ``setup``, ``rejoin``, ``teardown`` and the methods that the driver calls by name run one
-    at a time in the worker's *work* thread. ``progress``, ``request_stop``, ``pause_at``,
+    ``setup``, ``rejoin``, ``teardown`` and ``handle`` run one at a time in the worker's *work*
+    thread. ``progress``, ``request_stop``, ``pause_at``,
     ``announce`` and ``snapshot`` run in parallel in a *control* thread, so they only read and set
     attributes.
     """
@@ -153,11 +176,8 @@ class Runner(Protocol):
     def warm_up(self) -> None:
         """Prepare a replacement worker, after ``setup``, for its first step in the group."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, on CPU."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+    def handle(self, request: Request) -> Any:
+        """Do what a request asks for, and return the answer."""
 
     def teardown(self) -> None:
         """Let go of what was built. The process may live on (``use_local``)."""

@@ -57,24 +57,16 @@ class Limits:
         _check_share("limit_train_batches", limit_train_batches)
         _check_share("limit_val_batches", limit_val_batches)
         _check_share("overfit_batches", overfit_batches)
-        self._train = overfit_batches if limit_train_batches is None else limit_train_batches
-        self._val = overfit_batches if limit_val_batches is None else limit_val_batches
-        self._repeats = overfit_batches is not None
+        self.train_batches = overfit_batches if limit_train_batches is None else limit_train_batches
+        """Steps of an epoch, or their share of it; None for all."""
+        self.val_batches = overfit_batches if limit_val_batches is None else limit_val_batches
+        """Steps of a validation, or their share of it; None for all."""
+        self.repeats = overfit_batches is not None
+        """Whether each epoch has the batches of the first one."""
         self.max_steps = max_steps
         self._max_time_s = max_time_s
         self._began = time.monotonic()
         self._began_at: int | None = None
-
-    @property
-    def of_training(self) -> dict[str, Any]:
-        """Arguments of a call of ``train``."""
-        given = {"limit": self._train, "repeats": self._repeats, "until_step": self.max_steps}
-        return {name: value for name, value in given.items() if value}
-
-    @property
-    def of_validation(self) -> dict[str, Any]:
-        """Arguments of a call of ``validate``."""
-        return {} if self._val is None else {"limit": self._val}
 
     def reached(self, global_step: int) -> str | None:
         """Say which limit is reached; None where none is."""

@@ -33,6 +33,7 @@ from raysgd.checkpoint.location import locate
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import InlineMember
+from raysgd.cluster.requests import LoadRequest
 from raysgd.cluster.snapshot import with_shares
 from raysgd.cluster.states import Closed
 from raysgd.cluster.worker_group import WorkerGroup
@@ -42,6 +43,19 @@ from raysgd.data import Dataset
 from raysgd.elastic.events import Event
 from raysgd.errors import CallbackError, CheckpointError, WorkerLostError
 from raysgd.fit import Limits, Validations, check_monitored, run_epochs
+from raysgd.loop.requests import (
+    ApplyOperatorRequest,
+    ApplyRequest,
+    CanValidateRequest,
+    DescribeDataRequest,
+    KeepsGlobalBatchRequest,
+    ModelsRequest,
+    PredictRequest,
+    RehearseRequest,
+    RngStateRequest,
+    StateRequest,
+    UpdateSchedulersRequest,
+)
 from raysgd.metrics import merge_workers, renamed
 from raysgd.options import Options
 from raysgd.trainer_calls import CallResult, Calls
@@ -105,7 +119,7 @@ class OperatorTrainer:
         """
         if self._options.config.get(BATCH_SIZE) is None:
             return True
-        call = Call(method="keeps_global_batch", rank=0, max_losses=3, any_size=True)
+        call = Call(request=KeepsGlobalBatchRequest(), rank=0, max_losses=3, any_size=True)
         return bool(self._calls.make(call)[0])
 
     # ---- training
@@ -265,7 +279,7 @@ class OperatorTrainer:
             BaseException: what user code raised.
         """
         self._check_open(moves=True)
-        call = Call(method="predict", arguments={"loader": loader}, max_losses=3, has_batches=True)
+        call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
         parts = itertools.chain.from_iterable(self._calls.make(call))
         in_order = sorted(parts, key=operator.itemgetter(0))
         return joined([output for _, output in in_order], self._concatenate)
@@ -369,7 +383,7 @@ class OperatorTrainer:
         if fast_dev_run:
             limits = Limits(limit_train_batches=1, limit_val_batches=1)
             with self._on_trial(), self._calls.limited(limits):
-                can_validate = validate_every and any(self._call(Call(method="can_validate")))
+                can_validate = validate_every and self._can_validate()
                 next_epoch = self._controller.progress.epoch + 1
                 with self._validations.of_fit(next_epoch, 1 if can_validate else None):
                     metrics = self.train(max_retries=max_retries, info=info)
@@ -377,7 +391,7 @@ class OperatorTrainer:
                         metrics = {**self._validate(info, from_start=True).merged, **metrics}
                 return History([metrics])
         with self._callback_list.attached(self, own), self._calls.limited(limits, log_every):
-            if validate_every and not any(self._call(Call(method="can_validate", max_losses=3))):
+            if validate_every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
                 validate_every = None
             if validate_every is None:
@@ -414,8 +428,8 @@ class OperatorTrainer:
         """Try the validation, unless this trainer has validated, or is about to."""
         if self._has_validated or self._validations.missing or self._stop_reason is not None:
             return
-        arguments = {"num_steps": num_steps, "info": dict(info or {})}
-        call = Call(method="rehearse", arguments=arguments, max_losses=3, has_batches=True)
+        request = RehearseRequest(num_steps=num_steps, info=dict(info or {}))
+        call = Call(request=request, max_losses=3, has_batches=True)
         try:
             # a worker without a batch has no metrics
             parts = [each for each in self._call(call) if each]
@@ -427,6 +441,9 @@ class OperatorTrainer:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
         self._has_validated = True
+
+    def _can_validate(self) -> bool:
+        return any(self._call(Call(request=CanValidateRequest(), max_losses=3)))
 
     def _monitored(self) -> dict[str, str]:
         """Return which metrics are waited for, by who does; none where others may add metrics."""
@@ -459,9 +476,8 @@ class OperatorTrainer:
             WorkerLostError: if workers are lost more than three times meanwhile.
         """
         self._controller.snapshots.outdate()  # they are without this metric
-        arguments = {"call": self._calls.next_number(), "metric": metric}
-        call = Call(method="update_schedulers", arguments=arguments, max_losses=3)
-        self._call(call)
+        request = UpdateSchedulersRequest(call=self._calls.next_number(), metric=metric)
+        self._call(Call(request=request, max_losses=3))
 
     def _step_by(self, metrics: Mapping[str, Any], is_last: bool) -> None:
         """Step the schedulers that wait for a metric; `is_last`: of this epoch no more will come.
@@ -543,13 +559,17 @@ class OperatorTrainer:
             # no worker lives; this is what is left, and it may be what the user gave to load
             whole = self._whole(snapshot)
             return copy.deepcopy({k: value for k, value in whole.items() if k != "call"})
-        generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
+        generators = self._rng_states()
         # of a divided state each worker has a share
         rank = None if self._controller.progress.divided else 0
-        call = Call(method="state_dict", rank=rank, max_losses=3, any_size=True)
+        call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
         state = self._whole(with_shares(self._call(call, own=own)))
         state["data"]["rng"] = generators
         return state
+
+    def _rng_states(self) -> list[Any]:
+        """Return the states of the workers' random number generators, by rank."""
+        return self._call(Call(request=RngStateRequest(), max_losses=3, any_size=True))
 
     @suggests
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
@@ -579,7 +599,7 @@ class OperatorTrainer:
         # a snapshot's "call" is for the workers of that run
         own = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
         with self._callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            self._call(Call(method="load_state_dict", arguments={"state": own}, max_losses=3))
+            self._call(Call(request=LoadRequest(state=own), max_losses=3))
         self._controller.snapshots.set(own)
         self._latest_metrics.update(of_driver["validation_due"])
         self._tell_of_changes(of_driver["config"])
@@ -664,7 +684,8 @@ class OperatorTrainer:
     def _worker_models(self) -> Any:
         """Return what rank 0 has of the models; those that are divided all workers bring there."""
         rank = None if self._controller.progress.divided else 0
-        return self._call(Call(method="models", rank=rank, max_losses=3, any_size=True))[0]
+        call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
+        return self._call(call)[0]
 
     @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -717,7 +738,7 @@ class OperatorTrainer:
         A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
         "read whole by each worker", with the reason.
         """
-        descriptions: dict[str, str] = self._call(Call(method="describe_data"))[0]
+        descriptions: dict[str, str] = self._call(Call(request=DescribeDataRequest()))[0]
         return descriptions
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
@@ -732,7 +753,7 @@ class OperatorTrainer:
             BaseException: what it raised.
         """
         function = _callable("apply_all_workers", fn)
-        return self._call(Call(method="apply", arguments={"function": function}))
+        return self._call(Call(request=ApplyRequest(function=function)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn` with the operator of every worker and return what it returned, by rank.
@@ -740,7 +761,7 @@ class OperatorTrainer:
         Arguments and errors are those of `apply_all_workers`.
         """
         function = _callable("apply_all_operators", fn)
-        return self._call(Call(method="apply_operator", arguments={"function": function}))
+        return self._call(Call(request=ApplyOperatorRequest(function=function)))
 
     def drain(
         self,

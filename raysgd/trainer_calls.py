@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.base import LastCall, Trainer
@@ -14,9 +15,11 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
+from raysgd.cluster.requests import LoadRequest
 from raysgd.context import Progress
 from raysgd.data import Dataset
 from raysgd.fit import Limits
+from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
@@ -41,21 +44,28 @@ class TrainCall(Call):
     To the workers the parts are one call, of which they merge what they have measured.
 
     Args:
+        request: the first request; `begin` adds its goal.
         num_steps: steps to train; None: to the end of the epoch under way.
         next_pause: returns the step at which to pause next, from how many are done, and whether
             that shall be at once.
         options: of `Call`.
     """
 
+    request: TrainRequest
+
     def __init__(
-        self, num_steps: int | None, next_pause: Callable[[int, bool], int | None], **options: Any
+        self,
+        request: TrainRequest,
+        num_steps: int | None,
+        next_pause: Callable[[int, bool], int | None],
+        max_losses: float = 0,
     ) -> None:
         super().__init__(
-            method="train",
+            request=request,
             has_batches=True,
             can_pause=True,
-            farewell="measured",
-            **options,
+            farewell=MeasuredRequest(call=request.call),
+            max_losses=max_losses,
         )
         self._num_steps = num_steps
         self._next_pause = next_pause
@@ -69,21 +79,21 @@ class TrainCall(Call):
     def begin(self, members: Sequence[Member], progress: Progress) -> None:
         """Set the goal, in absolute terms, and where the part under way pauses."""
         super().begin(members, progress)
+        request, step = self.request, progress.global_step
         if self.start is None:
             self.start = progress
-            self.arguments["start_step"] = progress.global_step
-            if "logged" in self.arguments:
-                self.arguments["logged"] = progress.global_step
+            logged = None if request.logged is None else step
+            request = replace(request, start_step=step, logged=logged)
             if self._num_steps is None:
-                self.arguments["until_epoch"] = progress.epoch + 1
+                request = replace(request, until_epoch=progress.epoch + 1)
             else:
-                self.arguments["until_step"] = progress.global_step + self._num_steps
-        self.arguments["callback_pause"] = self._next_pause(progress.global_step, self.at_once)
+                request = replace(request, until_step=step + self._num_steps)
+        self.request = replace(request, callback_pause=self._next_pause(step, self.at_once))
         self.at_once = False
 
     def end_at(self, global_step: int) -> None:
         """Let it have reached its goal at a step that is done."""
-        self.arguments["until_step"] = global_step
+        self.request = replace(self.request, until_step=global_step)
 
 
 class Calls:
@@ -126,7 +136,7 @@ class Calls:
         """
         if self._paused is not None:  # a worker that is lost now takes what it has measured with it
             call.metrics_start_step = dict(self._paused.metrics_start_step)
-        if call.method != "load_state_dict":
+        if not isinstance(call.request, LoadRequest):
             call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self._controller.run(call)]
 
@@ -134,12 +144,13 @@ class Calls:
         """Return the newest call of train up to where training was, to be made again."""
         if self._newest is None:
             return None
-        goals = ("until_epoch", "until_step", "callback_pause")
-        goal = {"until_step": reached.global_step}
-        if not reached.in_epoch:
-            goal = {"until_epoch": reached.epoch}
-        others = {k: value for k, value in self._newest.arguments.items() if k not in goals}
-        return Call(method="train", arguments=others | goal, has_batches=True, can_pause=True)
+        request = replace(
+            self._newest.request,
+            until_epoch=None if reached.in_epoch else reached.epoch,
+            until_step=reached.global_step if reached.in_epoch else None,
+            callback_pause=None,
+        )
+        return Call(request=request, has_batches=True, can_pause=True)
 
     def train(
         self,
@@ -152,25 +163,21 @@ class Calls:
         dataset: Dataset | None,
     ) -> CallResult:
         """Make one call of train."""
-        arguments = {
-            "call": self.next_number(),
-            "profile": profile,
-            "dataset": dataset,
-            **self._limits.of_training,
-        }
-        if self._log_every is not None:
-            arguments["logged"] = 0  # `begin` sets it
-        call = TrainCall(
-            num_steps,
-            self._next_pause,
-            arguments=arguments,
-            max_losses=max_retries,
+        request = TrainRequest(
+            call=self.next_number(),
+            until_step=self._limits.max_steps,
+            limit=self._limits.train_batches,
+            repeats=self._limits.repeats,
+            logged=None if self._log_every is None else 0,  # `begin` sets it
+            profile=profile,
+            dataset=dataset,
         )
+        call = TrainCall(request, num_steps, self._next_pause, max_retries)
         controller, self._newest = self._controller, call
         num_lost_paused, ended = 0, 0.0
         results: list[Any] = [None]
         while results[0] is None:
-            call.arguments["info"] = dict(info or {})
+            call.request = replace(call.request, info=dict(info or {}))
             call.on_wait = self._callback_list.watcher(trainer, "train")
             started = time.perf_counter()
             results = [outcome.value() for outcome in controller.run(call)]
@@ -188,8 +195,8 @@ class Calls:
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         # what was measured may be lost in these
-        num_breaks = call.num_losses + num_lost_paused + call.num_splits + call.num_unheard
-        results += [outcome.value() for outcome in call.left]
+        num_breaks = call.num_losses + num_lost_paused + call.num_splits + call.num_missing
+        results += [outcome.value() for outcome in call.departed_results]
         merged = self._merged("train", results, num_breaks > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
 
@@ -198,14 +205,15 @@ class Calls:
 
         Steps that are done again, after a restart, are not told of again.
         """
-        if self._log_every is None:
+        since = call.request.logged
+        if self._log_every is None or since is None:
             return
-        since, step = call.arguments["logged"], self._controller.progress.global_step
+        step = self._controller.progress.global_step
         if step < _next_multiple(self._log_every, since):
             return
-        call.arguments["logged"] = step
-        arguments = {"call": call.arguments["call"], "since": since}
-        found = self.make(Call(method="measured", arguments=arguments, max_losses=3))
+        call.request = replace(call.request, logged=step)
+        request = MeasuredRequest(call=call.request.call, since=since)
+        found = self.make(Call(request=request, max_losses=3))
         merged = merge_workers([each for each in found if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
         point = LastCall("step", time.time(), call.seconds - call.logged_s)
@@ -248,18 +256,17 @@ class Calls:
             number = self.next_number()
         if loader is None:
             self._failed_validation = number
-        arguments = {
-            "call": number,
-            "profile": profile,
-            "info": dict(info or {}),
-            "num_steps": num_steps,
-            "from_start": from_start,
-            "loader": loader,
-            **({} if loader is not None else self._limits.of_validation),
-        }
+        request = ValidateRequest(
+            call=number,
+            num_steps=num_steps,
+            from_start=from_start,
+            loader=loader,
+            limit=self._limits.val_batches if loader is None else None,
+            info=dict(info or {}),
+            profile=profile,
+        )
         call = Call(
-            method="validate",
-            arguments=arguments,
+            request=request,
             max_losses=3,
             has_batches=True,
             on_wait=self._callback_list.watcher(trainer, "validate") if loader is None else None,

@@ -7,22 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.cluster.members import Member
-from raysgd.context import Progress
+from raysgd.context import Progress, Request
 
 __all__ = ["Call"]
 
 
 @dataclass(kw_only=True)
 class Call:
-    """One call of a method of the runner.
+    """One request to the runners.
 
-    It is made again after each loss of workers, so its arguments must say in absolute terms what it
-    is to reach. `Controller.run` may run it in several parts, which are one call to the workers.
+    The controller repeats it after each loss of workers, so the request must state its goal in
+    absolute terms. `Controller.run` may run it in several parts, which are one call to the workers.
     """
 
-    method: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the method."""
+    request: Request = field(default_factory=Request)
     rank: int | None = None
     """The only worker to call; None: all."""
     max_losses: float = 0
@@ -39,8 +37,8 @@ class Call:
     """Returns the call that trains so far again, to be made before this one where all workers were
     lost and took steps with them; None: this one does not need these steps, or redoes them."""
 
-    farewell: str | None = None
-    """A method that a worker which leaves in it is asked by, for what it has measured."""
+    farewell: Request | None = None
+    """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
     """Whether callbacks that save are to do so as soon as can be, since workers are going."""
 
@@ -53,11 +51,11 @@ class Call:
     metrics_start_step: dict[Member, int] = field(default_factory=dict)
     """Committed steps when a worker began to measure: what it has measured of the call since then
     is in its process alone, and lost with it."""
-    left: list[Any] = field(default_factory=list)
-    """What workers that have left in it had measured."""
-    num_unheard: int = 0
-    """How many could not tell of all that they had trained on: they had left and ended already, or
-    were a step behind as the group regrouped."""
+    departed_results: list[Any] = field(default_factory=list)
+    """Metrics of workers that left during the call."""
+    num_missing: int = 0
+    """Workers with incomplete metrics: they ended before they answered, or were a step behind when
+    the group formed again."""
     has_begun: bool = False
     """Whether the part under way has reached the workers; what was lost before costs no retry."""
     num_losses_before: int = 0

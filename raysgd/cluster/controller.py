@@ -24,6 +24,12 @@ from raysgd.cluster.drains import Notice
 from raysgd.cluster.health import HealthMonitor, Heartbeats, await_stragglers
 from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.members import Member, cause_of, is_loss
+from raysgd.cluster.requests import (
+    HeldStateRequest,
+    LoadRequest,
+    RestartStateRequest,
+    TakeHeldRequest,
+)
 from raysgd.cluster.scaling import Replacement, ScaleUp
 from raysgd.cluster.serialization import dumps, sendable
 from raysgd.cluster.snapshot import SnapshotKeeper, with_shares
@@ -31,7 +37,7 @@ from raysgd.cluster.states import Broken, Closed, Generation, New, Ready, Runnin
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.comm.backend import Backend
-from raysgd.context import Preemption, Progress, Runner, WorkerContext
+from raysgd.context import Preemption, Progress, Request, Runner, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event, EventKind
 from raysgd.elastic.policies import (
@@ -140,7 +146,7 @@ class Controller:
         self.snapshots = SnapshotKeeper(of_driver=start_anew)
         self._ranks: dict[Member, int] = {}
         self._entering: list[Member] = []
-        self._call = Call(method="none")
+        self._call = Call()
         """The call under way."""
         self._step_s = 0.0
         """How long a step takes, as last seen."""
@@ -329,7 +335,7 @@ class Controller:
                 "Steps %d to %d were lost with all workers, and are trained again before %s().",
                 self.progress.global_step + 1,
                 reached.global_step,
-                self._call.method,
+                self._call.request.name,
             )
         return redo
 
@@ -340,7 +346,7 @@ class Controller:
             with self._until_shut_down():
                 yield
         finally:
-            self._call = Call(method="none")
+            self._call = Call()
             if isinstance(self.state, Running):  # Ctrl-C, just as the attempt had ended
                 self._become(Broken())
 
@@ -367,15 +373,16 @@ class Controller:
 
     def _attempt(self, call: Call, members: Sequence[Member], split: int = 0) -> Attempt:
         """Make one attempt at a call. Returns when all workers have, or shortly after a failure."""
-        packed: Any = call.arguments | ({"split": split} if split else {})
+        packed: Any = call.request.with_split(split) if split else call.request
         if not self._group.options.inline:
-            packed = self._group.shared(sendable(f"the arguments of {call.method}", packed))
+            what = f"the arguments of {call.request.name}"
+            packed = self._group.shared(sendable(what, packed))
         futures: dict[Member, Future[Outcome]] = {}
         attempt = None
         try:
             self._become(Running())
             for member in members:
-                futures[member] = member.work("call", call.method, packed)
+                futures[member] = member.work("call", packed)
             attempt = Attempt(futures, self._clock)
             hang_timeout_s = self._elastic.hang_timeout_s
             monitor = HealthMonitor(
@@ -497,21 +504,19 @@ class Controller:
         self._clock.wait(asked.values(), _ANSWER_S)
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
-    def stop(self, method: str) -> None:
+    def stop(self, request: Request) -> None:
         """Interrupt what goes on in the workers beside calls; the next call makes a new generation.
 
         Args:
-            method: a method of the runner that returns when nothing goes on there any more.
+            request: what each idle worker answers when nothing runs there any more.
         """
         if isinstance(self.state, Closed):
             return
         busy = self._broken().busy
         self._interrupt(besides=busy)  # which have been told
-        nothing = self._group.shared(sendable("no arguments", {}))
+        packed = sendable(request.name, request)
         idle = [member for member in self.members if member not in busy]
-        attempt = Attempt(
-            {member: member.work("call", method, nothing) for member in idle}, self._clock
-        )
+        attempt = Attempt({member: member.work("call", packed) for member in idle}, self._clock)
         deadline = self._clock.monotonic() + _ANSWER_S
         while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
             attempt.settle(left)
@@ -640,12 +645,12 @@ class Controller:
         call = self._call
         if call.farewell is None or not members:
             return
-        arguments = ("call", call.farewell, dumps({"call": call.arguments["call"]}))
-        asked = [member.work(*arguments) for member in members]
+        packed = dumps(call.farewell)
+        asked = [member.work("call", packed) for member in members]
         self._clock.wait(asked, _ANSWER_S)
         given = [f.result() for f in asked if _error_of(f) is None]
-        call.num_unheard += len(asked) - len(given)
-        call.left += [outcome for outcome in given if _value_of(outcome) is not None]
+        call.num_missing += len(asked) - len(given)
+        call.departed_results += [outcome for outcome in given if _value_of(outcome) is not None]
 
     # ---- generations
 
@@ -744,7 +749,7 @@ class Controller:
         self.progress = answers[leader]
         # the step is done, though not all can tell what they measured in it
         newest = self.progress.global_step
-        self._call.num_unheard += sum(answers[m].global_step < newest for m in self.members)
+        self._call.num_missing += sum(answers[m].global_step < newest for m in self.members)
         broken = self._broken()
         if self.progress.divided:
             self._hand_over([m for m in self.members if m not in staying], staying[0])
@@ -782,8 +787,8 @@ class Controller:
 
     def _hand_over(self, leaving: Sequence[Member], to: Member) -> None:
         """Let a member hold what others hold of a divided state that are about to leave."""
-        for held in self._asked(leaving, "held_state", {}):
-            self._asked([to], "take_held", dumps({"held": held}))
+        for held in self._asked(leaving, HeldStateRequest()):
+            self._asked([to], TakeHeldRequest(held=held))
 
     def _give_up_state(self, joining: Iterable[Replacement], why: str) -> None:
         """End all workers, because none has the state of the last step."""
@@ -982,9 +987,10 @@ class Controller:
         self.progress = Progress()
         if state is None:
             return
-        packed = self._group.shared(sendable("the snapshot", {"state": state}), members)
-        arguments = [("load_state_dict", packed)] * len(members)
-        attempt = self._step("call", arguments, "load", members)
+        packed = self._group.shared(
+            sendable("the snapshot", LoadRequest(state=dict(state))), members
+        )
+        attempt = self._step("call", [(packed,)] * len(members), "load", members)
         self._raise_failure(attempt)
         self.progress = next(iter(attempt.outcomes.values())).progress
 
@@ -1006,8 +1012,7 @@ class Controller:
         each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
         is_divided = any(p.divided for p in reached.values())
         for members in [list(reached)] if is_divided else each:
-            arguments = {"num_workers": len(members)} if is_divided else {}
-            states = self._asked(members, "restart_state", arguments)
+            states = self._asked(members, RestartStateRequest(num_workers=len(members)))
             if not states or len({state.get("global_step") for state in states}) > 1:
                 continue
             self.snapshots.set(with_shares(states), reached[members[0]].global_step)
@@ -1016,9 +1021,10 @@ class Controller:
             self.progress = reached[members[0]]
             return
 
-    def _asked(self, members: Sequence[Member], method: str, arguments: Any) -> list[Any]:
+    def _asked(self, members: Sequence[Member], request: Request) -> list[Any]:
         """Return what members answer; nothing where one of them does not, or has nothing."""
-        asked = [member.work("call", method, arguments) for member in members]
+        packed = dumps(request)
+        asked = [member.work("call", packed) for member in members]
         self._clock.wait(asked, _SALVAGE_S)
         given = [_value_of(f.result()) for f in asked if _error_of(f) is None]
         return given if len(given) == len(members) and None not in given else []

@@ -26,6 +26,7 @@ from raysgd.context import (
     PausedError,
     Preemption,
     Progress,
+    Request,
     Runner,
     WorkerContext,
 )
@@ -200,10 +201,10 @@ class Worker:
 
         return self._attempt(enter)
 
-    def call(self, method: str, arguments: Any) -> Outcome:
-        """Call a method of the runner."""
+    def call(self, request: Request | bytes) -> Outcome:
+        """Let the runner handle a request, which comes pickled from another process."""
         try:
-            return self._success(getattr(self._hosted, method)(**_unpickled(arguments)))
+            return self._success(self._hosted.handle(_unpickled(request)))
         except BaseException as error:
             return self._failure(error)
 

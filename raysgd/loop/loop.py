@@ -13,11 +13,11 @@ from typing import Any
 
 from raysgd.callbacks.learning_rate import learning_rates
 from raysgd.context import OutOfMemoryError, PausedError
-from raysgd.data import Dataset
 from raysgd.data.source import ShardedSource, Source
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.parts import IndivisibleError
 from raysgd.loop.registration import Registration, WarmedUp
+from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
 from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
@@ -157,54 +157,40 @@ class Loop:
 
     # ---- train
 
-    def train(
-        self,
-        call: int,
-        until_epoch: int | None,
-        until_step: int | None,
-        info: dict[str, Any] | None,
-        profile: bool,
-        dataset: Dataset | None,
-        start_step: int = 0,
-        limit: float | None = None,
-        repeats: bool = False,
-        split: int | None = None,
-        logged: int | None = None,
-    ) -> Mapping[str, Any]:
-        """Train until so many epochs are completed, or so many steps are done, in all.
-
-        Up to `start_step` calls before this one were; what is redone of them is not measured here.
-        With `limit` an epoch has so many steps, or such a share of them, and with `repeats` those
-        that the first one had. Metrics are logged up to the step `logged`; None: they are not.
-        """
-        registration = self._registration
+    def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
+        """Train up to the goal of a request; return None if it paused where the request says."""
+        registration, logged = self._registration, request.logged
+        callback_pause = self.signal.callback_pause = request.callback_pause
         registration.check_averaged()
         registration.check_whole()
         registration.measure_norms(logged is not None)
-        if self._call != call:
-            self._begin(call)
-        if split is not None:
-            registration.raise_split(split)
-        self._profile(profile)
-        self._until_epoch = until_epoch
-        source, changed = registration.training_source(dataset)
-        is_limited_anew = source.limit(limit) or repeats != self._repeats
-        self._repeats = repeats
+        if self._call != request.call:
+            self._begin(request.call)
+        if request.split is not None:
+            registration.raise_split(request.split)
+        self._profile(request.profile)
+        self._until_epoch = request.until_epoch
+        source, changed = registration.training_source(request.dataset)
+        is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
+        self._repeats = request.repeats
         if changed or is_limited_anew or source is not self._source:
             self.forget_iteration()
         self._source = source
-        while (left := self._left(until_epoch, until_step)) != 0:
+        while (left := self._left(request.until_epoch, request.until_step)) != 0:
             pause = self.signal.pause
             if pause is not None and registration.global_step >= pause:
-                raise PausedError
-            if registration.global_step <= start_step:
+                if callback_pause is None or registration.global_step < callback_pause:
+                    raise PausedError  # the driver asked for this pause
+                return None
+            if registration.global_step <= request.start_step:
                 self._results, self.num_covered = [], 0
-                left = start_step - registration.global_step or left
+                left = request.start_step - registration.global_step or left
             elif logged is not None and registration.global_step < logged:
                 left = logged - registration.global_step  # what is done again is kept apart
-            self._train_segment(source, left, info)
+            self._train_segment(source, left, request.info)
         if source.sharded and registration.offset and source.steps_left(registration.offset) == 0:
-            self._train_segment(source, None, info)  # it failed just before it ended the epoch
+            # it failed just before it ended the epoch
+            self._train_segment(source, None, request.info)
         registration.check_averaged()  # again: it may have been unfrozen meanwhile
         if registration.context.distributed:
             registration.sync_buffers()
@@ -410,33 +396,26 @@ class Loop:
 
     # ---- validate
 
-    def validate(
-        self,
-        call: int,
-        num_steps: int | None,
-        info: dict[str, Any] | None,
-        profile: bool,
-        from_start: bool,
-        loader: Any = None,
-        limit: float | None = None,
-    ) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or `num_steps` steps, round and round.
+    def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
+        """Evaluate the rest of the validation loader, or so many steps, round and round.
 
-        A `call` that is made again, since it failed here or on another worker, begins where it did.
-        Of several loaders, or of one that is given with the call, each is read from its start.
+        A repeated call begins where it did. Of several loaders, or of one that is given with the
+        call, each is read from its start.
         """
+        call, loader = request.call, request.loader
         self._begin(call)
-        self._profile(profile)
+        self._profile(request.profile)
         self.num_covered = None
         registration = self._registration
         if self._validation_start is None or self._validation_start[0] != call:
-            self._validation_start = call, 0 if from_start else registration.validation_offset
+            start = 0 if request.from_start else registration.validation_offset
+            self._validation_start = call, start
         sources = registration.validation_sources() if loader is None else self._given(loader)
         with registration.validating():
             for name, source in sources.items():
-                source.limit(limit)
+                source.limit(request.limit)
                 offset = 0 if name else self._validation_start[1]
-                offset = self._evaluate(name, source, offset, num_steps, info)
+                offset = self._evaluate(name, source, offset, request.num_steps, request.info)
         if loader is not None:
             self._close(sources)
         elif "" in sources:
@@ -528,7 +507,7 @@ class Loop:
         for source in sources.values():
             source.close_workers()
 
-    def rehearse(self, num_steps: int, info: dict[str, Any] | None) -> Mapping[str, Any] | None:
+    def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
         """Validate so many batches to see that it can be done, and leave all as it was.
 
         What can be read once only, or counts how often it is read, is left alone: then it is None.
@@ -546,7 +525,10 @@ class Loop:
             unchanged(registration),
             registration.rehearsing(),
         ):
-            metrics = self.validate(-1, num_steps, info, profile=False, from_start=True)
+            trial = ValidateRequest(
+                call=-1, num_steps=request.num_steps, from_start=True, info=request.info
+            )
+            metrics = self.validate(trial)
         self._close(sources)
         return metrics
 

@@ -8,18 +8,39 @@ import logging
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from raysgd.cluster.requests import (
+    HeldStateRequest,
+    LoadRequest,
+    RestartStateRequest,
+    TakeHeldRequest,
+)
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.config import BATCH_SIZE, batch_share, worker_config
-from raysgd.context import PausedError, Preemption, Progress, WorkerContext
-from raysgd.data import Dataset
+from raysgd.context import Preemption, Progress, Request, WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
 from raysgd.loop.registration import Registration
+from raysgd.loop.requests import (
+    ApplyOperatorRequest,
+    ApplyRequest,
+    CanValidateRequest,
+    DescribeDataRequest,
+    KeepsGlobalBatchRequest,
+    MeasuredRequest,
+    ModelsRequest,
+    PredictRequest,
+    RehearseRequest,
+    RngStateRequest,
+    StateRequest,
+    TrainRequest,
+    UpdateSchedulersRequest,
+    ValidateRequest,
+)
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import check_position
 from raysgd.metrics import AverageMeterCollection
@@ -234,109 +255,61 @@ class OperatorRunner(ABC):
         """Return the newest snapshot, on CPU."""
         return None if self._loop is None else self._loop.snapshots.get()
 
-    # ---- training
+    # ---- requests
 
-    def train(
-        self,
-        *,
-        call: int,
-        until_epoch: int | None = None,
-        until_step: int | None = None,
-        info: dict[str, Any] | None = None,
-        profile: bool = False,
-        dataset: Dataset | None = None,
-        callback_pause: int | None = None,
-        start_step: int = 0,
-        limit: float | None = None,
-        repeats: bool = False,
-        split: int | None = None,
-        logged: int | None = None,
-    ) -> Mapping[str, Any] | None:
-        """Train until so many epochs are completed, or so many steps are done, in all.
+    def handle(self, request: Request) -> Any:
+        """Do what a request of the driver asks for."""
+        match request:
+            case TrainRequest():
+                return self._running.train(request)
+            case ValidateRequest():
+                return self._running.validate(request)
+            case PredictRequest():
+                return self._running.predict(request.loader)
+            case RehearseRequest():
+                return self.rehearse(request)
+            case MeasuredRequest():
+                return self._running.measured(request.call, request.since)
+            case UpdateSchedulersRequest():
+                return self.update_schedulers(request.call, request.metric)
+            case StateRequest():
+                return self.state_dict()
+            case LoadRequest():
+                return self.load_state_dict(request.state)
+            case RngStateRequest():
+                return self.rng_state()
+            case ModelsRequest():
+                return self.models()
+            case CanValidateRequest():
+                return self._registration.has("validation")
+            case KeepsGlobalBatchRequest():
+                return self._registration.keeps_global_batch
+            case DescribeDataRequest():
+                return self._registration.describe_data()
+            case ApplyRequest():
+                return request.function()
+            case ApplyOperatorRequest():
+                return request.function(self.operator)
+            case RestartStateRequest():
+                return self.restart_state(request.num_workers)
+            case HeldStateRequest():
+                return self.held_state()
+            case TakeHeldRequest():
+                return self._registration.take_held(request.held)
+        return self.handle_own(request)
 
-        Args:
-            call: its number; one that is made again goes on.
-            until_epoch: completed epochs to train to; None where `until_step` says to where.
-            until_step: steps to train to.
-            info: for the operator.
-            profile: whether to measure.
-            dataset: what to train on in place of the registered loader.
-            callback_pause: a step to stop at before; None: none.
-            start_step: steps that were done before the call; some may have to be done again.
-            limit: so many steps, or such a share of them, make an epoch; None: all.
-            repeats: whether each epoch has the batches of the first.
-            split: in how many parts to train each batch at the least, since memory has run out.
-            logged: the step up to which metrics are logged by the step; None: they are not.
+    def handle_own(self, request: Request) -> Any:
+        """Handle a request that only one framework has."""
+        raise NotImplementedError(f"{request.name} is no request to an operator.")
 
-        Returns:
-            The metrics; None if it stopped at the step `callback_pause` before it was there. The
-            same call made again goes on, and its metrics cover all of it.
-        """
-        loop = self._running
-        self.signal.callback_pause = callback_pause
-        try:
-            return loop.train(
-                call,
-                until_epoch,
-                until_step,
-                info,
-                profile,
-                dataset,
-                start_step,
-                limit,
-                repeats,
-                split,
-                logged,
-            )
-        except PausedError:
-            if callback_pause is None or self._registration.global_step < callback_pause:
-                raise  # it was the driver that asked for this one
-            return None
-        finally:
-            self.signal.callback_pause = None
-
-    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
-        """Return what was measured here in a call of `train` that is not over, since a step."""
-        return self._running.measured(call, since)
-
-    def describe_data(self) -> dict[str, str]:
-        """Say of each loader how the workers divide it."""
-        return self._registration.describe_data()
-
-    def can_validate(self) -> bool:
-        """Return whether there is a validation loader."""
-        return self._registration.has("validation")
-
-    def keeps_global_batch(self) -> bool:
-        """Return whether ``config[BATCH_SIZE]`` is the size of a training step to the sample."""
-        return self._registration.keeps_global_batch
-
-    def validate(
-        self,
-        *,
-        call: int,
-        num_steps: int | None = None,
-        info: dict[str, Any] | None = None,
-        profile: bool = False,
-        from_start: bool = False,
-        loader: Any = None,
-        limit: float | None = None,
-    ) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or `num_steps` steps; or another `loader`."""
-        return self._running.validate(call, num_steps, info, profile, from_start, loader, limit)
-
-    def predict(self, *, loader: Any) -> list[tuple[int, Any]]:
-        """Return this worker's predictions, batch by batch, with their places in the loader."""
-        return self._running.predict(loader)
-
-    def rehearse(self, num_steps: int, info: dict[str, Any]) -> Mapping[str, Any] | None:
+    def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
         """See that validation works, on some batches, and leave all as it was.
 
         Returns its metrics; None where it was not tried.
         """
         generators = self.rng_state()
         try:
-            return self._running.rehearse(num_steps, info)
+            return self._running.rehearse(request)
         finally:
             self.set_rng_state(generators)
 
@@ -364,14 +337,6 @@ class OperatorRunner(ABC):
     @abstractmethod
     def models(self) -> Any:
         """Return copies of the models."""
-
-    def apply(self, function: Callable[[], Any]) -> Any:
-        """Call a function of the user."""
-        return function()
-
-    def apply_operator(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function of the user with the operator."""
-        return function(self.operator)
 
     # ---- state
 
@@ -471,10 +436,6 @@ class OperatorRunner(ABC):
         """Return all that this worker holds of what is divided."""
         held: list[Any] = self._registration.to_cpu(self._registration.held_state())
         return held
-
-    def take_held(self, held: Sequence[Any]) -> None:
-        """Hold what another worker held that goes, until all enter a new generation."""
-        self._registration.take_held(held)
 
     def _shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, beside models and optimizers."""

@@ -22,7 +22,7 @@ class Signal:
         self.driver_pause: int | None = None
         """Committed steps at which the driver wants all workers to pause; None: at none."""
         self.callback_pause: int | None = None
-        """The same of a callback, whose pause is known when the call begins."""
+        """The same of a callback; each call of train sets it when it begins."""
 
     @property
     def pause(self) -> int | None:

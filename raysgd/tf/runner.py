@@ -8,10 +8,11 @@ from typing import Any
 
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.config import BATCH_SIZE
-from raysgd.context import WorkerContext
+from raysgd.context import Request, WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions
+from raysgd.tf.requests import WeightsRequest
 
 __all__ = ["TFRunner"]
 
@@ -87,10 +88,11 @@ class TFRunner(OperatorRunner):
 
         return [portable(model) for model in self._registration.models]
 
-    def weights(self) -> list[dict[str, Any]]:
-        """Return the models' weights as arrays."""
-        weights: list[dict[str, Any]] = self._registration.training_state()["models"]
-        return weights
+    def handle_own(self, request: Request) -> Any:
+        match request:
+            case WeightsRequest():
+                return self._registration.training_state()["models"]
+        return super().handle_own(request)
 
 
 def _set_threads(context: WorkerContext) -> None:

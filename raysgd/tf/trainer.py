@@ -16,6 +16,7 @@ from raysgd.loop.operator_base import check_operator
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
+from raysgd.tf.requests import WeightsRequest
 from raysgd.tf.runner import TFRunner
 from raysgd.trainer import OperatorTrainer
 
@@ -187,8 +188,7 @@ class TFTrainer(OperatorTrainer):
         del to_cpu
         from raysgd.tf.keras import assembled
 
-        portable = self._call(Call(method="models", rank=0, max_losses=3, any_size=True))[0]
-        models = [assembled(each) for each in portable]
+        models = [assembled(each) for each in self._worker_models()]
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -196,7 +196,7 @@ class TFTrainer(OperatorTrainer):
         self.load(path)
 
     def _saved_weights(self) -> Any:
-        call = Call(method="weights", rank=0, max_losses=3, any_size=True)
+        call = Call(request=WeightsRequest(), rank=0, max_losses=3, any_size=True)
         weights: list[dict[str, Any]] = self._call(call)[0]
         if len(weights) == 1:
             return weights[0]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.config import BATCH_SIZE
-from raysgd.context import WorkerContext
+from raysgd.context import Request, WorkerContext
 from raysgd.dynamo import postpone_dynamo
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
@@ -20,6 +20,7 @@ from raysgd.torch.checks import needs_metric, warn_of_own_schedulers, warn_of_un
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding import whole
 from raysgd.trees import map_leaves
@@ -80,7 +81,15 @@ class TorchRunner(OperatorRunner):
 
     # ---- other calls
 
-    def save_tensors(self, *, folder: str) -> tuple[dict[str, Any], str] | None:
+    def handle_own(self, request: Request) -> Any:
+        match request:
+            case SaveTensorsRequest():
+                return self.save_tensors(request.folder)
+            case SaveWeightsRequest():
+                return self.save_weights(request.folder)
+        return super().handle_own(request)
+
+    def save_tensors(self, folder: str) -> tuple[dict[str, Any], str] | None:
         """Write the tensors of the state into a file, each worker its part.
 
         Returns:
@@ -90,7 +99,7 @@ class TorchRunner(OperatorRunner):
         found = self._registration.write_tensors(state, folder)
         return (state, found) if self._registration.context.world_rank == 0 else None
 
-    def save_weights(self, *, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
+    def save_weights(self, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
         """Write the parameters of divided models into a file, each worker its part.
 
         Returns:

@@ -34,6 +34,7 @@ from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, sugge
 from raysgd.torch.memory import concatenated
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding import whole
@@ -233,9 +234,9 @@ class TorchTrainer(OperatorTrainer):
     @contextlib.contextmanager
     def _sharded_state(self, folder: Path) -> Iterator[dict[str, Any]]:
         def written() -> dict[str, Any]:
-            generators = self._call(Call(method="rng_state", max_losses=3, any_size=True))
-            arguments: dict[str, Any] = {"folder": str(tensors)}
-            call = Call(method="save_tensors", arguments=arguments, max_losses=3, any_size=True)
+            generators = self._rng_states()
+            request = SaveTensorsRequest(folder=str(tensors))
+            call = Call(request=request, max_losses=3, any_size=True)
             state, checksum = self._call(call)[0]
             state["data"]["rng"] = generators
             return {**state, "tensors": {"path": str(tensors / FILE), "sha256": checksum}}
@@ -248,8 +249,8 @@ class TorchTrainer(OperatorTrainer):
             return super()._write_weights(target)
         try:
             with new_tensors(Path(target).parent) as folder:
-                arguments: dict[str, Any] = {"folder": str(folder)}
-                call = Call(method="save_weights", arguments=arguments, max_losses=3, any_size=True)
+                request = SaveWeightsRequest(folder=str(folder))
+                call = Call(request=request, max_losses=3, any_size=True)
                 rest, other_names = self._call(call)[0]
                 return save_rows(folder / FILE, rest, other_names, target)
         except UnsharedFolderError as error:

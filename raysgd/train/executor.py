@@ -24,6 +24,7 @@ from raysgd.cluster import worker_group as core
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.states import Ready
+from raysgd.context import Request
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.errors import WorkerLostError
@@ -34,6 +35,7 @@ from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.report_queue import Turn
+from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import FunctionRunner
 from raysgd.train.session import Plan
@@ -311,7 +313,7 @@ class BackendExecutor:
             controller.snapshots.set({"plan": plan})
             self._mend()
             self._share_data_once()
-            self._call("begin", plan=plan)
+            self._call(BeginRequest(plan=plan))
         return checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
@@ -332,7 +334,7 @@ class BackendExecutor:
         run = self._training("fetch_next_result")
         with self._ending_on_failure(run):
             while run.values is None:
-                turns: list[Turn] = self._call("next", reported=self._checkpoints.news())
+                turns: list[Turn] = self._call(NextRequest(reported=self._checkpoints.news()))
                 if len({turn.kind for turn in turns}) > 1:
                     raise RuntimeError(_uneven(turns))
                 if turns[0].kind == "end":
@@ -372,7 +374,7 @@ class BackendExecutor:
         if self._run is not None:
             self._run = None
             self._checkpoints.abort()
-            self._supervised("abort").stop("end_run")
+            self._supervised("abort").stop(EndRunRequest())
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return what it returned.
@@ -396,7 +398,7 @@ class BackendExecutor:
             ) from error
         except BaseException:
             if self._run is None and self._controller is not None:
-                self._controller.stop("end_run")  # others may wait for the one that failed
+                self._controller.stop(EndRunRequest())  # others may wait for the one that failed
             raise
 
     # ---- checkpoints
@@ -444,7 +446,7 @@ class BackendExecutor:
         controller, turn = self._supervised("fetch_next_result"), turns[rank]
         blob = turn.checkpoint
         if blob is None:  # only worker 0 sends its own with the turn
-            blob = next(filter(None, self._call("checkpoint", rank=rank)), None)
+            blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
         if blob is None:
             return False
         self._checkpoints.keep(turn, blob, len(turns))
@@ -463,7 +465,7 @@ class BackendExecutor:
 
         What was lost between two runs costs neither of them a retry.
         """
-        call = Call(method="end_run", max_losses=self._elastic.max_attempts)
+        call = Call(request=EndRunRequest(), max_losses=self._elastic.max_attempts)
         self._supervised("run").run(call)
 
     def _share_data_once(self) -> None:
@@ -484,18 +486,17 @@ class BackendExecutor:
         ]
         tasks.results(members, references)
 
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of all runners; losses are counted over the calls of a run."""
-        run = self._training(method)
+    def _call(self, request: Request) -> list[Any]:
+        """Make a request to all runners; losses are counted over the calls of a run."""
+        run = self._training(request.name)
         call = Call(
-            method=method,
-            arguments=arguments,
+            request=request,
             max_losses=self._max_losses,
             num_losses=run.num_losses,
             causes=run.causes,
         )
         try:
-            outcomes = self._supervised(method).run(call)
+            outcomes = self._supervised(request.name).run(call)
         finally:
             run.num_losses = call.num_losses
         return [outcome.value() for outcome in outcomes]

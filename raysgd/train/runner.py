@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.context import Preemption, Progress, WorkerContext
+from raysgd.cluster.requests import LoadRequest
+from raysgd.context import Preemption, Progress, Request, WorkerContext
 from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue, Turn
+from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
 from raysgd.train.session import Plan, Session
 from raysgd.train.validation import Reported
 
@@ -99,9 +101,20 @@ class FunctionRunner:
 
     # ---- calls of the driver
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the driver has the checkpoints."""
-        return {}
+    def handle(self, request: Request) -> Any:
+        """Do what a request of the driver asks for."""
+        match request:
+            case BeginRequest():
+                return self.begin(request.plan)
+            case NextRequest():
+                return self.next(request.reported)
+            case CheckpointRequest():
+                return self.checkpoint(request.rank)
+            case EndRunRequest():
+                return self.end_run()
+            case LoadRequest():
+                return self.load_state_dict(request.state)
+        raise NotImplementedError(f"{request.name} is no request to a training function.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make ready to run what `state` says."""

@@ -39,7 +39,7 @@ class Places:
     def request_stop(self, requested): pass
     def pause_at(self, step): return 0
     def teardown(self): pass
-    def where(self):
+    def handle(self, request):
         c = self.context
         return [c.world_rank, c.local_rank, c.node_rank, list(c.visible_gpus), c.gpu_index]
 
@@ -47,7 +47,7 @@ class Places:
 options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
 controller = Controller(WorkerGroup(options), Places(), None, None, 60)
 controller.start()
-print(json.dumps([o.value() for o in controller.run(Call(method="where"))]), flush=True)
+print(json.dumps([o.value() for o in controller.run(Call())]), flush=True)
 controller.shutdown()
 
 # two CPUs would hold three such workers, but each node has room for one

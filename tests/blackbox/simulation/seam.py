@@ -20,6 +20,7 @@ from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import WorkerInfo
+from raysgd.loop.requests import TrainRequest
 from raysgd.trainer_calls import TrainCall
 
 __all__ = ["BadBatchError", "Driver", "LostError"]
@@ -96,8 +97,7 @@ class Driver:
     def train(self, goal, max_losses=0):
         """Train up to a step; return where each worker is then."""
         self.call = Call(
-            method="train",
-            arguments={"until_step": goal},
+            request=TrainRequest(call=0, until_step=goal),
             max_losses=max_losses,
             has_batches=True,
             can_pause=True,
@@ -107,7 +107,9 @@ class Driver:
 
     def train_further(self, num_steps):
         """Train so many steps, in a call that makes its goal itself."""
-        outcomes = self.controller.run(TrainCall(num_steps, lambda step, at_once: None))
+        outcomes = self.controller.run(
+            TrainCall(TrainRequest(call=0), num_steps, lambda step, at_once: None)
+        )
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property
@@ -154,6 +156,12 @@ class Task:
     future: Future = field(default_factory=Future)
     since: float = -1.0
     """When it began; negative before."""
+    request: Any = None
+    """What the runner is asked for, in a call."""
+
+    def __post_init__(self):
+        if self.method == "call":
+            self.request = pickle.loads(self.arguments[0])
 
 
 @dataclass
@@ -380,7 +388,7 @@ class SimMember(Member):
         task = self.task
         if self.dead or self.silent or task is None:
             return False
-        return (task.arguments[0] if task.method == "call" else task.method) == method
+        return (task.request.name if task.method == "call" else task.method) == method
 
     def go_on(self):
         """Do what takes no time, up to something that does."""
@@ -399,14 +407,14 @@ class SimMember(Member):
             elif self.is_at("held_state"):
                 self.end("ok", self.home.pid)
             elif self.is_at("take_held"):
-                self.held.append(pickle.loads(task.arguments[1])["held"])
+                self.held.append(task.request.held)
                 self.end("ok")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
                 shares = {"shares": self.home.pid} if self.divided else {}
                 self.end("ok", {"step": self.step, **shares})
-            elif self.is_at("load_state_dict"):
-                self.step = pickle.loads(task.arguments[1])["state"]["step"]
+            elif self.is_at("load"):
+                self.step = task.request.state["step"]
                 self.end("ok")
             else:
                 if self.is_at("train"):
@@ -422,7 +430,7 @@ class SimMember(Member):
         self._check_goal()
 
     def _check_goal(self):
-        if self.step >= pickle.loads(self.task.arguments[1])["until_step"]:
+        if self.step >= self.task.request.until_step:
             self.end("ok", self.step)
         elif self.pause is not None and self.step >= self.pause:
             self.end("paused")

@@ -3,19 +3,43 @@
 import dataclasses
 
 from raysgd.cluster.call import Call
+from raysgd.cluster.requests import LoadRequest
+from raysgd.context import Request
+from raysgd.loop.requests import TrainRequest
 
 OPTIONS = {field.name for field in dataclasses.fields(Call)}
 
 
+@dataclasses.dataclass(frozen=True)
+class NamedRequest(Request):
+    """A request to a fake runner for one of its methods."""
+
+    method: str
+    arguments: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self):
+        return self.method
+
+    def send_to(self, runner):
+        return getattr(runner, self.method)(**self.arguments)
+
+
+def request_of(method, **arguments):
+    if method == "train":
+        return TrainRequest(call=0, **arguments)
+    if method == "load":
+        return LoadRequest(**arguments)
+    return NamedRequest(method, arguments)
+
+
 def run(controller, method, **given):
-    """Run a call, kept as ``run.call``; what is no option of `Call` is the method's argument."""
+    """Run a call, kept as ``run.call``; what is no option of `Call` is the request's."""
     options = {name: value for name, value in given.items() if name in OPTIONS}
     arguments = {name: value for name, value in given.items() if name not in OPTIONS}
-    has_batches = method in ("train", "validate")
     run.call = Call(
-        method=method,
-        arguments=arguments,
-        has_batches=has_batches,
+        request=request_of(method, **arguments),
+        has_batches=method in ("train", "validate"),
         can_pause=method == "train",
         **options,
     )

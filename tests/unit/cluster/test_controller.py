@@ -9,6 +9,7 @@ from raysgd.backends import Backend
 from raysgd.cluster import attempt
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
+from raysgd.cluster.requests import LoadRequest
 from raysgd.cluster.states import Broken, Closed, Ready
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
@@ -68,8 +69,11 @@ class FakeRunner:
     def snapshot(self):
         return None
 
-    def load_state_dict(self, state):
-        self.step = state["step"]
+    def handle(self, request):
+        if isinstance(request, LoadRequest):
+            self.step = request.state["step"]
+            return None
+        return request.send_to(self)
 
     def teardown(self):
         self.torn_down = True
@@ -459,7 +463,7 @@ def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
     outcomes = run(controller, "work", max_losses=1)
     # rank 2 has become rank 1
     assert [outcome.value() for outcome in outcomes] == [[1], [1]]
-    assert run.call.num_unheard == 1  # has not measured that step, which is done
+    assert run.call.num_missing == 1  # has not measured that step, which is done
 
 
 def test_more_losses_than_allowed_end_the_call_with_every_cause(start):

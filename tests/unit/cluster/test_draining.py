@@ -8,6 +8,7 @@ import pytest
 
 from raysgd.cluster.call import Call
 from raysgd.cluster.drains import Drains
+from raysgd.loop.requests import MeasuredRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
 
@@ -15,11 +16,10 @@ from tests.unit.cluster.clock import ManualClock
 def train(controller, step):
     """Train up to a step, as the trainer does; return the call."""
     call = Call(
-        method="train",
-        arguments={"until_step": step, "call": 0},
+        request=TrainRequest(call=0, until_step=step),
         has_batches=True,
         can_pause=True,
-        farewell="measured",
+        farewell=MeasuredRequest(call=0),
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
@@ -53,7 +53,7 @@ def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers
     assert before not in controller.members
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
-    assert [outcome.value() for outcome in call.left] == ["of 0"]
+    assert [outcome.value() for outcome in call.departed_results] == ["of 0"]
     assert call.num_losses == 0
 
 
@@ -65,7 +65,7 @@ def test_one_that_ends_before_it_has_said_what_it_measured_is_counted(start):
     world.on_meeting.append(lambda: before.die("its time is over"))
     call = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (call.left, call.num_losses, call.num_unheard) == ([], 0, 1)
+    assert (call.departed_results, call.num_losses, call.num_missing) == ([], 0, 1)
 
 
 def test_who_leaves_hands_its_share_of_a_divided_state_to_one_that_stays(start):
@@ -138,7 +138,7 @@ def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
             begun.append((progress.global_step, self.at_once, controller.snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    call = Saved(method="train", arguments={"until_step": 100}, has_batches=True, can_pause=True)
+    call = Saved(request=TrainRequest(call=0, until_step=100), has_batches=True, can_pause=True)
     controller.run(call)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, at_once, state), *_) = begun
@@ -191,12 +191,11 @@ def test_one_that_is_silent_when_its_time_is_over_is_not_waited_for(start, caplo
 
 def train_with_losses(controller, step):
     call = Call(
-        method="train",
-        arguments={"until_step": step, "call": 0},
+        request=TrainRequest(call=0, until_step=step),
         has_batches=True,
         can_pause=True,
         max_losses=3,
-        farewell="measured",
+        farewell=MeasuredRequest(call=0),
     )
     controller.run(call)
     return call

@@ -14,7 +14,7 @@ from raysgd.cluster.states import Broken, Closed
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import TICK_S, World
-from tests.unit.cluster.calls import run
+from tests.unit.cluster.calls import request_of, run
 
 
 def run_until(controller, step, **arguments):
@@ -576,7 +576,7 @@ def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
 
 def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
     controller = world.drive(3).controller
-    run(controller, "load_state_dict", state={"step": 7})
+    run(controller, "load", state={"step": 7})
     controller.snapshots.set({"step": 7})
     world.kept_by_driver = 7
     lose_all(world)
@@ -660,7 +660,7 @@ def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
     world.at_step(5, lambda: world.lose(1))
     run_until(controller, 20, max_losses=1)
     world.at_step(35, lambda: world.lose(0))
-    run.call.arguments = {"until_step": 60}
+    run.call.request = request_of("train", until_step=60)
     with pytest.raises(WorkerLostError, match="2 losses in one call, which allows 1") as caught:
         controller.run(run.call)
     assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["1", "0"]
@@ -958,7 +958,7 @@ def test_no_replacement_is_started_for_a_group_that_cannot_be_joined(world):
 
 def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
     controller = world.drive(2).controller
-    controller.stop("work")
+    controller.stop(request_of("work"))
     assert [member.interruptions for member in controller.members] == [1, 1]
     assert isinstance(controller.state, Broken)
     assert steps_of(run_until(controller, 5)) == [5, 5]
@@ -970,7 +970,7 @@ def test_a_worker_that_does_not_stop_is_waited_for_a_little_and_then_replaced(wo
     slow = controller.members[1]
     slow.work_s, slow.deaf = 1000.0, True
     before = world.now
-    controller.stop("work")
+    controller.stop(request_of("work"))
     assert world.now - before < 1.0
     assert steps_of(run_until(controller, 5)) == [5, 5]
     assert world.now - before < 10.0

@@ -19,6 +19,7 @@ from raysgd.cluster.members import (
 )
 from raysgd.context import Progress
 from raysgd.elastic.policies import WorkerInfo
+from tests.unit.cluster.calls import request_of
 
 PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
@@ -30,6 +31,9 @@ class FakeRunner:
 
     def progress(self):
         return Progress()
+
+    def handle(self, request):
+        return request.send_to(self)
 
     def run(self, function):
         return function()
@@ -71,7 +75,7 @@ def member(monkeypatch):
 def test_an_inline_member_works_in_the_calling_thread():
     member = InlineMember()
     member.work("create", None, FakeRunner(), None, [])
-    future = member.work("call", "run", {"function": threading.get_ident})
+    future = member.work("call", request_of("run", function=threading.get_ident))
     assert future.done()
     assert future.result().value() == threading.get_ident()
     assert isinstance(member.worker.runner, FakeRunner)
@@ -85,11 +89,11 @@ def test_a_thread_member_works_beside_the_calling_thread():
     member = ThreadMember()
     member.work("create", None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
-    busy = member.work("call", "run", {"function": lambda: gate.wait(20)})
+    busy = member.work("call", request_of("run", function=lambda: gate.wait(20)))
     assert member.control("progress").result(20) == Progress()  # while it is busy
     gate.set()
     assert busy.result(20).value() is True
-    ident = member.work("call", "run", {"function": threading.get_ident}).result(20).value()
+    ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
     assert ident != threading.get_ident()
     member.kill()
 

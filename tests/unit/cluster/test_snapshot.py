@@ -8,6 +8,7 @@ import pytest
 from raysgd.cluster.snapshot import SnapshotKeeper
 from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.config import ElasticConfig
+from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit.recorder import Recorder
@@ -223,13 +224,13 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     runner.setup(WorkerContext(in_driver=True))
     member = RunnerMember(runner)
     loaded = runner.state_dict()
-    runner.train(call=0, until_step=8)
+    runner.handle(TrainRequest(call=0, until_step=8))
     keeper.follow(member, runner.progress())
     assert keeper.state()["global_step"] > 1
     runner.load_state_dict(loaded)
     keeper.set(loaded)
     if train_after:
-        runner.train(call=1, until_step=train_after)
+        runner.handle(TrainRequest(call=1, until_step=train_after))
     for _ in range(2):
         keeper.follow(member, runner.progress())
     assert keeper.state()["global_step"] <= train_after

@@ -18,6 +18,7 @@ from raysgd.cluster.worker import Outcome, Worker
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
 from raysgd.tracebacks import is_the_users
+from tests.unit.cluster.calls import request_of
 
 PACKAGE = raysgd.__path__[0]
 
@@ -57,6 +58,9 @@ class FakeRunner:
     def teardown(self):
         self.calls.append(("teardown",))
 
+    def handle(self, request):
+        return request.send_to(self)
+
     def run(self, function):
         return function()
 
@@ -94,8 +98,8 @@ def worker():
 
 
 def call(worker, function, *, inline=False):
-    arguments = {"function": function}
-    return worker.call("run", arguments if inline else cloudpickle.dumps(arguments))
+    request = request_of("run", function=function)
+    return worker.call(request if inline else cloudpickle.dumps(request))
 
 
 def fail_with(error):
@@ -208,7 +212,7 @@ def test_code_of_the_user_is_what_belongs_to_nobody_else(filename, expected):
 
 
 def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():
-    error = Worker().call("apply", {}).exception()
+    error = Worker().call(request_of("run")).exception()
     assert "hosts nothing" in str(error)
     assert not hasattr(error, "__notes__")
 

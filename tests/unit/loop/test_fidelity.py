@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
 from raysgd.context import OutOfMemoryError, WorkerContext
+from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -138,7 +139,7 @@ class Worker:
 
     def train(self, until_step, split):
         try:
-            self.runner.train(call=0, until_step=until_step, split=split)
+            self.runner.handle(TrainRequest(call=0, until_step=until_step, split=split))
         except (DiedError, MemoryError, OutOfMemoryError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
@@ -315,7 +316,11 @@ def test_a_sample_that_is_given_to_several_workers_counts_once(split):
     """The last step has one, for three."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
     found = merge_workers(
-        workers.each(lambda rank, member: member.runner.train(call=0, until_step=3, split=split))
+        workers.each(
+            lambda rank, member: member.runner.handle(
+                TrainRequest(call=0, until_step=3, split=split)
+            )
+        )
     )
     assert (found["num_samples"], found["batch_count"]) == (25, 3)
 

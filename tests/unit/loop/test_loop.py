@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from raysgd.context import PausedError, Preemption
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
+from raysgd.loop.requests import TrainRequest
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
 EPOCH = list(range(40))
@@ -710,7 +711,7 @@ def loop_of(start):
 
 
 def train(loop, call=0, until_epoch=None, until_step=None):
-    return loop.train(call, until_epoch, until_step, {}, False, None)
+    return loop.train(TrainRequest(call=call, until_epoch=until_epoch, until_step=until_step))
 
 
 def pausing(loop, pause, at):

@@ -8,6 +8,7 @@ import torch
 
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
+from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit.recorder import Recorder
@@ -41,7 +42,7 @@ def taken(runner, until_step):
             steps.append(runner.progress().snapshot)
 
     runner.operator.fail = look
-    runner.train(call=runner.progress().global_step, until_step=until_step)
+    runner.handle(TrainRequest(call=runner.progress().global_step, until_step=until_step))
     return [*steps, runner.progress().snapshot]
 
 
@@ -119,12 +120,12 @@ def test_a_worker_that_becomes_the_first_takes_one_at_once():
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_a_snapshot_does_not_change_as_training_goes_on(batch_norm):
     runner = make_runner(2, {"batch_norm": batch_norm})
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     held = runner.snapshot()
     before = copy.deepcopy(held)
     assert held["global_step"] == 2
     runner._loop.snapshots.maybe_take = lambda *arguments: None
-    runner.train(call=1, until_step=9)
+    runner.handle(TrainRequest(call=1, until_step=9))
     for snapshot in (held, runner.snapshot()):
         torch.testing.assert_close(snapshot, before, rtol=0, atol=0)
     # and training has changed something
@@ -151,7 +152,7 @@ class Counting(Recorder):
 
 def test_what_an_operator_changes_in_place_stays_in_a_snapshot():
     runner = make_runner("epoch", operator_cls=Counting)
-    runner.train(call=0, until_step=4)
+    runner.handle(TrainRequest(call=0, until_step=4))
     held = runner.snapshot()["operator"]
     assert (held["counts"].tolist(), held["seen"]) == ([0, 0], {0})
 
@@ -164,7 +165,7 @@ def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
             super().__init__(optimizer, 1)
 
     runner = make_runner("epoch", {"scheduler": WarmUp}, scheduler_step_freq="epoch")
-    runner.train(call=0, until_step=1)
+    runner.handle(TrainRequest(call=0, until_step=1))
     (held,) = runner._loop.snapshots._held[2]["schedulers"]
     (mine,) = runner.operator._registration.schedulers
     assert held["after"] is mine.after
@@ -173,7 +174,7 @@ def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
 
 def test_each_that_asks_gets_a_copy_of_its_own():
     runner = make_runner("epoch")
-    runner.train(call=0, until_step=1)
+    runner.handle(TrainRequest(call=0, until_step=1))
     one = runner.snapshot()
     for tensor in one["models"][0].values():
         tensor.zero_()
@@ -184,8 +185,8 @@ def test_each_that_asks_gets_a_copy_of_its_own():
 def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
     runner = make_runner(3)
     saved = make_runner(None)
-    runner.train(call=0, until_step=4)
-    saved.train(call=0, until_step=3)
+    runner.handle(TrainRequest(call=0, until_step=4))
+    saved.handle(TrainRequest(call=0, until_step=3))
     expected = saved.state_dict()
     # a snapshot may hold more, about the call under way
     held = {name: runner.snapshot()[name] for name in expected}
@@ -206,7 +207,7 @@ def test_the_operators_own_state_is_in_it_and_stays():
             return {"seen": self.seen, "nested": [self.seen]}
 
     runner = make_runner(3, operator_cls=Counting)
-    runner.train(call=0, until_step=5)
+    runner.handle(TrainRequest(call=0, until_step=5))
     own = runner.snapshot()["operator"]
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
 
@@ -215,7 +216,7 @@ def test_the_operators_own_state_is_in_it_and_stays():
 @pytest.mark.parametrize("stop", [1, 3, 4, 6, 8])
 def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     first = make_runner(every)
-    first.train(call=0, until_step=stop)
+    first.handle(TrainRequest(call=0, until_step=stop))
     snapshot = first.snapshot()
     step = snapshot["global_step"]
     assert snapshot["data"]["epoch"] == step // 5
@@ -224,10 +225,10 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     second = make_runner(every)
     second.load_state_dict(snapshot)
     assert second.progress().global_step == step
-    second.train(call=0, until_epoch=2)
+    second.handle(TrainRequest(call=0, until_epoch=2))
     assert second.operator.trained == (EPOCH * 2)[step * 8 :]
     whole = make_runner(None)
-    whole.train(call=0, until_epoch=2)
+    whole.handle(TrainRequest(call=0, until_epoch=2))
     torch.testing.assert_close(
         second.operator.model.state_dict(), whole.operator.model.state_dict(), rtol=0, atol=0
     )
@@ -236,10 +237,10 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
 def test_what_is_done_again_of_the_call_before_is_not_measured():
     """Nor does an epoch of this one end with it."""
     first = make_runner(3)
-    first.train(call=0, until_epoch=1)
+    first.handle(TrainRequest(call=0, until_epoch=1))
     second = make_runner(3)
     second.load_state_dict(first.snapshot())
-    metrics = second.train(call=1, until_epoch=2, start_step=5)
+    metrics = second.handle(TrainRequest(call=1, until_epoch=2, start_step=5))
     assert second.operator.trained == (EPOCH * 2)[24:]
     assert (metrics["num_samples"], metrics["batch_count"]) == (40, 5)
     assert second.progress().num_covered == 40
@@ -248,11 +249,11 @@ def test_what_is_done_again_of_the_call_before_is_not_measured():
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
     """It may be taken after the last step, before the epoch counts as over."""
     first = make_runner(5)
-    first.train(call=0, until_step=5)
+    first.handle(TrainRequest(call=0, until_step=5))
     assert first.snapshot()["global_step"] == 5
     second = make_runner(5)
     second.load_state_dict(first.snapshot())
     # the call that lost its workers wanted one epoch
-    second.train(call=0, until_epoch=1)
+    second.handle(TrainRequest(call=0, until_epoch=1))
     assert second.operator.trained == []
     assert (second.progress().epoch, second.progress().global_step) == (1, 5)

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
 from raysgd.tf.communication import Communication
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
@@ -63,7 +64,9 @@ def trained(num_workers, size, batch_size, **config):
         registration.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
         registration.communication = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(lambda runner: runner.train(call=0, until_epoch=2), runners))
+        results = list(
+            pool.map(lambda runner: runner.handle(TrainRequest(call=0, until_epoch=2)), runners)
+        )
     assert {result["batch_count"] for result in results} == {8}
     state = runners[0].state_dict()
     arrays = [array for part in state["models"] for array in part.values()]

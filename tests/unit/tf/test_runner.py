@@ -11,6 +11,7 @@ pytest.importorskip("tensorflow")
 
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
+from raysgd.loop.requests import TrainRequest
 from raysgd.tf import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
@@ -43,9 +44,9 @@ def assert_same(state, other):
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_from_a_snapshot_training_goes_as_it_went_from_there(keras):
     runner = make_runner(keras)
-    runner.train(call=0, until_step=45)
+    runner.handle(TrainRequest(call=0, until_step=45))
     then = runner.state_dict()
-    runner.train(call=1, until_step=50)
+    runner.handle(TrainRequest(call=1, until_step=50))
     held, now = runner.snapshot(), runner.state_dict()
     assert (held["epoch"], held["global_step"]) == (1, 45)
     assert_same(held, then)
@@ -53,7 +54,7 @@ def test_from_a_snapshot_training_goes_as_it_went_from_there(keras):
         assert_same(held, now)
     other = make_runner(keras)
     other.load_state_dict(held)
-    other.train(call=1, until_step=50)
+    other.handle(TrainRequest(call=1, until_step=50))
     assert_same(other.state_dict(), now)
 
 
@@ -123,8 +124,8 @@ def test_what_one_of_two_optimizers_did_in_a_step_that_failed_is_taken_back(kera
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
     undisturbed, failing = runners
-    undisturbed.train(call=0, until_step=4)
+    undisturbed.handle(TrainRequest(call=0, until_step=4))
     with pytest.raises(ValueError, match="bad batch 2"):
-        failing.train(call=0, until_step=4)
-    failing.train(call=0, until_step=4)
+        failing.handle(TrainRequest(call=0, until_step=4))
+    failing.handle(TrainRequest(call=0, until_step=4))
     assert_same(failing.state_dict(), undisturbed.state_dict())

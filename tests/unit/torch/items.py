@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
 from raysgd.context import WorkerContext
+from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -131,8 +132,8 @@ def run(case, rank):
     registration, operator = runner._registration, runner.operator
     if case.num_parts > 1:
         registration.raise_split(case.num_parts)
-    trained = runner.train(call=0, until_epoch=1)
-    validated = runner.validate(call=1)
+    trained = runner.handle(TrainRequest(call=0, until_epoch=1))
+    validated = runner.handle(ValidateRequest(call=1))
     parameters = [
         (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
         for each in operator.unwrapped(operator.model).parameters()

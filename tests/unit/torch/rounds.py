@@ -30,8 +30,10 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd.backends import create_backend
 from raysgd.checkpoint.folder import FILE
 from raysgd.checkpoint.weights import save_rows
+from raysgd.cluster.requests import TakeHeldRequest
 from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
+from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.full import FullyDivided
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -239,7 +241,7 @@ def plain_state(optimizer, num_optimizers, register, sharding, from_meta):
     )
     runner = make_runner(given, lambda moment: None, divides=False)
     runner.setup(WorkerContext())
-    runner.train(call=0, until_step=NUM_STEPS)
+    runner.handle(TrainRequest(call=0, until_step=NUM_STEPS))
     state = runner.state_dict()
     runner.teardown()
     return state
@@ -310,7 +312,8 @@ class Player:
             self.store.set(f"{self.prefix}/held", pickle.dumps(self.runner.held_state()))
             return "left"
         if self.process == next(member for member in members if member != goes):
-            self.runner.take_held(pickle.loads(self.store.get(f"{self.prefix}/held")))
+            held = pickle.loads(self.store.get(f"{self.prefix}/held"))
+            self.runner.handle(TakeHeldRequest(held=held))
         return "stays"
 
     def watch(self):
@@ -341,7 +344,7 @@ class Player:
             raise RuntimeError("gloo/ on purpose")
 
     def train(self, call, goal):
-        self.runner.train(call=call, until_step=goal)
+        self.runner.handle(TrainRequest(call=call, until_step=goal))
 
     def attempt(self, function):
         """Call a function; return what was in the way."""
@@ -421,7 +424,7 @@ class Player:
         """Validate, also after losses; return what those that are left have found."""
         found = []
         while not found:
-            left = self.attempt(lambda: found.append(self.runner.validate(call=-1)))
+            left = self.attempt(lambda: found.append(self.runner.handle(ValidateRequest(call=-1))))
             told = self.gather("validated", members, left)
             if left == "left":
                 self.runner.teardown()

@@ -11,6 +11,13 @@ from raysgd.config import BATCH_SIZE
 from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.elastic.config import ElasticConfig
+from raysgd.loop.requests import (
+    ApplyOperatorRequest,
+    ApplyRequest,
+    CanValidateRequest,
+    TrainRequest,
+    ValidateRequest,
+)
 from raysgd.loop.runner import LossReader
 from raysgd.metrics import AverageMeterCollection, Sums
 from raysgd.torch.options import TorchOptions
@@ -61,7 +68,7 @@ def test_a_runner_without_operator_has_made_no_progress():
     assert runner.pause_at(3) == 0
     assert runner.snapshot() is None
     with pytest.raises(RuntimeError, match="no operator"):
-        runner.train(call=0, until_epoch=1)
+        runner.handle(TrainRequest(call=0, until_epoch=1))
 
 
 def test_after_teardown_there_is_no_operator():
@@ -127,6 +134,7 @@ def test_batch_sizes_that_differ_at_the_start_are_named():
 RANK_OF_TWO = """
 import sys
 import torch, torch.distributed as dist
+from raysgd.loop.requests import TrainRequest
 from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd.context import WorkerContext
@@ -198,7 +206,7 @@ runner = set_up(rank)
 check_same()
 noise = runner.operator.teacher.noise.clone()
 assert torch.equal(noise, runner._registration._buffers._copies[0])
-runner.train(call=0, until_epoch=1)
+runner.handle(TrainRequest(call=0, until_epoch=1))
 assert runner.operator.teacher.layer[1].num_batches_tracked > 0
 check_same()
 dist.destroy_process_group()
@@ -211,11 +219,11 @@ join("second")
 check_lost_leader()
 runner.rejoin(context, 0)
 check_same()
-runner.train(call=1, until_epoch=2)
+runner.handle(TrainRequest(call=1, until_epoch=2))
 check_same()
 runner.operator.teacher.requires_grad_(True)
 try:
-    runner.train(call=2, until_epoch=3)
+    runner.handle(TrainRequest(call=2, until_epoch=3))
 except RuntimeError as error:
     assert "Model 1 of those registered, a Teacher" in str(error), error
     print("good")
@@ -233,12 +241,12 @@ def test_a_model_is_the_leaders_with_all_that_is_frozen_or_as_it_was():
 
 def test_goals_are_absolute_so_that_a_call_can_be_made_again():
     runner = make_runner()
-    assert runner.train(call=0, until_step=3)["num_samples"] == 24
+    assert runner.handle(TrainRequest(call=0, until_step=3))["num_samples"] == 24
     assert runner.operator.trained == EPOCH[:24]
-    runner.train(call=0, until_step=3)
+    runner.handle(TrainRequest(call=0, until_step=3))
     assert runner.operator.trained == EPOCH[:24]
-    runner.train(call=1, until_epoch=1)
-    runner.train(call=1, until_epoch=1)
+    runner.handle(TrainRequest(call=1, until_epoch=1))
+    runner.handle(TrainRequest(call=1, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -252,17 +260,17 @@ def test_a_repeated_call_returns_what_it_measured_before_as_well():
 
     runner.operator.fail = fail
     with pytest.raises(ConnectionError):
-        runner.train(call=0, until_epoch=1)
+        runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.progress().global_step == 2
     failing[0] = False
-    again = runner.train(call=0, until_epoch=1)
+    again = runner.handle(TrainRequest(call=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
-    other = make_runner().train(call=0, until_epoch=1)
+    other = make_runner().handle(TrainRequest(call=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
     runner.operator.fail = fail
     failing[0] = True
-    runner.train(call=1, until_epoch=2)
-    assert runner.train(call=2, until_epoch=3)["num_samples"] == 40
+    runner.handle(TrainRequest(call=1, until_epoch=2))
+    assert runner.handle(TrainRequest(call=2, until_epoch=3))["num_samples"] == 40
 
 
 def test_a_new_call_forgets_what_a_failed_one_measured():
@@ -271,12 +279,12 @@ def test_a_new_call_forgets_what_a_failed_one_measured():
     def fail(batch_info, when):
         raise ValueError
 
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     runner.operator.fail = fail
     with pytest.raises(ValueError):  # noqa: PT011
-        runner.train(call=1, until_epoch=1)
+        runner.handle(TrainRequest(call=1, until_epoch=1))
     runner.operator.fail = lambda *arguments: None
-    assert runner.train(call=2, until_epoch=1)["num_samples"] == 24
+    assert runner.handle(TrainRequest(call=2, until_epoch=1))["num_samples"] == 24
 
 
 # ---- what the driver reads and sets beside the work
@@ -290,7 +298,7 @@ def test_progress_tells_how_far_the_call_is():
             seen.append(runner.progress())
 
     runner.operator.fail = look
-    runner.train(call=0, until_step=4)
+    runner.handle(TrainRequest(call=0, until_step=4))
     assert [p.num_batches for p in seen] == [0, 1, 2, 3]
     assert [p.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.global_step for p in seen] == [0, 1, 2, 3]
@@ -300,7 +308,7 @@ def test_progress_tells_how_far_the_call_is():
     assert isinstance(seen[-1].latest["train_loss"], float)
     done = runner.progress()
     assert (done.epoch, done.in_epoch, done.global_step, done.num_covered) == (0, True, 4, 32)
-    runner.train(call=1, until_epoch=1)
+    runner.handle(TrainRequest(call=1, until_epoch=1))
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
 
 
@@ -349,14 +357,14 @@ def test_a_request_to_stop_ends_the_loop_at_the_next_step():
 
     runner.operator.fail = stop
     with pytest.raises(Exception, match="asked this worker to stop"):
-        runner.train(call=0, until_epoch=1)
+        runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.progress().global_step == 2
     runner.operator.fail = lambda *arguments: None
     for _ in range(2):  # it holds until it is taken back, which a new generation does
         with pytest.raises(Exception, match="asked this worker to stop"):
-            runner.train(call=0, until_epoch=1)
+            runner.handle(TrainRequest(call=0, until_epoch=1))
     runner.request_stop(False)
-    runner.train(call=0, until_epoch=1)
+    runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -370,37 +378,37 @@ def test_a_request_to_stop_ends_a_validation_at_the_next_batch():
     runner.operator.fail = stop
     for call in range(2):
         with pytest.raises(Exception, match="asked this worker to stop"):
-            runner.validate(call=call)
+            runner.handle(ValidateRequest(call=call))
         assert runner.operator.validated == EPOCH[:16]
     runner.request_stop(False)
     runner.operator.fail = lambda *arguments: None
     runner.operator.validated.clear()
-    assert runner.validate(call=1)["num_samples"] == 40
+    assert runner.handle(ValidateRequest(call=1))["num_samples"] == 40
     assert runner.operator.validated == EPOCH
 
 
 def test_a_validation_that_is_repeated_begins_where_it_did_although_all_went_well_here():
     runner = make_runner()
     for call in (0, 1, 1, 2):
-        runner.validate(call=call, num_steps=1)
+        runner.handle(ValidateRequest(call=call, num_steps=1))
     assert runner.operator.validated == EPOCH[:16] + EPOCH[8:24]
     state = full_state(runner)
-    runner.validate(call=3, num_steps=1)
+    runner.handle(ValidateRequest(call=3, num_steps=1))
     runner.load_state_dict(state)
-    runner.validate(call=3)
+    runner.handle(ValidateRequest(call=3))
     assert runner.operator.validated == EPOCH[:16] + EPOCH[8:32] + EPOCH[24:]
 
 
 def test_who_joins_in_a_data_set_that_was_given_goes_on_where_the_others_are():
     runner, other = make_runner(), make_runner()
     dataset = ItemDataset(batches_of(40, 1), batch_size=8)
-    runner.train(call=0, until_step=2, dataset=dataset)
+    runner.handle(TrainRequest(call=0, until_step=2, dataset=dataset))
     other.load_state_dict(full_state(runner))
-    other.train(call=0, until_epoch=1, dataset=dataset)
+    other.handle(TrainRequest(call=0, until_epoch=1, dataset=dataset))
     assert other.operator.trained == EPOCH[16:]
-    other.train(call=1, until_step=6)
+    other.handle(TrainRequest(call=1, until_step=6))
     other.load_state_dict(full_state(make_runner()))  # of one that trained on the loader
-    other.train(call=2, until_step=1)
+    other.handle(TrainRequest(call=2, until_step=1))
     assert other.operator.trained == EPOCH[16:] + EPOCH[:8] * 2
 
 
@@ -414,10 +422,10 @@ def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
 
     runner.operator.fail = stop
     with pytest.raises(Exception, match="asked this worker to stop"):
-        runner.train(call=0, until_epoch=1)
+        runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.progress().global_step == 5
     runner.request_stop(False)
-    result = runner.train(call=0, until_epoch=1)
+    result = runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
     assert (result["num_samples"], result["batch_count"]) == (40, 5)
@@ -432,7 +440,7 @@ def test_validation_can_be_seen_to_move():
         seen.append((progress.global_step, progress.num_batches))
 
     runner.operator.fail = look
-    runner.validate(call=0)
+    runner.handle(ValidateRequest(call=0))
     assert len(seen) == 5
     assert len(set(seen)) > 1
 
@@ -474,11 +482,11 @@ class Unseeded(Recorder):
 
 def test_an_epoch_goes_on_in_its_order_where_a_generator_is_seeded_anew_in_each_process():
     saved = make_runner(Unseeded)
-    saved.train(call=0, until_step=2)
+    saved.handle(TrainRequest(call=0, until_step=2))
     loaded = make_runner(Unseeded)
     loaded.load_state_dict(full_state(saved))
     for runner in (saved, loaded):
-        runner.train(call=1, until_epoch=2)
+        runner.handle(TrainRequest(call=1, until_epoch=2))
     assert saved.operator.trained[16:] == loaded.operator.trained
     assert sorted(saved.operator.trained[:40]) == EPOCH
 
@@ -495,30 +503,30 @@ def test_a_state_goes_on_exactly_where_it_was_taken(operator_cls, num_steps):
     """Shuffling, dropout, BatchNorm and Adam's moments: the same parameters to the last bit."""
     config = {"shuffle": True, "dropout": 0.5, "batch_norm": True}
     runner = make_runner(operator_cls, config)
-    runner.train(call=0, until_step=num_steps)
-    runner.validate(call=1, num_steps=2)
+    runner.handle(TrainRequest(call=0, until_step=num_steps))
+    runner.handle(ValidateRequest(call=1, num_steps=2))
     state = copy.deepcopy(full_state(runner))
     seen = list(runner.operator.trained)
-    runner.train(call=2, until_step=12)
+    runner.handle(TrainRequest(call=2, until_step=12))
 
     other = make_runner(operator_cls, {**config, "seed": 99})
     torch.rand(5)
     other.load_state_dict(state)
     assert other.progress().global_step == num_steps
     other.operator.trained += seen
-    other.train(call=0, until_step=12)
+    other.handle(TrainRequest(call=0, until_step=12))
     assert other.operator.trained == runner.operator.trained
     assert same_parameters(runner, other)
-    other.validate(call=1, num_steps=1)
+    other.handle(ValidateRequest(call=1, num_steps=1))
     assert other.operator.validated == EPOCH[16:24]
 
 
 def test_loading_in_the_middle_of_an_iteration_leaves_it():
     runner = make_runner()
     state = full_state(runner)
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     runner.load_state_dict(state)
-    runner.train(call=1, until_epoch=1)
+    runner.handle(TrainRequest(call=1, until_epoch=1))
     assert runner.operator.trained == EPOCH[:16] + EPOCH
 
 
@@ -528,7 +536,7 @@ def test_a_state_has_what_the_format_says():
         {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)},
         scheduler_step_freq="epoch",
     )
-    runner.train(call=0, until_step=6)
+    runner.handle(TrainRequest(call=0, until_step=6))
     state = runner.state_dict()
     assert list(state) == [
         "epoch",
@@ -546,10 +554,10 @@ def test_a_state_has_what_the_format_says():
 
 def test_a_state_does_not_change_as_training_goes_on():
     runner = make_runner()
-    runner.train(call=0, until_step=1)
+    runner.handle(TrainRequest(call=0, until_step=1))
     state = runner.state_dict()
     held = copy.deepcopy(state)
-    runner.train(call=1, until_epoch=2)
+    runner.handle(TrainRequest(call=1, until_epoch=2))
     assert torch.equal(state["models"][0]["0.weight"], held["models"][0]["0.weight"])
     moments, kept = (s["optimizers"][0]["state"][0]["exp_avg"] for s in (state, held))
     assert torch.equal(moments, kept)
@@ -557,13 +565,13 @@ def test_a_state_does_not_change_as_training_goes_on():
 
 def test_old_states_without_data_and_steps_load():
     runner = make_runner()
-    runner.train(call=0, until_epoch=2)
+    runner.handle(TrainRequest(call=0, until_epoch=2))
     old = {k: v for k, v in runner.state_dict().items() if k not in ("data", "global_step")}
     other = make_runner(config={"seed": 5})
     other.load_state_dict(old)
     assert same_parameters(runner, other)
     assert (other.progress().epoch, other.progress().in_epoch) == (2, False)
-    assert other.train(call=0, until_epoch=3)["num_samples"] == 40
+    assert other.handle(TrainRequest(call=0, until_epoch=3))["num_samples"] == 40
     del old["operator"]
     other.load_state_dict(old)
 
@@ -631,11 +639,11 @@ def test_a_worker_of_a_group_sees_its_share():
 
     runner = make_runner(Sharing, config)
     assert runner.operator.config[BATCH_SIZE] == 16
-    runner.train(call=0, until_step=1)
+    runner.handle(TrainRequest(call=0, until_step=1))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
     assert runner.operator.config[BATCH_SIZE] == 8
     assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
-    runner.train(call=1, until_epoch=1)
+    runner.handle(TrainRequest(call=1, until_epoch=1))
     assert runner.operator.trained == [*range(16), *range(24, 32), *range(36, 40)]
     assert config == {BATCH_SIZE: 16}
 
@@ -667,27 +675,27 @@ def test_a_new_generation_shares_out_a_given_data_set_too():
         batch_size=2,
         transform=lambda i: (torch.full((1, 1), float(i)), torch.ones(1, 1)),
     )
-    runner.train(call=0, until_step=2, dataset=data)
+    runner.handle(TrainRequest(call=0, until_step=2, dataset=data))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
-    runner.train(call=0, until_epoch=1, dataset=data)
+    runner.handle(TrainRequest(call=0, until_epoch=1, dataset=data))
     assert runner.operator.trained == [0, 1, 2, 3, 6, 7, 10, 11, 14, 15]
 
 
 def test_a_new_generation_of_one_keeps_its_own_state():
     runner = make_runner()
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     weights = runner.operator.model[0].weight.detach().clone()
     runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
     assert torch.equal(runner.operator.model[0].weight, weights)
-    runner.train(call=0, until_epoch=1)
+    runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
 def test_a_loader_that_is_left_as_it_is_goes_on_after_a_new_generation():
     runner = make_runner(Streaming)
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
-    runner.train(call=0, until_epoch=1)
+    runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -707,7 +715,7 @@ class Following(Recorder):
 def test_the_hook_runs_after_setup_and_in_each_new_group_once_it_has_the_state():
     runner = make_runner(Following)
     assert runner.operator.worlds == [(0, 1, 0)]
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
 
@@ -771,11 +779,11 @@ def test_a_loader_that_the_hook_registers_is_used_from_the_next_step_on(kind):
         return DataLoader(TensorDataset(*map(torch.cat, zip(*batches, strict=True))), batch_size=4)
 
     runner = make_runner(Following, {"register": part})
-    runner.train(call=0, until_step=2)
+    runner.handle(TrainRequest(call=0, until_step=2))
     assert runner.operator.trained == list(range(8))
     runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
     runner.rejoin(WorkerContext(in_driver=True, generation=2), leader=0)
-    runner.train(call=0, until_step=3)
+    runner.handle(TrainRequest(call=0, until_step=3))
     offset = 2 if kind == "list" else 8  # batches that were read, or samples
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
 
@@ -832,8 +840,9 @@ def test_a_loader_that_every_worker_reads_whole_is_warned_of_once_at_registratio
 
 def test_functions_of_the_user_are_called():
     runner = make_runner()
-    assert runner.apply(lambda: 7) == 7
-    assert runner.apply_operator(lambda operator: operator.world_size) == 1
+    assert runner.handle(ApplyRequest(function=lambda: 7)) == 7
+    request = ApplyOperatorRequest(function=lambda operator: operator.world_size)
+    assert runner.handle(request) == 1
 
 
 def test_models_are_copies():
@@ -869,7 +878,7 @@ def test_setup_that_seeds_decides_the_order():
     orders = []
     for seed in (1, 1, 2):
         runner = make_runner(config={"seed": seed, "shuffle": True})
-        runner.train(call=0, until_epoch=1)
+        runner.handle(TrainRequest(call=0, until_epoch=1))
         orders.append(tuple(runner.operator.trained))
     assert orders[0] == orders[1] != orders[2]
 
@@ -903,17 +912,20 @@ def asking(runner, *requests):
 def test_a_call_stops_at_its_step_and_goes_on_as_the_same_call():
     runner, plain = make_runner(), make_runner()
     for callback_pause in (2, 3):
-        assert runner.train(call=0, until_epoch=1, callback_pause=callback_pause) is None
+        assert (
+            runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=callback_pause))
+            is None
+        )
         assert runner.progress().global_step == callback_pause
-    result = runner.train(call=0, until_epoch=1, callback_pause=9)
-    assert result == plain.train(call=0, until_epoch=1)
+    result = runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=9))
+    assert result == plain.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
 def test_a_stop_where_the_call_ends_anyway_is_its_end():
     runner = make_runner()
-    assert runner.train(call=0, until_step=3, callback_pause=3)["num_samples"] == 24
-    assert runner.train(call=1, until_epoch=1, callback_pause=5)["num_samples"] == 16
+    assert runner.handle(TrainRequest(call=0, until_step=3, callback_pause=3))["num_samples"] == 24
+    assert runner.handle(TrainRequest(call=1, until_epoch=1, callback_pause=5))["num_samples"] == 16
     assert runner.progress().epoch == 1
 
 
@@ -924,27 +936,27 @@ def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked
     runner.operator.fail = asking(runner, asked)
     if asked < 3:
         with pytest.raises(PausedError):
-            runner.train(call=0, until_epoch=1, callback_pause=3)
+            runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3))
         assert runner.progress().global_step == asked
         runner.pause_at(None)
-    assert runner.train(call=0, until_epoch=1, callback_pause=3) is None
+    assert runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3)) is None
     assert runner.progress().global_step == 3
     if asked > 3:
         with pytest.raises(PausedError):
-            runner.train(call=0, until_epoch=1)
+            runner.handle(TrainRequest(call=0, until_epoch=1))
         assert runner.progress().global_step == asked
     runner.pause_at(None)
-    assert runner.train(call=0, until_epoch=1)["num_samples"] == 40
+    assert runner.handle(TrainRequest(call=0, until_epoch=1))["num_samples"] == 40
     assert runner.operator.trained == EPOCH
 
 
 def test_a_request_that_is_taken_back_leaves_the_stop_of_the_call():
     runner = make_runner()
     runner.operator.fail = asking(runner, 4, None)
-    assert runner.train(call=0, until_epoch=1, callback_pause=3) is None
-    assert runner.train(call=0, until_epoch=1)["num_samples"] == 40
+    assert runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3)) is None
+    assert runner.handle(TrainRequest(call=0, until_epoch=1))["num_samples"] == 40
 
 
 @pytest.mark.parametrize("operator_cls", [Recorder, TrainOnly])
 def test_a_runner_knows_whether_it_can_validate(operator_cls):
-    assert make_runner(operator_cls).can_validate() == (operator_cls is Recorder)
+    assert make_runner(operator_cls).handle(CanValidateRequest()) == (operator_cls is Recorder)

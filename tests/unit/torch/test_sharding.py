@@ -18,6 +18,7 @@ from raysgd.cluster.snapshot import with_shares
 from raysgd.context import WorkerContext
 from raysgd.data.shard import Place
 from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
 from raysgd.torch.fsdp import SEEN_IN, ShardedModels
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registration import OperatorSettings
@@ -311,10 +312,10 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
     backend.setup(context, rendezvous)
     runner = make_runner(Round(sharding=sharding), lambda moment: None, divides=True)
     runner.setup(context)
-    runner.train(call=0, until_step=3)
+    runner.handle(TrainRequest(call=0, until_step=3))
     assert runner._registration.optimization.idle() == []
     state = whole(with_shares([runner.state_dict()]))
-    runner.train(call=0, until_step=5)
+    runner.handle(TrainRequest(call=0, until_step=5))
     backend.teardown()
     runner.load_state_dict(copy.deepcopy(state))
     context = replace(context, generation=1)
@@ -340,7 +341,7 @@ def test_who_set_up_alone_without_content_takes_it_from_a_state():
             runner.load_state_dict(copy.deepcopy(states[0]))
             runner.rejoin(replace(one, generation=1), 0)
         else:
-            runner.train(call=0, until_step=3)
+            runner.handle(TrainRequest(call=0, until_step=3))
         states.append(whole(with_shares([runner.state_dict()])))
         runner.teardown()
         backend.teardown()
@@ -354,6 +355,7 @@ import gc
 import psutil
 import torch
 from raysgd.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit.torch.rounds import Layers
@@ -371,7 +373,7 @@ for size in (8, 1000):  # the first for its imports
     options = TorchOptions(training_operator_cls=Layers, config=config, num_workers=4)
     runner, before = TorchRunner(options), held()
     runner.setup(context)
-    runner.train(call=0, until_step=3)
+    runner.handle(TrainRequest(call=0, until_step=3))
     runner._loop.snapshots.clear()
     took = held() - before
     runner.teardown()
@@ -493,7 +495,7 @@ def test_with_offload_a_gpu_has_what_is_gathered_alone():
     given = Round(optimizer="SGD", sharding="full", offload=True)
     runner = make_runner(given, lambda moment: None, divides=True, use_gpu=True)
     runner.setup(context)
-    runner.train(call=0, until_step=NUM_STEPS)
+    runner.handle(TrainRequest(call=0, until_step=NUM_STEPS))
     (model,) = runner.operator.all_models
     assert model.count.is_cuda
     assert all(not parameter.to_local().is_cuda for parameter in model.parameters())

@@ -1,0 +1,163 @@
+"""What the driver asks of the workers of an operator; `OperatorRunner.handle` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from raysgd.context import Request
+
+if TYPE_CHECKING:
+    from raysgd.data import Dataset
+
+__all__ = [
+    "ApplyOperatorRequest",
+    "ApplyRequest",
+    "CanValidateRequest",
+    "DescribeDataRequest",
+    "KeepsGlobalBatchRequest",
+    "MeasuredRequest",
+    "ModelsRequest",
+    "PredictRequest",
+    "RehearseRequest",
+    "RngStateRequest",
+    "StateRequest",
+    "TrainRequest",
+    "UpdateSchedulersRequest",
+    "ValidateRequest",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(Request):
+    """Train up to a goal, which is absolute so that a repeated request does only what is left.
+
+    The answer is the metrics, or None if training paused at `callback_pause`. The same request
+    made again then continues, and its metrics cover the whole call.
+    """
+
+    call: int
+    """Number of the call; a repeated request has the same number."""
+    until_epoch: int | None = None
+    """Completed epochs to train to; None if `until_step` is the goal."""
+    until_step: int | None = None
+    """Committed steps to train to."""
+    start_step: int = 0
+    """Committed steps before the call. Replayed steps of earlier calls do not count."""
+    callback_pause: int | None = None
+    """Step at which to pause; None to train up to the goal."""
+    limit: float | None = None
+    """Steps of an epoch, or their share of it as a float; None for all."""
+    repeats: bool = False
+    """Whether each epoch has the batches of the first one."""
+    split: int | None = None
+    """Least number of micro-batches per batch, because memory ran out."""
+    logged: int | None = None
+    """Step up to which metrics are logged by the step; None if they are not."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Info for the operator."""
+    profile: bool = False
+    """Whether to measure the stages of a step."""
+    dataset: Dataset | None = None
+    """Data set to train on instead of the registered loader."""
+
+    def with_split(self, split: int) -> TrainRequest:
+        """Return the same request with at least `split` micro-batches per batch."""
+        return replace(self, split=split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateRequest(Request):
+    """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics."""
+
+    call: int
+    """Number of the call; a repeated request has the same number and starts at the same batch."""
+    num_steps: int | None = None
+    """Batches on each worker; None for the rest of the loader."""
+    from_start: bool = False
+    """Whether to start at the first batch instead of after the last call."""
+    loader: Any = None
+    """Loader to evaluate instead of the registered one, or a function that returns it."""
+    limit: float | None = None
+    """Steps of a validation, or their share of it as a float; None for all."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Info for the operator."""
+    profile: bool = False
+    """Whether to measure the stages of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearseRequest(Request):
+    """Try the validation on some batches, restore everything, and return the metrics."""
+
+    num_steps: int
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest(Request):
+    """Return a worker's predictions batch by batch, with their positions in the loader."""
+
+    loader: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRequest(Request):
+    """Return what a worker measured in a call of `train` that has not ended."""
+
+    call: int
+    since: int | None = None
+    """First step that counts; None for the whole call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSchedulersRequest(Request):
+    """Step every scheduler with a metric, once per call."""
+
+    call: int
+    metric: float
+
+
+@dataclass(frozen=True)
+class StateRequest(Request):
+    """Return the state, or a worker's shard of it, on CPU."""
+
+
+@dataclass(frozen=True)
+class RngStateRequest(Request):
+    """Return the states of a worker's random number generators."""
+
+
+@dataclass(frozen=True)
+class ModelsRequest(Request):
+    """Return copies of the models."""
+
+
+@dataclass(frozen=True)
+class CanValidateRequest(Request):
+    """Return whether there is a validation loader."""
+
+
+@dataclass(frozen=True)
+class KeepsGlobalBatchRequest(Request):
+    """Return whether each training step has exactly ``config[BATCH_SIZE]`` samples."""
+
+
+@dataclass(frozen=True)
+class DescribeDataRequest(Request):
+    """Return how the workers divide each loader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyRequest(Request):
+    """Call a function of the user."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyOperatorRequest(Request):
+    """Call a function of the user with the operator."""
+
+    function: Callable[[Any], Any]
