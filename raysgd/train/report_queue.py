@@ -8,14 +8,17 @@ for good: from then on it cannot be lost.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.cluster.serialization import unpicklable_key
+from raysgd.cluster.serialization import Packed
 
 __all__ = ["ReportQueue", "RunStoppedError", "Turn", "TurnKind"]
+
+logger = logging.getLogger(__name__)
 
 TurnKind = Literal["report", "checkpoint", "end"]
 
@@ -32,8 +35,8 @@ class Turn:
     """What a function hands over at one point: all workers have to come to the same ones."""
 
     kind: TurnKind
-    metrics: Any = None
-    """What was reported, as the backend has encoded it; None where nothing was."""
+    content: Packed | None = None
+    """What was reported, as the backend has encoded it, or what the function returned."""
     checkpoint: bytes | None = None
     """A pickled checkpoint, from worker 0 alone."""
     has_checkpoint: bool = False
@@ -45,16 +48,32 @@ class Turn:
     """Reports that were made up to here, this one included."""
     validation: Any = False
     """Whether to validate the checkpoint, or how."""
-    value: Any = None
-    """What the function returned, at its end."""
-
     is_portable = True
     """So that the driver can read it where it has neither a GPU nor a process group."""
 
-    def unpicklable_part(self) -> str:
-        """Say which part of it cannot be pickled, where one cannot."""
-        name = unpicklable_key(self.metrics) if isinstance(self.metrics, Mapping) else None
-        return "what the training function returned" if name is None else f"the metric {name!r}"
+    @property
+    def metrics(self) -> Any:
+        """A copy of what was reported.
+
+        Raises:
+            TypeError: if this process cannot unpickle it.
+        """
+        try:
+            return None if self.content is None else self.content.value()
+        except Exception as error:
+            raise TypeError(
+                f"The driver cannot read what a worker reported: {error!r}. Report plain values, "
+                "or make their classes importable on the driver."
+            ) from error
+
+    @property
+    def value(self) -> Any:
+        """What the function returned; None, with a warning, if this process cannot unpickle it."""
+        try:
+            return None if self.content is None else self.content.value()
+        except Exception as error:
+            logger.warning("Cannot read what the training function returned: %r.", error)
+            return None
 
 
 class ReportQueue:

@@ -24,7 +24,7 @@ import cloudpickle
 
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import tasks
-from raysgd.cluster.serialization import Portable
+from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.context import Preemption, WorkerContext
 from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint
@@ -168,7 +168,7 @@ class Session:
         try:
             value = pickle.loads(self.plan.function)()
             self._settle()
-            end = Turn("end", value=value, iteration=self.iteration)
+            end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             failure = error
         leave(self)  # before the driver hears of the end, and begins another run
@@ -217,16 +217,18 @@ class Session:
             }
         if self._encode is not None:
             encoded = self._encode(encoded)
+        content = _reported(encoded)
+        scores = {**dict.fromkeys(metrics), **numbers_in(metrics)}
         self._reported_at = now
         if checkpoint is None:
-            self._hand_over("report", encoded)
+            self._hand_over("report", content)
             return
 
         def upload() -> dict[str, Any]:
             return options.packed(checkpoint, self.iteration, self.plan.metadata)
 
         def hand_over(data: dict[str, Any]) -> None:
-            self._hand_over("report", encoded, metrics, data, options)
+            self._hand_over("report", content, scores, data, options)
             options.discard(checkpoint, data)
 
         if options.waits or options.checkpoint_upload_fn is None:
@@ -279,7 +281,7 @@ class Session:
     def _hand_over(
         self,
         kind: TurnKind,
-        metrics: Any,
+        content: Packed | None,
         scores: Mapping[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
         options: ReportOptions = _DEFAULTS,
@@ -292,7 +294,7 @@ class Session:
             blob = self._held(checkpoint)
         self._newest = turn = Turn(
             kind,
-            metrics=metrics,
+            content=content,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
             numbers={TIMESTAMP: time.time(), **numbers_in(scores or {})},
@@ -326,6 +328,32 @@ def _pickled(state: Any) -> bytes:
             "models and optimizers, and plain values."
         ) from error
     return file.getvalue()
+
+
+def _reported(metrics: Any) -> Packed:
+    """Pack reported metrics immediately, so that the function may change the originals."""
+    try:
+        packed = pack(metrics, portable=True)  # its buffers are still the memory of the originals
+        return Packed(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
+    except Exception as error:
+        name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
+        raise TypeError(
+            f"report(): the metric {name!r} cannot be pickled: {error}. Report plain values."
+        ) from error
+
+
+def _returned(value: Any) -> Packed | None:
+    """Pack what the function returned; None, with a warning, if it cannot be pickled."""
+    try:
+        return pack(value, portable=True)
+    except Exception as error:
+        logger.warning(
+            "The training function returned a %s that cannot be pickled (%s). The driver gets "
+            "None instead.",
+            type(value).__name__,
+            error,
+        )
+        return None
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,13 @@
 """The queue of one between a training function and the driver; threads, but no sleeps."""
 
 import asyncio
+import dataclasses
 import threading
+from fractions import Fraction
 
 import pytest
 
+from raysgd.cluster.serialization import pack
 from raysgd.train.report_queue import ReportQueue, RunStoppedError, Turn
 
 
@@ -24,7 +27,7 @@ def started(function):
 
 
 def turn(n):
-    return Turn("report", metrics={"n": n})
+    return Turn("report", content=pack({"n": n}))
 
 
 def until(condition):
@@ -85,7 +88,7 @@ def test_a_function_that_is_stopped_raises_where_it_waits():
 def test_the_end_comes_after_what_was_reported_and_can_be_taken_again():
     report_queue = ReportQueue()
     report_queue.put(turn(0))
-    started(lambda: report_queue.end(Turn("end", value=7)))
+    started(lambda: report_queue.end(Turn("end", content=pack(7))))
     assert report_queue.take().metrics == {"n": 0}
     assert [report_queue.take().value for _ in range(2)] == [7, 7]
     assert report_queue.blocked_on_driver
@@ -122,7 +125,10 @@ def test_a_function_that_computes_is_not_held():
     assert not report_queue.blocked_on_driver
 
 
-def test_what_cannot_be_sent_is_said_in_words_of_the_function():
-    lock = threading.Lock()
-    assert Turn("report", metrics={"a": 1, "l": lock}).unpicklable_part() == "the metric 'l'"
-    assert "training function returned" in Turn("end", value=lock).unpicklable_part()
+def test_what_the_driver_cannot_read_is_an_error_in_a_report_and_a_warning_at_the_end(caplog):
+    packed = pack(Fraction(1, 2))
+    unreadable = dataclasses.replace(packed, data=packed.data.replace(b"fractions", b"unknownnn"))
+    with pytest.raises(TypeError, match="Report plain values, or make their classes importable"):
+        _ = Turn("report", content=unreadable).metrics
+    assert Turn("end", content=unreadable).value is None
+    assert "Cannot read what the training function returned" in caplog.text

@@ -45,6 +45,14 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make):
     assert runner.progress().global_step == 1
 
 
+def test_a_function_may_return_what_cannot_be_pickled(make, caplog):
+    runner, plan = make(threading.Lock)
+    runner.begin(plan)
+    turn = runner.next()
+    assert (turn.kind, turn.value) == ("end", None)
+    assert "returned a lock that cannot be pickled" in caplog.text
+
+
 def test_a_function_begins_once_however_often_it_is_told_to(make):
     begun = threading.Semaphore(0)
     session.receive_shards(begun)

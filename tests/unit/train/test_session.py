@@ -3,8 +3,10 @@
 import os
 import pickle
 
+import numpy as np
 import pytest
 import ray.train
+import torch
 
 from raysgd import train
 from raysgd.errors import CheckpointError
@@ -38,8 +40,35 @@ def test_a_checkpoint_is_as_it_was_when_it_was_saved(run):
     assert own(train.load_checkpoint()) == {"weights": [1.0]}
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_report_has_the_values_at_the_time_of_the_call(run, size):
+    taken = run()
+    running, losses = torch.zeros(size), [0.5]
+    train.report(running=running, losses=losses)
+    running += 1
+    losses.append(0.25)
+    found = taken.turns[0].metrics
+    assert found["running"].sum() == 0
+    assert found["losses"] == [0.5]
+
+
+def test_a_checkpoint_that_is_uploaded_later_is_scored_by_the_values_of_its_report(run, folder):
+    def upload(checkpoint, name):
+        return checkpoint
+
+    taken, loss = run(), np.array([0.5])
+    made, mode = Checkpoint.from_directory(folder), train.CheckpointUploadMode.ASYNC
+    options = {"checkpoint_upload_fn": upload, "checkpoint_upload_mode": mode}
+    train.report({"loss": loss}, checkpoint=made, **options)
+    loss[0] = 0.25
+    train.report({})
+    assert taken.turns[0].numbers["loss"] == 0.5
+
+
 def test_what_cannot_be_pickled_is_an_error_in_the_function(run):
     run()
+    with pytest.raises(TypeError, match=r"the metric 'lock' cannot be pickled: .* plain values"):
+        train.report(loss=0.5, lock=__import__("threading").Lock())
     with pytest.raises(TypeError, match="must be picklable"):
         train.save_checkpoint(lock=__import__("threading").Lock())
 
