@@ -116,11 +116,15 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: Any, keep_nan: bool = False) -> Any:
     """Return `value` as JSON has it, with ``"nan"`` and ``"inf"`` as texts.
 
     >>> jsonable({"a": (1, float("nan")), "b": -float("inf")})
     {'a': [1, 'nan'], 'b': '-inf'}
+
+    Args:
+        value: the value.
+        keep_nan: whether these stay numbers, which `json` writes and reads as NaN and Infinity.
 
     Raises:
         TypeError: if it has no such form.
@@ -130,13 +134,13 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError("JSON has only texts as keys")
-        return {str(key): jsonable(held) for key, held in value.items()}
+        return {str(key): jsonable(held, keep_nan) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(held) for held in value]
+        return [jsonable(held, keep_nan) for held in value]
     plain = _plain(value)
     if plain is None:
         raise TypeError(f"JSON has no {type(value).__name__}")
-    if isinstance(plain, float) and not math.isfinite(plain):
+    if isinstance(plain, float) and not math.isfinite(plain) and not keep_nan:
         return str(plain)
     return plain
 

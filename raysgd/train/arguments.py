@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 RESULTS = "~/ray_results"
 """Where runs are kept that are given no folder, or a relative one."""
 
+_DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
     """Return the fewest and the most workers that ``num_workers`` asks for."""
@@ -61,6 +63,12 @@ def bound_function(
     """Return a training function with its config, as one of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
+    bodies = (train_func, getattr(train_func, "__call__", None))  # noqa: B004
+    if any(kind(body) for kind in _DEFERRED for body in bodies):
+        raise TypeError(
+            f"The training function {train_func!r} is a generator or async function, and calling "
+            "it would run nothing. Pass a plain function, which may call asyncio.run(...)."
+        )
     try:
         parameters = list(inspect.signature(train_func).parameters.values())
     except ValueError:  # of some that are written in C
@@ -68,18 +76,24 @@ def bound_function(
             f"Cannot tell which arguments {train_func!r} takes. Call it in a function of your own: "
             "def train_func(config): ..."
         ) from None
-    num_arguments = len(parameters)
-    if any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:1]):
+    required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    if by_name := [p.name for p in required if p.kind == p.KEYWORD_ONLY]:
         raise ValueError(
             f"A training function is given the config by position, and {train_func!r} takes "
-            f"{str(parameters[0])!r} by name alone: write def train_func(config)."
+            f"{by_name[0]!r} by name alone: write def train_func(config)."
         )
-    if num_arguments > 1:
+    if len(required) > 1:
         raise ValueError(
-            f"A training function takes no argument, or one, the config; {train_func!r} takes "
-            f"{num_arguments}."
+            f"A training function takes no required argument, or one, the config; {train_func!r} "
+            f"requires {len(required)}."
         )
-    if num_arguments == 0:
+    if not required:
+        if config and parameters:
+            logger.warning(
+                "%r is called without the config, because none of its parameters is required. "
+                "Write def train_func(config) to get it.",
+                train_func,
+            )
         return train_func
     return functools.partial(train_func, {} if config is None else config)
 

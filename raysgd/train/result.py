@@ -98,6 +98,6 @@ class ReportLog:
         shown: dict[str, Any] = {}
         for key, value in result.items():
             with contextlib.suppress(TypeError, ValueError, RecursionError):
-                shown |= jsonable({key: value})
+                shown |= jsonable({key: value}, keep_nan=True)
         self._file.write(json.dumps(shown) + "\n")
         self._file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from raysgd.train.report_queue import Turn
 from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
 
 __all__ = ["RunCheckpoints", "packed_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
@@ -79,15 +82,9 @@ class RunCheckpoints:
         """Take a checkpoint over; when this returns it is on disk, where it shall be.
 
         Raises:
-            ValueError: if it lacks the number by which it is to be scored.
             CheckpointError: if it cannot be written.
         """
-        name = self._score
-        if name is not None and name not in turn.numbers and not turn.validation:
-            what = f"this checkpoint has none. It has {', '.join(turn.names) or 'nothing'}."
-            if name in turn.names:
-                what = "it must be a number, and in this checkpoint it is none."
-            raise ValueError(f"CheckpointStrategy(checkpoint_score_attribute={name!r}): {what}")
+        self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
         if turn.validation:
@@ -96,6 +93,20 @@ class RunCheckpoints:
         self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
         self.number += 1
         self.blob, self._latest = blob, None
+
+    def _check_score(self, turn: Turn) -> None:
+        """Warn, once, if a checkpoint has no number by which it can be scored."""
+        name = self._score
+        if name is None or name in turn.numbers or turn.validation:
+            return
+        self._score = None
+        logger.warning(
+            "checkpoint_score_attribute=%r: a checkpoint was reported whose metrics have no number "
+            "of that name%s. Such checkpoints count as the worst. There is %s.",
+            name,
+            ", but another value" if name in turn.names else "",
+            ", ".join(turn.names) or "nothing else",
+        )
 
     def await_validations(self) -> None:
         """Wait until all are validated; which are the best is known then."""

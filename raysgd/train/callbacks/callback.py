@@ -13,6 +13,7 @@ from raysgd.train.callbacks.preprocessors import (
     ResultsPreprocessor,
 )
 from raysgd.train.constants import ALL_RESERVED_KEYS
+from raysgd.train.result import REPORTS, read_reports
 
 __all__ = ["FileCallback", "TrainingCallback"]
 
@@ -71,6 +72,7 @@ class FileCallback(TrainingCallback):
     ) -> None:
         self._given = logdir
         self._folder: Path | None = None
+        self._is_restored = False
         self.results_preprocessor = IndexedResultsPreprocessor(workers)
 
     def start_training(
@@ -79,6 +81,7 @@ class FileCallback(TrainingCallback):
         """Make the folder, and begin."""
         self._folder = checked_path("logdir", self._given or Path(logdir, self._subfolder))
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config)
 
     def _begin(self, config: dict[str, Any]) -> None:

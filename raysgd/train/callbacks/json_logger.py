@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.values import json_dict
+from raysgd.files import replacing
 from raysgd.train.callbacks.callback import FileCallback
 from raysgd.train.constants import RESULT_FILE_JSON
 
@@ -17,7 +19,8 @@ __all__ = ["JsonLoggerCallback"]
 class JsonLoggerCallback(FileCallback):
     """Writes ``results.json``: a list with, for each report, the list of the workers' results.
 
-    The file is whole after each report. What JSON has no form for is written as text.
+    The file is whole after each report, and a restored run adds to it. What JSON has no form for
+    is written as text.
 
     Args:
         logdir: the folder; None for that of the run.
@@ -35,7 +38,20 @@ class JsonLoggerCallback(FileCallback):
         self._filename = filename or RESULT_FILE_JSON
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self.log_path.write_text("[]", encoding="utf-8")
+        rows = self._earlier_rows() if self._is_restored else []
+        with replacing(self.log_path) as file:
+            file.write(f"[{','.join(rows)}]".encode())
+
+    def _earlier_rows(self) -> list[str]:
+        """Return the whole lines of the file, without the comma or bracket at their ends."""
+        if not self.log_path.exists():
+            return []
+        found = []
+        for line in self.log_path.read_text(encoding="utf-8").splitlines()[1:]:
+            with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
+                json.loads(line[:-1])
+                found.append(f"\n{line[:-1]}")
+        return found
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Add the results to the list."""

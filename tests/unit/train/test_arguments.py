@@ -1,5 +1,6 @@
 """What trainers and executors make of their arguments."""
 
+import functools
 import threading
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_a_function_of_two_arguments_is_told_what_it_may_take():
     def train(config, extra):
         """Not called."""
 
-    with pytest.raises(ValueError, match=r"no argument, or one, the config; .*train.* takes 2"):
+    with pytest.raises(ValueError, match=r"no required argument, or one.*train.* requires 2"):
         bound_function(train, {})
     with pytest.raises(ValueError, match="must be callable, but it is 5"):
         bound_function(5, {})
@@ -112,16 +113,57 @@ def by_name(*, config):
     """Cannot be given the config by position."""
 
 
-def by_any_name(**names):
-    """Neither can this."""
+def test_a_function_that_takes_the_config_by_name_alone_is_an_error():
+    with pytest.raises(ValueError, match="takes 'config' by name alone"):
+        bound_function(by_name, {})
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
-    [(by_name, "takes 'config' by name alone"), (by_any_name, "takes '\\*\\*names' by name alone")],
+    "function",
+    [
+        functools.partial(lambda config, data: config, data=1),
+        lambda config, verbose=False: config,
+        lambda config, **options: config,
+        lambda *arguments: arguments[0],
+    ],
 )
-def test_a_function_that_takes_the_config_by_name_alone_is_an_error(function, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_function_with_one_required_parameter_gets_the_config(function):
+    assert bound_function(function, {"a": 2})() == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda num_epochs=3: num_epochs, lambda **options: 3, functools.partial(lambda n: n, 3)],
+)
+def test_a_function_without_required_parameters_is_called_with_none(function, caplog):
+    assert bound_function(function, {})() == 3
+    assert caplog.messages == []
+
+
+def test_a_config_that_no_parameter_takes_is_warned_about(caplog):
+    assert bound_function(lambda num_epochs=3: num_epochs, {"lr": 0.1})() == 3
+    assert "is called without the config" in caplog.text
+
+
+def generator(config):
+    """Does nothing when it is called."""
+    yield config
+
+
+async def coroutine(config):
+    """Does nothing either."""
+
+
+class Callable:
+    async def __call__(self, config):
+        """Nor does this."""
+
+
+@pytest.mark.parametrize(
+    "function", [generator, coroutine, Callable(), functools.partial(coroutine, {})]
+)
+def test_a_function_that_a_call_would_not_run_is_an_error(function):
+    with pytest.raises(TypeError, match="is a generator or async function"):
         bound_function(function, {})
 
 

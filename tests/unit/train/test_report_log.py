@@ -1,11 +1,13 @@
 """The log of reports, which a restored run goes on with."""
 
 import json
+import math
 import os
 
+import numpy as np
 import pytest
 
-from raysgd.train.result import ReportLog, read_reports
+from raysgd.train.result import ReportLog, Result, read_reports
 
 
 @pytest.fixture
@@ -45,7 +47,19 @@ def test_what_json_has_not_is_left_out_of_the_file_and_kept_in_memory(path):
     with ReportLog(path) as log:
         log.write(odd)
         assert log.last == odd
-    assert read_reports(path) == [{"a": 1, "nan": "nan"}]
+    (found,) = read_reports(path)
+    assert (found["a"], found.keys()) == (1, {"a", "nan"})
+
+
+def test_numbers_that_are_not_finite_stay_numbers(tmp_path, path):
+    with ReportLog(path) as log:
+        log.write({"loss": np.float32("nan"), "bound": {"high": [float("inf")]}})
+    with ReportLog(path):  # a restored run writes the reports again
+        result = Result(None, None, path=str(tmp_path))
+    (found,) = result.history
+    assert math.isnan(found["loss"])
+    assert found["bound"] == {"high": [math.inf]}
+    assert result.metrics_dataframe["loss"].isna().all()
 
 
 def test_what_was_reported_is_kept_as_it_was(path):

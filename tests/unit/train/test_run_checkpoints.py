@@ -57,11 +57,24 @@ def test_not_a_number_is_worst(tmp_path, losses, order):
     assert os.listdir(tmp_path) == [f"checkpoint_00000{best}"]
 
 
-@pytest.mark.parametrize(("name", "said"), [("accuracy", "has none"), ("text", "be a number")])
-def test_a_score_that_is_missing_or_no_number_is_an_error(tmp_path, name, said):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, name))
-    with pytest.raises(ValueError, match=said):
-        kept(checkpoints, loss=1.0)
+@pytest.mark.parametrize(
+    ("name", "said"), [("accuracy", "of that name."), ("text", "another value.")]
+)
+def test_a_checkpoint_without_a_score_is_the_worst_and_warned_about_once(
+    tmp_path, caplog, name, said
+):
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, name))
+    for epoch in range(4):
+        kept(checkpoints, epoch=epoch, **({name: epoch} if epoch == 1 else {}))
+    checkpoints.disk.finish()
+    assert checkpoints.best_path.name == "checkpoint_000002"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "checkpoint_000002",
+        "checkpoint_000004",
+    ]
+    (warning,) = caplog.messages
+    assert said in warning
+    assert warning.endswith("There is epoch, text.")
 
 
 def test_none_are_written_where_none_are_to_be_kept(tmp_path):
@@ -85,13 +98,6 @@ def test_what_was_encoded_is_decoded_before_it_is_kept(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, decode=lambda data: {k: v + 1 for k, v in data.items()})
     kept(checkpoints, loss=1.0)
     assert checkpoints.latest == {"loss": 2.0}
-
-
-def test_a_missing_score_is_told_with_what_there_is(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
-    with pytest.raises(ValueError, match=r"'accuracy'\): this checkpoint has none\. It has loss, "):
-        kept(checkpoints, loss=1.0)
-    assert (checkpoints.number, checkpoints.latest) == (0, None)
 
 
 def test_without_a_folder_the_newest_is_held_in_memory():

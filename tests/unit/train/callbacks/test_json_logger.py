@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from raysgd.train.callbacks import JsonLoggerCallback
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
+from raysgd.train.result import REPORTS
 
 
 def test_the_json_log_is_whole_after_each_report(tmp_path):
@@ -49,6 +50,21 @@ def test_a_run_begins_a_log_of_its_own(tmp_path):
         callback.start_training(logdir=tmp_path, config={})
         callback.process_results([{"n": n}])
     assert json.loads((tmp_path / "results.json").read_text()) == [[{"n": 1}]]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_a_restored_run_keeps_the_rows_before(tmp_path, cut):
+    for n in range(2):
+        (tmp_path / REPORTS).write_text('{"n": 0}\n' * n)
+        callback = JsonLoggerCallback(tmp_path / "log")
+        callback.start_training(logdir=tmp_path, config={})
+        callback.process_results([{"n": 2 * n}])
+        callback.process_results([{"n": 2 * n + 1}])
+        if n == 0:  # the driver may have been killed while it wrote
+            whole = callback.log_path.read_bytes()
+            callback.log_path.write_bytes(whole[: len(whole) - cut])
+    expected = [0, 1, 2, 3] if cut == 0 else [0, 2, 3]
+    assert json.loads(callback.log_path.read_text()) == [[{"n": n}] for n in expected]
 
 
 def test_traces_of_the_profiler_are_not_written(tmp_path):
