@@ -596,7 +596,8 @@ class _Counted:
     def __next__(self) -> Any:
         self.signal.raise_stop()
         try:
-            batch = next(self._batches)
+            with self.signal.waiting():
+                batch = next(self._batches)
         except StopIteration:
             self.exhausted = True
             raise

@@ -258,7 +258,11 @@ class OperatorRunner(ABC):
     # ---- requests
 
     def handle(self, request: Request) -> Any:
-        """Do what a request of the driver asks for."""
+        """Do what a request of the driver asks for; defer Ctrl-C while a step is in progress."""
+        with self.signal.deferring_ctrl_c():
+            return self._answer(request)
+
+    def _answer(self, request: Request) -> Any:
         match request:
             case TrainRequest():
                 return self._running.train(request)

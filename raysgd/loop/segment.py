@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -226,11 +227,11 @@ class Segment:
     def _take(self) -> Any:
         """Return the next batch, or nothing where this rank or another has none left."""
         try:
-            if self._timers is None:
+            timer = (
+                contextlib.nullcontext() if self._timers is None else self._timers.record("data")
+            )
+            with timer, self._signal.waiting():
                 batch = next(self._batches, _NOTHING)
-            else:
-                with self._timers.record("data"):
-                    batch = next(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise

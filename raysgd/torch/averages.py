@@ -88,12 +88,16 @@ class Averages:
         if not self._count:
             yield
             return
-        room = self._room()
-        self._swap(room)
+        room, swapped = self._room(), 0
+        pairs = [pair for each in self._pairs() for pair in zip(*map(_in_rows, each), strict=True)]
         try:
+            for rows, average in pairs:
+                _swap(rows, average, room)
+                swapped += 1
             yield
         finally:
-            self._swap(room)
+            for rows, average in pairs[:swapped]:
+                _swap(rows, average, room)
 
     def _room(self) -> dict[Any, torch.Tensor]:
         """Return memory to swap by, of each kind, so that nothing else is asked for midway."""
@@ -105,15 +109,6 @@ class Averages:
             (dtype, device): torch.empty(size, dtype=dtype, device=device)
             for (dtype, device), size in sizes.items()
         }
-
-    @torch.no_grad()
-    def _swap(self, room: Mapping[Any, torch.Tensor]) -> None:
-        for parameter, average in self._pairs():
-            for rows, other in zip(_in_rows(parameter), _in_rows(average), strict=True):
-                held = room[_kind(rows)][: rows.numel()].view(rows.shape)
-                held.copy_(rows)
-                rows.copy_(other)
-                other.copy_(held)
 
     # ---- state
 
@@ -135,6 +130,14 @@ class Averages:
             for name, average in own.items():
                 average.copy_(given[name])
         return made
+
+
+@torch.no_grad()
+def _swap(rows: torch.Tensor, other: torch.Tensor, room: Mapping[Any, torch.Tensor]) -> None:
+    held = room[_kind(rows)][: rows.numel()].view(rows.shape)
+    held.copy_(rows)
+    rows.copy_(other)
+    other.copy_(held)
 
 
 def _in_rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

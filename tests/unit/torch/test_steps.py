@@ -1,0 +1,157 @@
+"""When a step counts, and what is restored if it is discarded."""
+
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.torch import averages
+
+NUM_STEPS = 6
+
+
+class Data(TensorDataset):
+    read = staticmethod(lambda index: None)
+
+    def __getitem__(self, index):
+        self.read(index)
+        return super().__getitem__(index)
+
+
+class Counting(TrainingOperator):
+    """Adds 1 to its weight with each update."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(1, 1).double()
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        self.hook = lambda where: None
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        self.data = data = Data(torch.ones(NUM_STEPS, 1).double())
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=1),
+            validation_loader=DataLoader(data, batch_size=1),
+        )
+
+    def train_batch(self, batch, batch_info):
+        for number in range(self.config.get("updates", 1)):
+            self.backward(-self.model(batch[0]).sum())
+            self.hook(f"before update {number}")
+            self.optimizer_step(self.optimizer)
+            self.hook(f"after update {number}")
+        return {"num_samples": 1}
+
+    def validate_batch(self, batch, batch_info):
+        self.hook("validation")
+        return {"val_loss": 0.0, "num_samples": 1}
+
+
+@pytest.fixture
+def start():
+    """Start a local trainer, and call a function at a place of a step."""
+    made = []
+
+    def start(at=None, step=3, do=None, **config):
+        trainer = TorchTrainer(training_operator_cls=Counting, config=config, use_local=True)
+        made.append(trainer)
+        operator = trainer.get_local_operator()
+
+        def hook(where):
+            if where == at and operator.global_step == step:
+                operator.hook = lambda where: None
+                do(operator)
+
+        operator.hook = hook
+        return trainer
+
+    yield start
+    for trainer in made:
+        trainer.shutdown()
+
+
+def weights(trainer):
+    return [parameter.item() for parameter in trainer.get_model().parameters()]
+
+
+def ctrl_c(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize("where", ["before update 0", "after update 0", "in the update"])
+def test_ctrl_c_is_delivered_when_the_step_has_ended(start, where):
+    trainer = start(where, do=ctrl_c)
+    if where == "in the update":
+        operator = trainer.get_local_operator()
+        hooks = operator.optimizer._optimizer_step_post_hooks
+        hooks[-1] = lambda *_: operator.global_step == 3 and ctrl_c()
+        hooks.move_to_end(-1, last=False)  # before those of raysgd
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.global_step == 4
+    assert trainer.train()["num_samples"] == NUM_STEPS - 4
+    assert weights(trainer) == [NUM_STEPS, NUM_STEPS]
+
+
+def test_a_second_ctrl_c_is_delivered_immediately(start):
+    seen = []
+
+    def twice(operator):
+        ctrl_c()
+        seen.append("first")
+        ctrl_c()
+        seen.append("second")
+
+    trainer = start("before update 0", do=twice)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (seen, trainer.global_step) == (["first"], 3)
+
+
+def test_ctrl_c_ends_a_call_that_waits_for_data(start):
+    trainer, reached = start(), []
+
+    def read(index):
+        ctrl_c()
+        reached.append(index)
+
+    data = trainer.get_local_operator().data
+    data.read = read
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    data.read = lambda index: None
+    trainer.train()
+    assert (reached, weights(trainer)) == ([], [NUM_STEPS, NUM_STEPS])
+
+
+def test_the_handler_of_ctrl_c_is_the_users_again_after_a_call(start):
+    before = signal.getsignal(signal.SIGINT)
+    start().train()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("press", [ctrl_c, lambda: ctrl_c(ctrl_c())])
+def test_ctrl_c_while_averages_are_swapped_in_restores_the_weights(start, press, monkeypatch):
+    trainer = start()
+    trainer.get_local_operator()._registration.average(0.5, 1)
+    trainer.train()
+    swap, calls = averages._swap, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            press()
+        swap(*arguments)
+
+    monkeypatch.setattr(averages, "_swap", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.validate()
+    learnt = [value.item() for value in trainer.state_dict()["models"][0].values()]
+    assert learnt == [NUM_STEPS, NUM_STEPS]
+    assert max(weights(trainer)) < NUM_STEPS
