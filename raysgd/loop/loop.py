@@ -1,4 +1,28 @@
-"""The calls ``train`` and ``validate`` on one worker: segments of epochs up to a goal."""
+"""The calls ``train`` and ``validate`` on one worker: segments of epochs up to a goal.
+
+The life of a step, whose state `raysgd.loop.step.Step` holds::
+
+    for batch in segment:                     # DRAWN: the loader has given the batch
+        for feature in features:              # RUNNING
+            feature.begin_batch(place)
+        operator.train_batch(batch)           # UPDATED: every optimizer has made its updates
+        # The loop asks for the next batch, or returns:
+        step.commit()                         # COMMITTED: the step counts
+        for feature in features:
+            feature.commit()
+
+    if train_batch raises:
+        if step is UPDATED:
+            step.commit()                     # its updates are made; the error is raised
+        else:
+            for feature in features:
+                feature.roll_back()           # restores what it copied
+            step.discard()                    # DISCARDED: the batch is trained again
+
+With gradient accumulation a step has several batches. It is updated by the last one. If something
+changed that no feature can restore, ``step.is_partial`` is set. The state then comes from another
+worker, else from the snapshot, else training raises until a checkpoint is loaded.
+"""
 
 from __future__ import annotations
 
@@ -241,6 +265,7 @@ class Loop:
             if segment.num_batches == 0:
                 registration.meters = None  # what it measured will be measured again
             self._settle_failure(segment, source)
+            registration.check_whole()
             return
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step

@@ -15,7 +15,9 @@ from raysgd.data import Dataset
 from raysgd.data.shard import Place
 from raysgd.data.source import Source, own_split
 from raysgd.errors import CheckpointError
+from raysgd.loop.feature import StepFeature
 from raysgd.loop.parts import Parts
+from raysgd.loop.step import Step
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
 from raysgd.timers import TimerCollection
@@ -85,8 +87,9 @@ class Registration(ABC):
         self.seed = seed
         self.accumulation_steps = 1
         """Batches that make one update."""
-        self.place = Place()
-        """Of the batch under way, in its group."""
+        self.step = Step()
+        """The step in progress."""
+        self.features: list[StepFeature] = []
         self.in_parts = False
         """Whether the loop takes large batches in parts."""
         self.parts = Parts()
@@ -105,6 +108,11 @@ class Registration(ABC):
         """The segment of training under way."""
         self._sources: dict[str, Source] = {}
         self._trains_on = "train"
+
+    @property
+    def place(self) -> Place:
+        """Place of the current batch in its step."""
+        return self.step.place
 
     @property
     def context(self) -> WorkerContext:
@@ -381,18 +389,15 @@ class Registration(ABC):
         """How many updates were skipped so far, since gradients overflowed."""
         return 0
 
-    @property
-    @abstractmethod
-    def updated(self) -> bool:
-        """Whether every optimizer has stepped since the last commit."""
-
     def begin_batch(self, place: Place) -> None:
         """Begin a batch, or a part of one.
 
         Raises:
             IndivisibleError: if it is seen that batches must not come in parts.
         """
-        self.place = place
+        self.step.run(place)
+        for feature in self.features:
+            feature.begin_batch(place)
         if place.is_large:
             self.say(
                 "indivisible",
@@ -420,21 +425,17 @@ class Registration(ABC):
         """Whether training goes on without what there was no memory for, as an error says."""
         return False
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether an optimizer raised within a step, so that some parameters have its update."""
-        return False
-
     def check_whole(self) -> None:
         """Check that the state is that of a completed step.
 
         Raises:
-            RuntimeError: if an optimizer raised within a step, and no other worker had its state.
+            RuntimeError: if it is not, and no other worker had such a state.
         """
-        if self.is_partial:
+        if self.step.is_partial:
             raise RuntimeError(
-                f"An optimizer raised within its step after step {self.global_step}, so that only "
-                "a part of the parameters may have the update. Load a checkpoint to continue: "
+                f"The step after step {self.global_step} failed when it had changed some "
+                "parameters: an optimizer raised within its step, or train_batch moved them "
+                "itself. They cannot be restored. Load a checkpoint to continue: "
                 "trainer.load(path)."
             )
 
@@ -497,13 +498,18 @@ class Registration(ABC):
                 type(source.loader).__name__,
             )
 
-    @abstractmethod
     def commit(self, num_batches: int = 1) -> None:
         """Count batches whose update is done."""
+        self.step.commit()
+        self.global_step += num_batches
+        for feature in self.features:
+            feature.commit()
 
-    @abstractmethod
     def roll_back(self) -> None:
-        """Take back what a step that was not committed left behind."""
+        """Discard the step in progress, if there is one, and restore what it changed."""
+        for feature in reversed(self.features):
+            feature.roll_back()
+        self.step.discard()
 
     def measure_norms(self, wanted: bool) -> None:  # noqa: B027
         """Say whether steps note the norms of their gradients."""
@@ -512,11 +518,15 @@ class Registration(ABC):
         """Return the norms of the gradients of the newest step, where it has noted them."""
         return {}
 
-    def end_epoch(self) -> None:  # noqa: B027
-        """See what an epoch has left undone."""
+    def end_epoch(self) -> None:
+        """Let features do what is due after an epoch."""
+        for feature in self.features:
+            feature.end_epoch(self.epoch)
 
-    def end_segment(self) -> None:  # noqa: B027
-        """Settle what a segment of training leaves open."""
+    def end_segment(self) -> None:
+        """Let features settle what a segment of training leaves open."""
+        for feature in self.features:
+            feature.end_segment()
 
     # ---- the other workers
 

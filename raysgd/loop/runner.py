@@ -234,7 +234,7 @@ class OperatorRunner(ABC):
             divided=registration.divided,
             in_rows=registration.in_rows,
             lacks_state=registration.lacks_state,
-            partial=registration.is_partial,
+            partial=registration.step.is_partial,
         )
 
     def request_stop(self, requested: bool) -> None:

@@ -62,13 +62,12 @@ class Segment:
         """Committed steps as it begins."""
         self._started = time.perf_counter()
         self._signal = signal
-        self._in_flight: list[Any] = []
+        self._step = registration.step
         # of the batch under way, where it is split
         self._parts: deque[tuple[Any, Place]] = deque()
         self.batch: Any = None
         """The batch under way, all parts of it."""
         self._places: Sequence[Place] | None = None
-        self._place = Place()
         registration.in_parts = False
         self._ahead = _NOTHING
         self._exhausted = False
@@ -96,12 +95,12 @@ class Segment:
     @property
     def num_finished(self) -> int:
         """Batches that are finished, also those whose update is still to come."""
-        return self.num_batches + (self._place.step if self._in_flight else 0)
+        return self.num_batches + self._step.place.step
 
     @property
     def in_step(self) -> bool:
         """Whether a step is under way, and has not come to its end by what the loader raised."""
-        return bool(self._in_flight) and not self.loader_failed
+        return bool(self._step.batches) and not self.loader_failed
 
     @property
     def num_taken(self) -> int | None:
@@ -122,7 +121,8 @@ class Segment:
         """
         if not self._ended and not self._is_limited:
             return True
-        under_way = self._place.step + self._place.ends_step if self._in_flight else 0
+        place = self._step.place
+        under_way = place.step + place.ends_step if self._step.batches else 0
         return self.epoch_is_over or self.num_batches + under_way == self._steps_left
 
     def __iter__(self) -> Segment:
@@ -136,12 +136,12 @@ class Segment:
 
     def __next__(self) -> Any:
         self.drawn_from = True
-        if self._in_flight and self._place.is_last:
+        if self._step.batches and self._step.place.is_last:
             self._commit()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        if not self._in_flight and self._is_at_end():
+        if not self._step.batches and self._is_at_end():
             self._ended = True
             raise StopIteration
         batch, self._ahead = self._ahead, _NOTHING
@@ -151,15 +151,15 @@ class Segment:
             self._ended = True
             raise StopIteration
         # what is shared out is read again by its offset
-        self._in_flight.append(None if self._source.sharded else batch)
-        self._begin_batch()
+        self._step.draw(None if self._source.sharded else batch)
+        place = self._next_place()
         self.batch = batch
-        self._parts.extend(self._registration.split_batch(batch, self._place))
+        self._parts.extend(self._registration.split_batch(batch, place))
         return self._next_part()
 
     def _next_part(self) -> Any:
-        part, self._place = self._parts.popleft()
-        self._registration.begin_batch(self._place)
+        part, place = self._parts.popleft()
+        self._registration.begin_batch(place)
         return part
 
     def _is_at_end(self) -> bool:
@@ -175,9 +175,10 @@ class Segment:
         Returns:
             Batches to train again: those of a group that the loop left before its end.
         """
-        lost = self._give_up() if self._in_flight and not self._place.is_last else []
+        step = self._step
+        lost = self._give_up() if step.batches and not step.place.is_last else []
         try:
-            if self._in_flight:
+            if step.batches:
                 self._commit()
         finally:
             self._note_offset()
@@ -187,42 +188,40 @@ class Segment:
     def fail(self) -> list[Any]:
         """Settle the step in flight when the loop has raised; return batches to train again.
 
-        The step counts as done where every optimizer has made its update.
+        The step counts if every optimizer has made its updates.
         """
-        lost = [] if self._registration.updated else self._give_up()
+        lost = [] if self._step.is_updated else self._give_up()
         self.finish()
         self._registration.roll_back()
         return lost
 
     def _give_up(self) -> list[Any]:
         """Give up the group in flight; return its batches, and one that was taken ahead."""
-        lost = self._in_flight + ([] if self._ahead is _NOTHING else [self._ahead])
-        self._in_flight, self._ahead = [], _NOTHING
+        lost = self._step.batches + ([] if self._ahead is _NOTHING else [self._ahead])
+        self._ahead = _NOTHING
         self._forget_batch()
         self._registration.roll_back()
-        self._registration.place = Place()
         return lost
 
     def _forget_batch(self) -> None:
         self._parts.clear()
         self.batch = None
 
-    def _begin_batch(self) -> None:
-        registration, position = self._registration, len(self._in_flight) - 1
+    def _next_place(self) -> Place:
+        registration, position = self._registration, len(self._step.batches) - 1
         if position == 0:
             size = registration.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             self._planned = size if left is None else min(size, left)
             self._places = self._source.places(self._offset(), self._planned, registration.in_parts)
         if self._places is not None:
-            self._place = self._places[position]
-        else:
-            is_last = position + 1 == self._planned
-            if not is_last and not self._source.sharded:
-                # the end of such a loader is known when it is met, whatever length it claims
-                self._ahead = self._take()
-                is_last = self._ahead is _NOTHING
-            self._place = Place(position, self._planned, is_last, step=position)
+            return self._places[position]
+        is_last = position + 1 == self._planned
+        if not is_last and not self._source.sharded:
+            # the end of such a loader is known when it is met, whatever length it claims
+            self._ahead = self._take()
+            is_last = self._ahead is _NOTHING
+        return Place(position, self._planned, is_last, step=position)
 
     def _take(self) -> Any:
         """Return the next batch, or nothing where this rank or another has none left."""
@@ -251,13 +250,11 @@ class Segment:
         self._registration.offset = self._offset()
 
     def _commit(self) -> None:
-        num_steps, before = self._place.step + 1, self._registration.global_step
+        num_steps = self._step.place.step + 1
         try:
             self._registration.commit(num_steps)
         finally:
-            if self._registration.global_step != before:  # else it is no update
-                self._registration.place = Place()
-                self._in_flight = []
+            if not self._step.is_open:  # else it is no update
                 self._forget_batch()
                 self.num_batches += num_steps
         if self._on_commit is not None:

@@ -272,7 +272,7 @@ class TrainingOperator(OperatorBase):
                 loss_of, tensors, optimizer, variables
             )
         with timers.record("apply"):
-            registration.step(optimizer, gradients, variables)
+            registration.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:

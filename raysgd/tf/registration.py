@@ -62,7 +62,6 @@ class KerasRegistration(Registration):
         self.metrics: list[Any] = []
         self.batch_size: int | None = None
         self.shuffle = True
-        self._stepped: set[int] = set()
         self._has_stepped = False
         self._held: dict[int, list[Any]] = {}
         self._metrics_made: list[Any] | None = None
@@ -85,6 +84,7 @@ class KerasRegistration(Registration):
         if optimizers is None:
             optimizers = self._compiled("optimizer", models)
         self.optimizers = [self._placed(optimizer) for optimizer in listed(optimizers)]
+        self.step.optimizers = self.optimizers
         if criterion is None:
             criterion = getattr(self.models[0], "loss", None)
         if criterion is not None:
@@ -189,17 +189,13 @@ class KerasRegistration(Registration):
 
     # ---- steps
 
-    @property
-    def updated(self) -> bool:
-        return bool(self.optimizers) and all(id(o) in self._stepped for o in self.optimizers)
-
     def begin_batch(self, place: Place) -> None:
         super().begin_batch(place)
         if place.position > 0 and not self._held:
             self.parts.refuse("train_batch does not call self.minimize()", place)
         self._has_stepped = False
 
-    def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients and update, on all workers or on none.
 
         A gradient is None where this worker's batch does not depend on the variable. Those of a
@@ -225,8 +221,9 @@ class KerasRegistration(Registration):
         changed = [variable for _, variable in pairs]
         if len(self.optimizers) > 1:  # one may have made its update when another's step fails
             self._remember([*changed, *_variables_of(optimizer), *_loss_scale_of(optimizer)])
+        self.step.begin_update(optimizer)
         self.engine.update(optimizer, means, changed)
-        self._stepped.add(id(optimizer))
+        self.step.end_update(optimizer)
 
     def _remember(self, variables: list[Any]) -> None:
         for variable in map(tf_variable, variables):
@@ -235,16 +232,18 @@ class KerasRegistration(Registration):
 
     def commit(self, num_batches: int = 1) -> None:
         self._forget()
-        self.global_step += num_batches
+        super().commit(num_batches)
 
     def roll_back(self) -> None:
         """Take back what some optimizers did in a step that was not committed."""
         for variable, value in self._before.values():
             variable.assign(value)
+        if self.step.updating is not None and not self._before:
+            self.step.is_partial = True
         self._forget()
+        super().roll_back()
 
     def _forget(self) -> None:
-        self._stepped.clear()
         self._held.clear()
         self._before.clear()
         self._has_stepped = False
@@ -326,6 +325,7 @@ class KerasRegistration(Registration):
         for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
             if arrays and _loss_scale_of(optimizer):
                 set_arrays(_loss_scale_of(optimizer), arrays)
+        self.step.is_partial = False
 
 
 def _scaled(gradient: Any, weight: float) -> Any:

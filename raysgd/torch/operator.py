@@ -131,7 +131,7 @@ class TrainingOperator(OperatorBase):
                     metrics = self._with_logged(self.train_batch, batch, batch_info)
                     self._measure(meters, metrics)
                 except BaseException as error:
-                    if per_batch and registration.updated:
+                    if per_batch and registration.step.is_updated:
                         self.step_schedulers()  # the step counts as done
                     self._note_batch(error, "train_batch", batch)
                     raise

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.data.shard import Place
 from raysgd.loop.parts import Parts
 from raysgd.loop.registration import WarmedUp
+from raysgd.loop.step import Step
 from raysgd.torch.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
-from raysgd.torch.undo import UndoLog
 
 __all__ = ["Group", "Optimization", "as_count"]
 
@@ -188,29 +188,27 @@ class Optimization:
     Args:
         precision: how a step computes.
         parts: is told where batches must not come in parts.
+        step: the step in progress.
     """
 
-    def __init__(self, precision: Precision, parts: Parts | None = None) -> None:
+    def __init__(
+        self, precision: Precision, parts: Parts | None = None, step: Step | None = None
+    ) -> None:
         self.precision = precision
+        self._step = step or Step()
         self._parts = parts or Parts()
         self.group = Group()
         self.accumulation_steps = 1
         self.max_grad_norm: float | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._models: list[torch.nn.Module] = []
-        self._stepped: set[int] = set()
         self._with_gradients: set[int] = set()
         self._has_committed = False
         self._asked: set[int] = set()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._seen: dict[int, list[tuple[int, int]]] = {}
-        self._undo_log = UndoLog()
-        self._stepping: torch.optim.Optimizer | None = None
         self.makes_updates = True
         """False in a warm-up, which ends when an optimizer is about to step."""
-        self.is_partial = False
-        """Whether an optimizer raised within a step that cannot be undone."""
-        self._in_batch = False
         self._in_group = False
         self.in_helper = False
         """Whether an optimizer steps by the helper, which zeroes its gradients then."""
@@ -273,18 +271,20 @@ class Optimization:
     def begin(self) -> None:
         """Follow steps from now on: after all other hooks of `register`, which may refuse one."""
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(self._begin_update)
 
     # ---- batches
 
     def begin_batch(self, models: list[torch.nn.Module], place: Place) -> None:
         """Begin a batch of a group, or a part of one."""
-        if place.is_part:
-            self._checks_steps = True
-        self._in_batch, self._has_stepped = True, False
-        if place.position == 0:
-            self._stepped.clear()  # of steps that user code made outside of any batch
-        elif place.is_part and not self._used and any(map(_has_gradients, self._optimizers)):
+        self._checks_steps = self._checks_steps or place.is_part
+        self._has_stepped = False
+        if (
+            place.position > 0
+            and place.is_part
+            and not self._used
+            and any(map(_has_gradients, self._optimizers))
+        ):
             self._refuse_parts("train_batch does not call self.backward(loss)")
         self.group.begin(place)
         if place.position == 0:
@@ -311,23 +311,12 @@ class Optimization:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = wanted
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether an optimizer has begun a step and not ended it."""
-        return self._stepping is not None
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.makes_updates:
             raise WarmedUp
         if self._checks_steps:
             self._check_step(optimizer)
-        self._remember(optimizer)
-        self._stepping = optimizer
-
-    @property
-    def updated(self) -> bool:
-        """Whether every optimizer has made its update since the last commit."""
-        return bool(self._optimizers) and len(self._stepped) == len(self._optimizers)
+        self._step.begin_update(optimizer)
 
     def idle(self) -> list[str]:
         """Name the optimizers that have never made an update although batches were trained."""
@@ -348,7 +337,7 @@ class Optimization:
         Raises:
             RuntimeError: if there are some, which would be lost.
         """
-        if self.group.holds and not self._stepped:
+        if self.group.holds and not self._has_updated():
             self._refuse_parts("train_batch makes no update in some batches")
             raise RuntimeError(
                 "The gradients of several batches were accumulated, but train_batch made no "
@@ -356,44 +345,36 @@ class Optimization:
                 "self.optimizer_step(optimizer) for every batch; the latter knows when to step."
             )
 
+    def _has_updated(self) -> bool:
+        return any(map(self._step.num_updates, self._optimizers))
+
     def commit(self) -> None:
         """Close a group whose update is done."""
         self._has_committed = True
         self.precision.commit()
-        if self._used and self._stepped and len(self._optimizers) > 1:
+        if self._used and len(self._optimizers) > 1 and self._has_updated():
             # one loss may leave gradients in the parameters of another's optimizer; where nothing
             # stepped, a loop accumulates them by itself
             self._zero_gradients()
         self._reset()
 
-    def roll_back(self) -> list[torch.optim.Optimizer]:
-        """Take back what a group that was given up has left behind.
-
-        Returns:
-            The optimizers that had stepped and have been undone.
-        """
-        if self.is_stepping and not self._undo_log.holds(self._stepping):
-            self.is_partial = True
-        undone = self._undo_log.roll_back()
+    def roll_back(self) -> None:
+        """Drop the gradients of a step that is discarded."""
         self.precision.abandon()
         for exchange in self.exchanges.values():
             exchange.abandon()
         self._zero_gradients()
         self._reset()
-        return undone
 
     def end(self) -> None:
         """Let models exchange gradients again in whatever follows a segment of training."""
         self._exchange(True)
 
     def _reset(self) -> None:
-        self._stepped.clear()
         self._asked.clear()
         self._aside.clear()
         self._seen.clear()
-        self._undo_log.forget()
-        self._stepping = None
-        self._used = self._in_batch = self._in_group = False
+        self._used = self._in_group = False
         self.group.reset()
 
     def _zero_gradients(self) -> None:
@@ -441,7 +422,7 @@ class Optimization:
         if self._in_group:
             self._check_asked_once(optimizer)
             self._check_unchanged(optimizer)
-        elif id(optimizer) in self._stepped:
+        elif self._step.num_updates(optimizer):
             self._refuse_parts("train_batch steps an optimizer twice")
         if self._in_group and not self.group.has_backward and _has_gradients(optimizer):
             self._refuse_parts("train_batch does not call self.backward(loss)")
@@ -474,10 +455,12 @@ class Optimization:
                 if self.measures_norms:
                     self.norms[id(optimizer)] = norm
             self._note_gradients(optimizer)  # which a divided optimizer drops as it steps
+            before = self._step.num_updates(optimizer)
             self.precision.step(optimizer)
         finally:
             self.in_helper = False
-        self._on_step(optimizer)  # also where an overflow made the precision skip it
+        if self._step.num_updates(optimizer) == before:  # an overflow made the precision skip it
+            self._on_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return True
 
@@ -509,12 +492,6 @@ class Optimization:
                 parameter.grad = gradient
             self._aside.clear()
 
-    def _remember(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember what a step changes that is taken back unless the others step as well."""
-        others = (other for other in self._optimizers if other is not optimizer)
-        if self._in_batch and any(id(other) not in self._stepped for other in others):
-            self._undo_log.remember(optimizer)
-
     @contextlib.contextmanager
     def tolerating_a_skipped_step(self) -> Iterator[None]:
         """Keep torch from warning that schedulers step before the optimizer.
@@ -532,9 +509,8 @@ class Optimization:
     # ---- what users may get wrong
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepping = None
         if any(optimizer is registered for registered in self._optimizers):
-            self._stepped.add(id(optimizer))
+            self._step.end_update(optimizer)
             self._note_gradients(optimizer)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -545,7 +521,7 @@ class Optimization:
         """Refuse a step that would skip what only the helper does."""
         if self.in_helper:
             return
-        if self._in_batch:
+        if self._step.is_open:
             self._refuse_parts(
                 "train_batch steps an optimizer itself, not by self.optimizer_step()"
             )

@@ -41,6 +41,8 @@ from raysgd.torch.compiling import (
     uncompile,
     warn_of_idle_compilers,
 )
+from raysgd.torch.features.buffers import BufferCopies
+from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
 from raysgd.torch.memory import (
@@ -66,7 +68,6 @@ from raysgd.torch.state import (
     state_problem,
     to_cpu,
 )
-from raysgd.torch.undo import BufferCopies
 from raysgd.trees import loading
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class TorchRegistration(Registration):
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
         self._frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         self._buffers = BufferCopies()
+        self._rollback = Rollback(self.step, [], [])
         self._schedule: list[Any] = []
         self._epochs_ended = 0
         self._rates: list[dict[str, Any]] = []
@@ -129,6 +131,7 @@ class TorchRegistration(Registration):
                 settings.options.use_fp16, settings.device, settings.options.amp_dtype
             ),
             self.parts,
+            self.step,
         )
         self.optimization.mean_over_workers = self._mean_over_workers
 
@@ -241,7 +244,13 @@ class TorchRegistration(Registration):
             for model in self.models
             if not any(parameter.requires_grad for parameter in model.parameters())
         ]
+        self.step.optimizers = self.optimizers
         self._buffers = BufferCopies(self.models)
+        if self._full is None:
+            self._rollback = Rollback(
+                self.step, self.optimizers, self.models, updates_late=bool(self._divided)
+            )
+        self.features = [self._buffers, self._rollback]
         if self._full is not None:
             for each in self.models:
                 if not ddp.only_running_statistics(each):
@@ -387,7 +396,7 @@ class TorchRegistration(Registration):
             for own, value in zip(held, given, strict=False):
                 if own.shape == value.shape:  # else it is a cache that setup has filled
                     own.copy_(value)
-            self._buffers.remember()
+            self._buffers.commit()
 
     def register_data(self, train_loader: Any, validation_loader: Any) -> None:
         super().register_data(train_loader, validation_loader)
@@ -425,12 +434,9 @@ class TorchRegistration(Registration):
         return self.optimization.precision.num_skipped
 
     def end_segment(self) -> None:
+        super().end_segment()
         self.optimization.end()
         self._tell_what_is_eager()
-
-    @property
-    def updated(self) -> bool:
-        return self.optimization.updated
 
     def begin_batch(self, place: Place) -> None:
         if place.share != 1.0 and not self.replicated:
@@ -446,6 +452,7 @@ class TorchRegistration(Registration):
 
     def end_epoch(self) -> None:
         """Average, and say what nobody has stepped: optimizers in an epoch, schedulers in two."""
+        super().end_epoch()
         if (averages := self.averages) is not None:
             averages.note_epoch(self.epoch)
         self._epochs_ended += 1
@@ -507,8 +514,7 @@ class TorchRegistration(Registration):
         self.optimization.commit()
         for divided in self._divided:
             divided.commit()
-        self.global_step += num_batches
-        self._buffers.remember()
+        super().commit(num_batches)
         if self.averages is not None:
             self.averages.note_update()
 
@@ -542,13 +548,13 @@ class TorchRegistration(Registration):
         return contextlib.nullcontext() if self.averages is None else self.averages.in_place()
 
     def roll_back(self) -> None:
-        self._buffers.restore()
         for divided in self._divided:
             divided.abandon()  # before others give back what they know of the optimizers
-        undone = self.optimization.roll_back()
-        for divided in self._divided:
-            if any(divided.optimizer is each for each in undone):
-                divided.note_undone()
+        has_copies = self._rollback.has_copies
+        self.optimization.roll_back()
+        super().roll_back()
+        for divided in self._divided if has_copies else ():
+            divided.note_undone()
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as the next training step would."""
@@ -561,7 +567,7 @@ class TorchRegistration(Registration):
                 buffers += ddp.running_statistics(model)
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
-            self._buffers.remember()
+            self._buffers.commit()
 
     def minimum(self, value: int) -> int:
         return collectives.minimum(value, self.settings.device)
@@ -647,7 +653,7 @@ class TorchRegistration(Registration):
         )
         if not self.in_parts:
             why_not = why_not or "train_epoch is not the default one"
-        if self.is_partial:
+        if self.step.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))
@@ -667,11 +673,6 @@ class TorchRegistration(Registration):
         if smallest > 1:
             return "batch normalization takes two samples in each part at least"
         return "its parts have one sample each" if factor > 1 else "it has one sample"
-
-    @property
-    def is_partial(self) -> bool:
-        # parameters of a divided optimizer change after its step, all together
-        return self.optimization.is_partial and not self._divided
 
     def raise_split(self, factor: int) -> None:
         self.split = max(self.split, factor)
@@ -753,7 +754,7 @@ class TorchRegistration(Registration):
             self._load(state)
         if follows:
             self._buffers.set(buffers)
-            self.optimization.is_partial = False
+            self.step.is_partial = False
 
     @property
     def replicated(self) -> bool:
@@ -916,8 +917,9 @@ class TorchRegistration(Registration):
             self.averages = Averages.of(self._unwrapped, state["averages"])
         elif self.averages is not None:  # anew, from these weights
             self.averages = Averages.of(self._unwrapped, {**self.averages.state_dict(), "count": 0})
-        self._buffers.remember()
-        self.optimization.is_partial = False
+        for feature in self.features:
+            feature.loaded()
+        self.step.is_partial = False
 
     @property
     def _unwrapped(self) -> list[torch.nn.Module]:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.torch.undo import BufferCopies
+from raysgd.torch.features.buffers import BufferCopies
 
 
 class Model(torch.nn.Module):
@@ -61,12 +61,12 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     for changes in steps:
         for change in changes:
             change(model)
-        copies.remember()
+        copies.commit()
     for _ in range(1 + again):
         expected = values(model)
         for change in failing:
             change(model)
-        copies.restore()
+        copies.roll_back()
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
 
 
@@ -78,10 +78,10 @@ def test_restore_handles_sparse_expanded_and_view_buffers():
     copies = BufferCopies([model])
     for _ in range(3):
         model.table += 1
-        copies.remember()
+        copies.commit()
     model.table += 1
     model.sparse = model.sparse * 2
-    copies.restore()
+    copies.roll_back()
     assert model.table.tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert model.part.tolist() == [3.0, 4.0]
     assert torch.equal(model.sparse.to_dense(), torch.eye(3))
@@ -92,12 +92,12 @@ def test_restore_handles_buffers_made_in_inference_mode():
     with torch.inference_mode():
         model.cache = torch.zeros(2)
     copies = BufferCopies([model])
-    copies.remember()
+    copies.commit()
     with torch.inference_mode():
         model.cache += 1
-    copies.remember()
+    copies.commit()
     model.cache = torch.ones(2) * 5
-    copies.restore()
+    copies.roll_back()
     assert model.cache.tolist() == [1, 1]
 
 
@@ -110,5 +110,5 @@ def test_set_copies_the_values_of_another_worker():
     expected = values(other)
     torch.testing.assert_close(values(model), expected)
     in_place(model)
-    copies.restore()
+    copies.roll_back()
     torch.testing.assert_close(values(model), expected)

@@ -155,3 +155,52 @@ def test_ctrl_c_while_averages_are_swapped_in_restores_the_weights(start, press,
     learnt = [value.item() for value in trainer.state_dict()["models"][0].values()]
     assert learnt == [NUM_STEPS, NUM_STEPS]
     assert max(weights(trainer)) < NUM_STEPS
+
+
+# ---- steps that fail
+
+
+def fail(*_):
+    raise ValueError("in a step")
+
+
+def test_a_step_that_fails_between_two_updates_of_an_optimizer_is_redone(start):
+    trainer = start("after update 0", do=fail, updates=2)
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.train()
+    assert trainer.global_step == 3
+    trainer.train()
+    assert weights(trainer) == [2 * NUM_STEPS, 2 * NUM_STEPS]
+
+
+def test_a_first_step_whose_second_update_fails_is_found(start):
+    trainer = start("after update 0", step=0, do=fail_in_the_next_update, updates=2)
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match="Load a checkpoint to continue"):
+        trainer.train()
+
+
+def fail_in_the_next_update(operator):
+    operator.optimizer.register_step_pre_hook(fail)
+
+
+def move(operator):
+    with torch.no_grad():
+        operator.model.weight.add_(1)
+    fail()
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_parameters_that_train_batch_moved_are_restored_or_found(start, updates):
+    trainer = start("before update 0", do=move, updates=updates)
+    state = trainer.state_dict()
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.train()
+    if updates == 1:
+        for call in (trainer.train, trainer.state_dict):
+            with pytest.raises(RuntimeError, match="train_batch moved them"):
+                call()
+        trainer.load_state_dict(state)
+    trainer.train()
+    assert weights(trainer) == [updates * NUM_STEPS] * 2

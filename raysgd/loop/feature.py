@@ -1,0 +1,33 @@
+"""The interface of what takes part in each training step."""
+
+from __future__ import annotations
+
+from raysgd.data.shard import Place
+
+__all__ = ["StepFeature"]
+
+
+class StepFeature:
+    """A feature of training in one file. By default each hook does nothing.
+
+    A registration has a list of features and calls them in its order, which a discarded step
+    reverses. `raysgd.loop.loop` shows when.
+    """
+
+    def begin_batch(self, place: Place) -> None:
+        """Prepare for a batch, or a part of one: the first of a step has the position 0."""
+
+    def commit(self) -> None:
+        """Keep what a step changed. It counts already, also if this raises."""
+
+    def roll_back(self) -> None:
+        """Restore what a discarded step changed. Also called if no step is open."""
+
+    def loaded(self) -> None:
+        """Adjust to a state that was loaded, or taken from another worker."""
+
+    def end_segment(self) -> None:
+        """Report what was found, at the end of a segment or of a validation."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """Do what is due after so many completed epochs."""

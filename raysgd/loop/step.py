@@ -1,0 +1,108 @@
+"""The state of one training step: whether it counts, and whether it left the state clean."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.data.shard import Place
+
+__all__ = ["Step", "StepState"]
+
+
+class StepState(enum.Enum):
+    """Where a step is; the docstring of `raysgd.loop.loop` shows its life."""
+
+    DRAWN = "the loader has given its batch"
+    RUNNING = "the loop trains on the batch"
+    UPDATED = "every optimizer has made its updates"
+    COMMITTED = "it counts"
+    DISCARDED = "it does not count, and what it changed was restored"
+
+
+class Step:
+    """The step in progress on this worker, or the last one if there is none.
+
+    If the loop raises, the step counts if its state is UPDATED. Otherwise it is discarded, and
+    every feature restores what it copied before the step.
+    """
+
+    def __init__(self) -> None:
+        self.state = StepState.COMMITTED
+        self.optimizers: Sequence[Any] = ()
+        self.batches: list[Any] = []
+        """Its batches so far: several with gradient accumulation."""
+        self.place = Place()
+        """Place of the current batch, or part of one, in the step."""
+        self.updating: Any = None
+        """The optimizer whose update has begun and not ended."""
+        self.is_partial = False
+        """Whether a discarded step left changes that could not be restored. Then the state must
+        come from another worker, the snapshot, or a checkpoint."""
+        self._updates: Counter[int] = Counter()
+        self._most_updates: Counter[int] = Counter()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step is neither committed nor discarded."""
+        return self.state not in (StepState.COMMITTED, StepState.DISCARDED)
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether the step counts if the loop raises now."""
+        return self.state is StepState.UPDATED
+
+    @property
+    def has_several_updates(self) -> bool:
+        """Whether steps make more than one update, so that one can fail between them."""
+        return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
+
+    def num_updates(self, optimizer: Any) -> int:
+        """Return how many updates an optimizer has made in the step."""
+        return self._updates[id(optimizer)]
+
+    def draw(self, batch: Any) -> None:
+        """Add a batch, to a new step if none is open."""
+        if not self.is_open:
+            self.state = StepState.DRAWN
+            self._updates.clear()
+        self.batches.append(batch)
+
+    def run(self, place: Place) -> None:
+        """Note that the loop gets a batch, or a part of one."""
+        self.place = place
+        if self.state is not StepState.UPDATED:
+            self.state = StepState.RUNNING
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Note that an optimizer is about to change parameters."""
+        self.updating = optimizer
+        if self.state is StepState.UPDATED:
+            self.state = StepState.RUNNING
+
+    def end_update(self, optimizer: Any) -> None:
+        """Note that an optimizer has made an update."""
+        self.updating = None
+        if not self.is_open:
+            return
+        self._updates[id(optimizer)] += 1
+        usual = {id(each): self._most_updates[id(each)] or 1 for each in self.optimizers}
+        if usual and all(self._updates[key] >= count for key, count in usual.items()):
+            self.state = StepState.UPDATED
+
+    def commit(self) -> None:
+        """Let the step count."""
+        self._most_updates |= self._updates
+        self._end(StepState.COMMITTED)
+
+    def discard(self) -> None:
+        """End a step that does not count."""
+        if self.is_open:
+            self._end(StepState.DISCARDED)
+        self.updating = None
+
+    def _end(self, state: StepState) -> None:
+        self.state, self.place, self.batches, self.updating = state, Place(), [], None
+        self._updates.clear()

@@ -1,0 +1,80 @@
+"""Copies of buffers, because a forward pass changes them also in a step that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from raysgd.loop.feature import StepFeature
+
+__all__ = ["BufferCopies"]
+
+
+class BufferCopies(StepFeature):
+    """Copies all buffers at the end of a step, and restores them if the next one is discarded.
+
+    A buffer is known by its module and its name: a forward pass may assign another tensor.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
+        self._slots = [
+            (module, name)
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
+        self.commit()
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return the buffers; None for one that a forward pass has removed."""
+        found = [module._buffers.get(name) for module, name in self._slots]
+        return [None if buffer is None else buffer.detach() for buffer in found]
+
+    def commit(self) -> None:
+        """Copy the buffers, reusing the memory of the copies before."""
+        copies, buffers = [], []
+        for index, buffer in enumerate(self.tensors()):
+            copy = self._copies[index]
+            if buffer is None:
+                self._copies[index] = None
+                continue
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                copy = self._copies[index] = torch.empty_like(buffer)
+            copies.append(copy)
+            buffers.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, buffers)
+
+    def roll_back(self) -> None:
+        """Give the buffers the values of the copies."""
+        for slot, copy in zip(self._slots, self._copies, strict=True):
+            _set_buffer(*slot, copy)
+
+    def set(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Give the buffers the values of another worker's `tensors`, and copy those."""
+        for slot, value in zip(self._slots, values, strict=True):
+            _set_buffer(*slot, value)
+        self.commit()
+
+    def loaded(self) -> None:
+        self.commit()
+
+
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
+    buffer = module._buffers.get(name)
+    if value is None:
+        if name in module._buffers:
+            module._buffers[name] = None
+    elif buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
+        module._buffers[name] = value.clone()
+    else:
+        buffer.detach().copy_(value)
+
+
+def _is_writable(buffer: torch.Tensor) -> bool:
+    if buffer.layout is not torch.strided or buffer.is_inference():
+        return False
+    return 0 not in buffer.stride()  # an expanded tensor has several elements in one place

@@ -1,0 +1,141 @@
+"""Restore parameters and optimizer states if a step is discarded, or find that it is impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from raysgd.data.shard import Place
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import Step
+from raysgd.trees import map_leaves
+
+__all__ = ["Rollback"]
+
+
+class Rollback(StepFeature):
+    """Restores parameters and optimizer states if a step is discarded.
+
+    Copies are taken only if steps make several updates, by several optimizers or by one. Otherwise
+    the version counters of PyTorch tell whether a discarded step changed parameters. If it did,
+    the state is partial: an optimizer raised within its update, or `train_batch` moved parameters
+    itself. The counters do not see changes through ``parameter.data``.
+
+    Args:
+        step: the step in progress.
+        optimizers: the registered ones.
+        models: the registered ones.
+        updates_late: whether parameters change after the optimizer's step, all together.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        optimizers: Sequence[torch.optim.Optimizer],
+        models: Sequence[torch.nn.Module],
+        updates_late: bool = False,
+    ) -> None:
+        self._step = step
+        self._updates_late = updates_late
+        self._images = [_BeforeImage(optimizer) for optimizer in optimizers]
+        renormalized = {  # by each forward pass, also if it is repeated
+            module.weight
+            for model in models
+            for module in model.modules()
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
+        }
+        held = (parameter for model in models for parameter in model.parameters())
+        stepped = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        self._parameters = [
+            parameter
+            for parameter in dict.fromkeys([*held, *stepped])
+            if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
+        ]
+        self._versions: list[int] | None = None
+        self.has_copies = False
+        """Whether the step in progress can be restored."""
+
+    def begin_batch(self, place: Place) -> None:
+        if place.position > 0:
+            return
+        self.has_copies = self._step.has_several_updates
+        if self.has_copies:
+            for image in self._images:
+                image.take()
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def commit(self) -> None:
+        self._versions, self.has_copies = None, False
+
+    def roll_back(self) -> None:
+        if self._versions is None:
+            return
+        changed = {
+            parameter
+            for parameter, version in zip(self._parameters, self._versions, strict=True)
+            if parameter._version != version
+        }
+        if self.has_copies:
+            for image in reversed(self._images):
+                image.restore()
+                changed -= image.parameters
+        elif self._step.updating is not None and not self._updates_late:
+            self._step.is_partial = True  # its state may have changed before parameters do
+        if changed:
+            self._step.is_partial = True
+        self.commit()
+
+
+class _BeforeImage:
+    """One optimizer's parameters and state.
+
+    The copies stay on the device, and the next step uses their memory again.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: set[torch.Tensor] = set()
+        self._state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._tensors: dict[Any, list[torch.Tensor]] = {}
+        self._copies: dict[Any, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        self._tensors, self.parameters = {}, set()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                # one that is frozen now may have been trained, and be trained later in the step
+                if parameter.requires_grad or parameter in self.optimizer.state:
+                    self._note(parameter)
+                    self.parameters.add(parameter)
+        self._state = map_leaves(self.optimizer.state, self._note)
+        # where some keep what they have learnt of the step size
+        self._groups = [
+            {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        for kind, tensors in self._tensors.items():
+            copies = self._copies.get(kind, [])
+            if [c.shape for c in copies] != [t.shape for t in tensors]:
+                copies = self._copies[kind] = [torch.empty_like(t) for t in tensors]
+            torch._foreach_copy_(copies, tensors)
+
+    def _note(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            # by kind, since one kernel copies many tensors only where they are alike
+            self._tensors.setdefault((leaf.device, leaf.dtype), []).append(leaf)
+        return leaf
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for kind, tensors in self._tensors.items():
+            torch._foreach_copy_(tensors, self._copies[kind])
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+        for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)

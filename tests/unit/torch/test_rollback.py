@@ -1,0 +1,173 @@
+"""What a discarded step changed is restored, or found."""
+
+import pytest
+import torch
+
+from raysgd.data.shard import Place
+from raysgd.loop.step import Step
+from raysgd.torch.features.rollback import Rollback
+
+
+def stepped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+class Steps:
+    """Steps of which each makes two updates, so that copies are taken."""
+
+    def __init__(self, *optimizers, models=()):
+        self.step, self.optimizers = Step(), optimizers
+        self.step.optimizers = optimizers
+        self.rollback = Rollback(self.step, optimizers, models)
+        self.step._most_updates.update({id(optimizer): 2 for optimizer in optimizers})
+
+    def begin(self):
+        self.step.draw(None)
+        self.rollback.begin_batch(Place())
+
+    def commit(self):
+        self.step.commit()
+        self.rollback.commit()
+
+    def discard(self):
+        self.rollback.roll_back()
+        self.step.discard()
+
+
+def test_a_parameter_of_two_optimizers_goes_back_to_where_it_was_first():
+    shared = torch.nn.Parameter(torch.ones(2))
+    steps = Steps(*(torch.optim.SGD([shared], lr=0.1) for _ in range(2)))
+    steps.begin()
+    for optimizer in steps.optimizers * 2:
+        stepped(optimizer)
+    steps.discard()
+    assert shared.tolist() == [1, 1]
+    assert not steps.step.is_partial
+
+
+def test_a_committed_step_stays():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    steps = Steps(torch.optim.SGD([parameter], lr=0.5))
+    steps.begin()
+    stepped(steps.optimizers[0])
+    steps.commit()
+    steps.discard()
+    assert parameter.tolist() == [0.5, 0.5]
+    assert not steps.step.is_partial
+
+
+def test_parameters_frozen_as_the_step_begins_are_restored():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    steps = Steps(torch.optim.SGD([parameter], lr=0.5, momentum=0.9))
+    stepped(steps.optimizers[0])
+    before = parameter.tolist()
+    parameter.requires_grad_(False)
+    steps.begin()
+    parameter.requires_grad_(True)
+    stepped(steps.optimizers[0])
+    steps.discard()
+    assert parameter.tolist() == before
+    assert not steps.step.is_partial
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what others than torch's keep: new tensors, nested ones, and keys of its own."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        (parameter,) = self.param_groups[0]["params"]
+        held = self.state[parameter]
+        held["mean"] = held.get("mean", torch.zeros(2)) + parameter
+        held.setdefault("nested", {"history": [torch.zeros(2)]})["history"][0].add_(parameter)
+        held["nested"]["history"].append(parameter.clone())
+        self.state["count"] = self.state.get("count", 0) + 1
+
+
+class Learning(torch.optim.SGD):
+    """Keeps what it has learnt of the step size among its options."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        (group,) = self.param_groups
+        group["k"] = group.get("k", 0) + 1
+        group["d"] = group.get("d", torch.ones(1)).mul_(2)
+        group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("kind", [Odd, Learning])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_state_of_every_form_is_taken_back(num_steps, kind):
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    odd, twin = (kind([p], lr=0.5) for p in (parameter, torch.nn.Parameter(parameter.clone())))
+    steps = Steps(odd)
+    for _ in range(num_steps):
+        stepped(odd)
+        stepped(twin)
+    steps.begin()
+    stepped(odd)
+    stepped(odd)
+    steps.discard()
+    assert str(odd.state_dict()) == str(twin.state_dict())
+    stepped(odd)
+    stepped(twin)
+    assert str([odd.state_dict(), odd.param_groups]) == str([twin.state_dict(), twin.param_groups])
+
+
+def test_room_is_used_again():
+    steps = Steps(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]))
+    made = []
+    for _ in range(4):
+        with Counting(made):
+            steps.begin()
+        stepped(steps.optimizers[0])
+        steps.commit()
+    # again only when there is state to copy, which the first step makes
+    assert made == [1, 4, 0, 0]
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Adds to a list how many tensors were made while it was entered."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def __enter__(self):
+        self.made.append(0)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.made[-1] += "empty_like" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+# ---- without copies
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_parameter_that_a_discarded_step_changed_makes_the_state_partial(changes):
+    model = torch.nn.Linear(2, 1)
+    frozen = torch.nn.Linear(2, 1).requires_grad_(False)
+    steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
+    steps.step._most_updates.clear()
+    steps.begin()
+    model(torch.ones(1, 2)).sum().backward()
+    if changes:
+        frozen.weight.add_(1)
+    steps.discard()
+    assert steps.step.is_partial == changes
+
+
+def test_an_embedding_that_a_forward_pass_normalizes_is_no_change():
+    model = torch.nn.Embedding(2, 2, max_norm=0.1)
+    steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model])
+    steps.step._most_updates.clear()
+    steps.begin()
+    model(torch.tensor([0, 1]))
+    steps.discard()
+    assert not steps.step.is_partial
