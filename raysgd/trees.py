@@ -96,7 +96,9 @@ def unchanged(held: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(held: Any, own: Any, given: Any, place: str) -> Iterator[None]:
+def loading(
+    held: Any, own: Any, given: Any, place: str, load: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
     """Have an object load a state; if it cannot, or what is done within fails, it gets its own.
 
     Args:
@@ -104,13 +106,15 @@ def loading(held: Any, own: Any, given: Any, place: str) -> Iterator[None]:
         own: its state.
         given: the state that it shall load.
         place: where that is in the state of the trainer.
+        load: loads a state; None for ``held.load_state_dict``.
 
     Raises:
         CheckpointError: if the object cannot load it.
     """
+    load = load or held.load_state_dict
     try:
         try:
-            held.load_state_dict(given)
+            load(given)
         except Exception as error:
             raise CheckpointError(
                 f"The state's {place} cannot be loaded: {type(held).__name__}.load_state_dict "
@@ -119,5 +123,5 @@ def loading(held: Any, own: Any, given: Any, place: str) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(Exception):
-            held.load_state_dict(own)
+            load(own)
         raise

@@ -62,6 +62,7 @@ from raysgd.torch.sharding import DividedOptimizer, is_divided
 from raysgd.torch.state import (
     copied,
     copied_to_cpu,
+    load_optimizer,
     model_state,
     on_cpu,
     renamed,
@@ -902,6 +903,7 @@ class TorchRegistration(Registration):
             divided.take_state()
 
     def _load(self, state: dict[str, Any]) -> None:
+        keeps_dtypes = self._has_own_dtypes(state)
         with contextlib.ExitStack() as undoing:
             # models last: they take content in place, which giving back what they had does not undo
             for name, objects in reversed(self._stateful(state)):
@@ -909,8 +911,11 @@ class TorchRegistration(Registration):
                     objects = self._full.undivided()[: len(objects)]
                 parts = zip(objects, self._saved(name, objects, state), strict=True)
                 for index, (held, saved) in enumerate(parts):
-                    place = f"{name}[{index}]"
-                    undoing.enter_context(loading(held, held.state_dict(), saved, place))
+                    place, own = f"{name}[{index}]", held.state_dict()
+                    load = None
+                    if name == "optimizers" and keeps_dtypes:
+                        load = functools.partial(load_optimizer, held)
+                    undoing.enter_context(loading(held, own, saved, place, load))
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
         if "averages" in state:
@@ -924,6 +929,16 @@ class TorchRegistration(Registration):
     @property
     def _unwrapped(self) -> list[torch.nn.Module]:
         return [ddp.unwrap(model) for model in self.models]
+
+    def _has_own_dtypes(self, state: dict[str, Any]) -> bool:
+        """Whether the models of a state have the dtypes of the registered ones."""
+        models = self._unwrapped
+        return all(
+            tensor.dtype == saved[name].dtype
+            for model, saved in zip(models, self._saved("models", models, state), strict=False)
+            for name, tensor in model.named_parameters()
+            if name in saved
+        )
 
     def _saved(self, name: str, objects: list[Any], state: dict[str, Any]) -> Any:
         """Return the states in `state` of what is held."""

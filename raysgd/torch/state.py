@@ -20,6 +20,7 @@ from raysgd.trees import deep_copied, map_leaves
 __all__ = [
     "copied",
     "copied_to_cpu",
+    "load_optimizer",
     "model_state",
     "on_cpu",
     "renamed",
@@ -159,6 +160,31 @@ def renamed(state: Any, like: torch.nn.Module) -> Any:
         own.get(saved_name(name), name) if isinstance(name, str) else name: value
         for name, value in state.items()
     }
+
+
+# ---- loading
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state bit by bit: ``load_state_dict`` casts it to the dtypes of the parameters."""
+    optimizer.load_state_dict(dict(state))
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
+            if parameter in optimizer.state and key in state["state"]:
+                held = optimizer.state[parameter]
+                optimizer.state[parameter] = _in_dtypes_of(state["state"][key], held)
+
+
+def _in_dtypes_of(saved: Any, held: Any) -> Any:
+    """Return what was loaded, with tensors as they were saved if their dtypes differ."""
+    if isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return held if held.dtype == saved.dtype else saved.to(held.device, copy=True)
+    if isinstance(held, dict) and isinstance(saved, Mapping):
+        for key in held.keys() & saved.keys():
+            held[key] = _in_dtypes_of(saved[key], held[key])
+    elif type(held) in (list, tuple) and isinstance(saved, list | tuple):
+        return type(held)(map(_in_dtypes_of, saved, held))
+    return held
 
 
 # ---- whether a state fits, found out before anything is changed

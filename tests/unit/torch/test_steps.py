@@ -1,5 +1,6 @@
 """When a step counts, and what is restored if it is discarded."""
 
+import copy
 import signal
 
 import pytest
@@ -8,8 +9,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.torch import averages
+from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.trees import map_leaves
 
 NUM_STEPS = 6
+
+
+class WithMaster(torch.optim.Optimizer):
+    """Keeps float32 weights for parameters of a smaller dtype, and nested state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["nested"] = {"history": [parameter.float() / 3]}
+            state["nested"]["history"][0] += 1e-4
+            parameter.copy_(state["nested"]["history"][0])
 
 
 class Data(TensorDataset):
@@ -204,3 +223,46 @@ def test_parameters_that_train_batch_moved_are_restored_or_found(start, updates)
         trainer.load_state_dict(state)
     trainer.train()
     assert weights(trainer) == [updates * NUM_STEPS] * 2
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.bfloat16, WithMaster),
+        (torch.float64, torch.optim.NAdam),
+        (torch.float64, torch.optim.ASGD),
+    ],
+)
+def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
+    made = [make_registration(kind, dtype) for _ in range(2)]
+    for parameter in made[0].models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made[0].optimizers[0].step()
+    state = made[0].training_state()
+    made[1].load_training_state(copy.deepcopy(state))
+    assert flat(made[1].training_state()) == flat(state)
+
+
+def test_optimizer_state_is_cast_if_the_models_have_another_dtype():
+    made = [make_registration(torch.optim.Adam, dtype) for dtype in (torch.float64, torch.float32)]
+    for registration in made:
+        (parameter, _) = registration.models[0].parameters()
+        parameter.grad = torch.ones_like(parameter)
+        registration.optimizers[0].step()
+    made[1].load_training_state(made[0].training_state())
+    assert made[1].optimizers[0].state[parameter]["exp_avg"].dtype is torch.float32
+
+
+def make_registration(kind, dtype):
+    registration = TorchRegistration(OperatorSettings())
+    model = torch.nn.Linear(2, 1).to(dtype)
+    registration.register(model, kind(model.parameters()), None, None, None)
+    return registration
+
+
+def flat(tree):
+    """Return text that shows each value with its dtype."""
+    return str(map_leaves(tree, lambda x: (x.dtype, x.tolist()) if torch.is_tensor(x) else x))
