@@ -599,6 +599,10 @@ class Registration(ABC):
     # ---- state
 
     @abstractmethod
+    def settable(self) -> Any:
+        """Return what user code may set between steps, such as learning rates, to compare it."""
+
+    @abstractmethod
     def training_state(self) -> dict[str, Any]:
         """Return models, optimizers and what belongs to them, as they are on this device."""
 

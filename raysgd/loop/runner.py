@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -293,7 +293,7 @@ class OperatorRunner(ABC):
             case ApplyRequest():
                 return request.function()
             case ApplyOperatorRequest():
-                return request.function(self.operator)
+                return self._apply_operator(request.function)
             case RestartStateRequest():
                 return self.restart_state(request.num_workers)
             case HeldStateRequest():
@@ -341,6 +341,19 @@ class OperatorRunner(ABC):
     @abstractmethod
     def models(self) -> Any:
         """Return copies of the models."""
+
+    def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function of the user with the operator; a snapshot has what it changed."""
+        registration, loop = self._registration, self._running
+        before = registration.settable()
+        try:
+            return function(self.operator)
+        finally:
+            if registration.settable() != before:
+                has_snapshot = loop.snapshots.step is not None
+                loop.snapshots.clear()  # the next segment takes one
+                if not has_snapshot:
+                    loop.snapshots.maybe_take(loop.state_with_call)
 
     # ---- state
 

@@ -304,6 +304,9 @@ class KerasRegistration(Registration):
     def to_cpu(self, state: Any) -> Any:
         return map_leaves(state, copied_leaf)
 
+    def settable(self) -> Any:
+        return [str(optimizer.get_config()) for optimizer in self.optimizers]
+
     def training_state(self) -> dict[str, Any]:
         return {
             "models": [named_arrays(_variables_of(m)) for m in self.models],

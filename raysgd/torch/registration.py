@@ -855,6 +855,15 @@ class TorchRegistration(Registration):
         """Return a state on CPU; a copy, but where it is pickled for the driver anyway."""
         return to_cpu(state) if self.context.in_driver else on_cpu(state)
 
+    def settable(self) -> Any:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        averages = self.averages
+        return (
+            [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
+            [parameter._version for model in self.models for parameter in model.parameters()],
+            None if averages is None else (id(averages), averages.decay),
+        )
+
     def training_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "models": (

@@ -8,7 +8,7 @@ import torch
 
 from raysgd.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
-from raysgd.loop.requests import TrainRequest
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit.recorder import Recorder
@@ -257,3 +257,36 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
     second.handle(TrainRequest(call=0, until_epoch=1))
     assert second.operator.trained == []
     assert (second.progress().epoch, second.progress().global_step) == (1, 5)
+
+
+def begin_averages(operator):
+    operator._registration.average(0.9, 1)
+
+
+def set_rate(operator):
+    operator.optimizer.param_groups[0]["lr"] = 0.125
+
+
+@pytest.mark.parametrize("change", [begin_averages, set_rate])
+@pytest.mark.parametrize("until_step", [None, 5, 7])
+def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
+    runner = make_runner("epoch")
+    if until_step is not None:
+        taken(runner, until_step)
+    runner.handle(ApplyOperatorRequest(change))
+    if until_step is not None:
+        # so that the driver fetches the next one although it is of the same step
+        assert runner.progress().snapshot is None
+        taken(runner, until_step + 1)
+    state = runner.snapshot()
+    if change is begin_averages:
+        assert "averages" in state
+    else:
+        assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.125
+
+
+def test_a_snapshot_stays_if_a_function_changes_nothing():
+    runner = make_runner("epoch")
+    taken(runner, 7)
+    runner.handle(ApplyOperatorRequest(lambda operator: operator.optimizer.param_groups[0]["lr"]))
+    assert runner.progress().snapshot == 5
