@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from raysgd.torch.state import saved_name
+from raysgd.torch.state import is_like, saved_name
 
 __all__ = ["Averages", "averages_problem"]
 
@@ -163,13 +163,11 @@ def averages_problem(models: Sequence[torch.nn.Module], state: Any) -> str:
         type(count) is int and 0 <= count < 2**62 for count in counts
     ):
         return "its decay is no number between 0 and 1, or its counts are none"
-    shapes = [
-        {saved_name(name): p.shape for name, p in model.named_parameters()} for model in models
-    ]
-    found = [
-        {n: t.shape for n, t in given.items() if isinstance(t, torch.Tensor)}
-        if isinstance(given, Mapping)
-        else None
-        for given in state["models"]
-    ]
-    return "" if shapes == found else "they are of other models"
+    held = [{saved_name(n): p for n, p in model.named_parameters()} for model in models]
+    fits = len(held) == len(state["models"]) and all(
+        isinstance(given, Mapping)
+        and given.keys() == own.keys()
+        and all(is_like(given[n], p) and given[n].shape == p.shape for n, p in own.items())
+        for own, given in zip(held, state["models"], strict=True)
+    )
+    return "" if fits else "they are of other models, or no dense tensors"

@@ -20,6 +20,7 @@ from raysgd.trees import deep_copied, map_leaves
 __all__ = [
     "copied",
     "copied_to_cpu",
+    "is_like",
     "load_optimizer",
     "model_state",
     "on_cpu",
@@ -206,14 +207,14 @@ def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     for key, value in held.items():
         if not isinstance(value, torch.Tensor):
             continue
-        found = state[key].shape if _is_like(state[key], value) else None
+        found = state[key].shape if is_like(state[key], value) else None
         if found != value.shape:
             shape = "no tensor" if found is None else f"of shape {tuple(found)}"
             return f"{key} is {shape}, not of shape {tuple(value.shape)}"
     return ""
 
 
-def _is_like(given: Any, value: torch.Tensor) -> bool:
+def is_like(given: Any, value: torch.Tensor) -> bool:
     """Whether it is a tensor that can be copied to another, if their shapes are the same."""
     return (
         isinstance(given, torch.Tensor)
@@ -280,10 +281,13 @@ def _scheduler_problem(held: Any, state: Any) -> str:
 
 
 def _number_problem(own: Any, given: Any) -> str:
-    """Say what a number, or a list of numbers, has to be that a scheduler has; nothing if it is."""
+    """Say what a field of a scheduler must be, if it holds numbers and `given` does not."""
+    if isinstance(own, Mapping) and own and all(map(_is_number, own)):
+        fits = isinstance(given, Mapping) and all(map(_is_number, given))
+        return "" if fits else "a dict of numbers"
     if isinstance(own, list) and own and all(map(_is_number, own)):
-        fits = isinstance(given, list | tuple) and all(map(_is_number, given))
-        return "" if fits else "a list of numbers"
+        fits = isinstance(given, list | tuple) and len(given) == len(own)
+        return "" if fits and all(map(_is_number, given)) else f"a list of {len(own)} numbers"
     is_number = _is_number(own) and not isinstance(own, bool)
     return "a number" if is_number and not _is_number(given) else ""
 

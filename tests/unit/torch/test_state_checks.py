@@ -311,3 +311,19 @@ def test_a_scheduler_that_loads_in_a_way_of_its_own_is_let():
     scheduler = Own(torch.optim.SGD(linear().parameters(), lr=0.1), lambda epoch: 1)
     check_fits("schedulers", [scheduler], [{"last_epoch": 3}])
     check_fits("schedulers", [object()], [{"last_epoch": 3}])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("milestones", None, "a dict of numbers"),
+        ("milestones", {"a": 1}, "a dict of numbers"),
+        ("base_lrs", [], "a list of 1 numbers"),
+    ],
+)
+def test_fields_of_a_scheduler_must_keep_their_form(name, value, said):
+    held = Lr.MultiStepLR(torch.optim.SGD(linear().parameters(), lr=0.1), [2, 4])
+    state = {**held.state_dict(), name: value}
+    assert f"its {name!r} is {value!r}, and must be {said}" in problem(
+        "schedulers", [held], [state]
+    )

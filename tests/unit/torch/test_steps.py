@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.errors import CheckpointError
 from raysgd.torch import averages
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.trees import map_leaves
@@ -266,3 +267,14 @@ def make_registration(kind, dtype):
 def flat(tree):
     """Return text that shows each value with its dtype."""
     return str(map_leaves(tree, lambda x: (x.dtype, x.tolist()) if torch.is_tensor(x) else x))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda t: t.to("meta")])
+def test_averages_that_cannot_be_copied_are_refused(change):
+    registration = make_registration(torch.optim.SGD, torch.float32)
+    registration.average(0.5, 1)
+    state = copy.deepcopy(registration.training_state())
+    given = state["averages"]["models"][0]
+    given["weight"] = change(given["weight"])
+    with pytest.raises(CheckpointError, match="no dense tensors"):
+        registration.check_training_state(state)
