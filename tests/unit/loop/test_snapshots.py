@@ -273,7 +273,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     runner = make_runner("epoch")
     if until_step is not None:
         taken(runner, until_step)
-    runner.handle(ApplyOperatorRequest(change))
+    runner.handle(ApplyOperatorRequest(function=change))
     if until_step is not None:
         # so that the driver fetches the next one although it is of the same step
         assert runner.progress().snapshot is None
@@ -288,5 +288,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
 def test_a_snapshot_stays_if_a_function_changes_nothing():
     runner = make_runner("epoch")
     taken(runner, 7)
-    runner.handle(ApplyOperatorRequest(lambda operator: operator.optimizer.param_groups[0]["lr"]))
+    runner.handle(
+        ApplyOperatorRequest(function=lambda operator: operator.optimizer.param_groups[0]["lr"])
+    )
     assert runner.progress().snapshot == 5
