@@ -143,7 +143,7 @@ class ActorMember(Member):
         if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
-            self._submit("watch_driver", arguments).add_done_callback(monitor.note_start)
+            self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
         """Let all calls that are under way, and all later ones, fail: nobody will answer."""
@@ -154,17 +154,14 @@ class ActorMember(Member):
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the actor's work thread."""
-        return self._submit(method, arguments)
+        self._check_alive()
+        answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
+        return answer if self.watch is None else self._unless_lost(answer)
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in one of the actor's control threads."""
         assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
-        return self._submit(method, arguments)
-
-    def _submit(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        self._check_alive()
-        answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
-        return answer if self.watch is None else self._unless_lost(answer)
+        return self.work(method, *arguments)  # the method itself has the thread group
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails where the host is lost.
