@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import threading
+import traceback
 import weakref
 
 import pytest
@@ -57,6 +59,19 @@ def test_results_can_be_had_by_worker(make_trainer):
     assert (trained["epoch"], trained["num_samples"]) == (1, 40)
     (validated,) = trainer.validate(reduce_results=False)
     assert validated["num_samples"] == 40
+
+
+def test_train_reaches_train_batch_in_twelve_frames(make_trainer):
+    class Deep(Recorder):
+        def train_batch(self, batch, batch_info):
+            stacks.append([frame.name for frame in traceback.extract_stack()])
+            return super().train_batch(batch, batch_info)
+
+    stacks, caller = [], sys._getframe().f_code.co_name
+    make_trainer(Deep).train(num_steps=1)
+    names = stacks[0][stacks[0].index(caller) + 1 :]
+    assert names[-1] == "train_batch"
+    assert len(names) <= 12, names
 
 
 def test_the_newest_metrics_of_train_and_validate_are_kept(make_trainer):

@@ -1,0 +1,31 @@
+"""Typed requests to runners: their names, what changes in them, and those that nobody handles."""
+
+import pytest
+
+from raysgd.context import Request
+from raysgd.loop.requests import TrainRequest, UpdateSchedulersRequest, ValidateRequest
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.train.requests import NextRequest
+from raysgd.train.runner import FunctionRunner
+from tests.operators import Classifier
+
+
+def test_a_request_has_the_name_of_its_class():
+    assert UpdateSchedulersRequest(call=0, metric=1.0).name == "update_schedulers"
+    assert Request().name == ""
+
+
+def test_only_a_request_to_train_can_split_its_batches():
+    request = TrainRequest(call=0, until_step=3)
+    assert request.with_split(2) == TrainRequest(call=0, until_step=3, split=2)
+    with pytest.raises(NotImplementedError, match="validate does not train"):
+        ValidateRequest(call=0).with_split(2)
+
+
+def test_a_runner_refuses_requests_of_the_other_family():
+    operators = TorchRunner(TorchOptions(training_operator_cls=Classifier))
+    with pytest.raises(NotImplementedError, match="next is no request to an operator"):
+        operators.handle(NextRequest(reported=None))
+    with pytest.raises(NotImplementedError, match="train is no request to a training function"):
+        FunctionRunner(False).handle(TrainRequest(call=0))
