@@ -104,6 +104,7 @@ class WandbLogger(LoggerCallback):
             given = {
                 "project": self._project,
                 "config": json_dict(shown_config(trainer.config), shown_repr),
+                "reinit": "create_new",  # else wandb returns the run that the process has already
                 **self._arguments,
             }
             if self._mode is not None:

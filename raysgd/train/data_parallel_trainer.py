@@ -110,7 +110,7 @@ class DataParallelTrainer:
                 "as ValidationConfig(function)."
             )
         bound_function(self.train_loop_per_worker, self.train_loop_config)
-        self._callback_handler()
+        self.callback_handler()
         self.executor()
 
     def setup(self) -> None:
@@ -138,7 +138,7 @@ class DataParallelTrainer:
 
     def _run(self, folder: Path, log: ReportLog) -> Result:
         executor = self.executor()
-        callback_handler = self._callback_handler()
+        callback_handler = self.callback_handler()
         executor.start()
         try:
             with callback_handler.run(folder, self.train_loop_config):
@@ -189,7 +189,8 @@ class DataParallelTrainer:
             resume=True,
         )
 
-    def _callback_handler(self) -> CallbackHandler:
+    def callback_handler(self) -> CallbackHandler:
+        """Return what calls the callbacks of the ``run_config``, for `fit` and for trials."""
         return CallbackHandler(getattr(self.run_config, "callbacks", None))
 
     def executor(self) -> BackendExecutor:
@@ -327,7 +328,8 @@ class DataParallelTrainer:
         """Return a class of trials for ``ray.tune.Tuner``, each of which is a run of its own.
 
         A trial's ``train_loop_config`` is merged over that of the trainer, key by key; its
-        ``scaling_config`` takes the place of the trainer's.
+        ``scaling_config`` takes the place of the trainer's. Each trial has copies of the callbacks
+        in ``run_config``, which see what all of its workers report.
 
         Raises:
             RuntimeError: if Ray Tune is not installed.

@@ -8,7 +8,9 @@ last report once more, where a checkpoint came after that.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,10 +71,22 @@ class FunctionTrainable(Trainable):
         self._executor = self._own.executor()
         self._executor.start()
         self._checkpoints: RunCheckpoints | None = None
+        self._callbacks = contextlib.ExitStack()
 
     def step(self) -> dict[str, Any]:
         """Wait for the next report, and return worker 0's."""
+        try:
+            return self._step()
+        except BaseException:
+            self._callbacks.__exit__(*sys.exc_info())
+            raise
+
+    def _step(self) -> dict[str, Any]:
         if self._checkpoints is None:
+            handler = self._own.callback_handler()
+            folder = Path(self.logdir or "")
+            self._callbacks.enter_context(handler.run(folder, self._own.train_loop_config))
+            self._handler = handler
             self._checkpoints = self._own.start_on(
                 self._executor,
                 None,
@@ -90,10 +104,12 @@ class FunctionTrainable(Trainable):
         saved = {SHOULD_CHECKPOINT: True} if self._checkpoints.number != number else {}
         if results is None:
             self._executor.finish_training()
+            self._callbacks.close()
             # Tune does not look whether a result that stands for the one before has a checkpoint;
             # where nothing was reported there is none before
             is_new = saved or not self._reported
             return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
+        self._handler.handle(results)
         self._reported += 1
         self._last = results[0]
         return {**self._last, **saved}
@@ -123,8 +139,11 @@ class FunctionTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        """End the workers."""
-        self._executor.shutdown(graceful_termination=False)
+        """End the workers, and tell the callbacks."""
+        try:
+            self._callbacks.close()
+        finally:
+            self._executor.shutdown(graceful_termination=False)
 
 
 def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:

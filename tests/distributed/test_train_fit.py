@@ -280,7 +280,10 @@ def test_a_trial_goes_on_from_the_checkpoint_of_a_better_one(module_cluster, tmp
             train.report(**state)
 
     monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
-    trainer = DataParallelTrainer(function, train_loop_config={"factor": 2.0})
+    seen = Seen()
+    trainer = DataParallelTrainer(
+        function, train_loop_config={"factor": 2.0}, run_config=RunConfig(callbacks=[seen])
+    )
     trainable = trainer.as_trainable()
     worse = trainable(config={"train_loop_config": {"rate": 0.25}})
     better = trainable(config={"train_loop_config": {"rate": 4.0}})
@@ -297,6 +300,8 @@ def test_a_trial_goes_on_from_the_checkpoint_of_a_better_one(module_cluster, tmp
         result = better.train()
         assert result["rates"] == [8.0, 8.0, 6.0]
         assert result["_training_iteration"] == 3
+        assert len(seen.results) == 6
+        assert seen.errors == [False, False]  # of the trials that were replaced
     finally:
         worse.stop()
         better.stop()
