@@ -139,10 +139,12 @@ class DataParallelTrainer:
     def _run(self, folder: Path, log: ReportLog) -> Result:
         executor = self.executor()
         callback_handler = self.callback_handler()
+        datasets = Datasets(self.datasets, self._is_split)
+        datasets.materialize()
         executor.start()
         try:
             with callback_handler.run(folder, self.train_loop_config):
-                checkpoints = self.start_on(executor, folder)
+                checkpoints = self.start_on(executor, folder, datasets=datasets)
                 while (results := executor.fetch_next_result()) is not None:
                     log.write(results[0])
                     callback_handler.handle(results)
@@ -165,6 +167,7 @@ class DataParallelTrainer:
         iteration: int = 0,
         experiment: Mapping[str, str] | None = None,
         checkpoint: Any = None,
+        datasets: Datasets | None = None,
     ) -> RunCheckpoints:
         """Start the function on an executor that is started; for `fit` and for trials of Tune.
 
@@ -174,12 +177,13 @@ class DataParallelTrainer:
             iteration: reports that were made before; a checkpoint in the folder knows its own.
             experiment: names for `raysgd.train.get_context`.
             checkpoint: what to start from instead.
+            datasets: the data sets, if they are read already.
         """
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         return executor.start_training(
             bound_function(self.train_loop_per_worker, dict(self.train_loop_config)),
             folder,
-            Datasets(self.datasets, self._is_split),
+            datasets or Datasets(self.datasets, self._is_split),
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
             strategy_of(getattr(self.run_config, "checkpoint_config", None)),
             validation=None if folder is None else self.validation_config,

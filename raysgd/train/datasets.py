@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ray
+
 __all__ = ["Datasets"]
+
+logger = logging.getLogger(__name__)
 
 
 class Datasets:
@@ -23,6 +28,7 @@ class Datasets:
         self._given = (dict(given) or None) if isinstance(given, Mapping) else given
         self._is_split = is_split
         self._kept: dict[str, Any] = {}
+        self._warned: set[tuple[str, int]] = set()
         named = self._given if isinstance(self._given, dict) else {"": self._given}
         for name, dataset in named.items():
             is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
@@ -40,11 +46,60 @@ class Datasets:
         shares = {name: self._shares(name, data, actors) for name, data in self._given.items()}
         return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
 
+    def materialize(self) -> None:
+        """Read the data sets that are shared out, while no worker holds the CPUs for it."""
+        named = self._given if isinstance(self._given, dict) else {"": self._given}
+        for name, dataset in named.items():
+            if dataset is not None and self._is_split(name):
+                self._materialized(name, dataset)
+
+    def _materialized(self, name: str, dataset: Any) -> Any:
+        """Return the data set with fixed rows: the same after a restart."""
+        if name not in self._kept:
+            if _is_lazy(dataset):
+                logger.warning(
+                    "Data set %r is read once, before training. What its map functions draw at "
+                    "random is the same in every epoch: draw it in the training function instead. "
+                    "Pass dataset.materialize() to avoid this warning.",
+                    name,
+                )
+                _warn_without_cpu(name)
+            self._kept[name] = getattr(dataset, "materialize", lambda: dataset)()
+        return self._kept[name]
+
     def _shares(self, name: str, dataset: Any, actors: Sequence[Any]) -> list[Any]:
         if dataset is None or not self._is_split(name):
+            if _is_lazy(dataset):
+                _warn_without_cpu(name)
             return [dataset] * len(actors)
-        if name not in self._kept:  # the same rows after a restart, whatever was drawn at random
-            materialize = getattr(dataset, "materialize", lambda: dataset)
-            self._kept[name] = materialize()
-        dataset = self._kept[name]
-        return list(dataset.split(len(actors), equal=True, locality_hints=list(actors)))
+        dataset, num_workers = self._materialized(name, dataset), len(actors)
+        num_rows = dataset.count() if hasattr(dataset, "count") else 0
+        if num_rows % num_workers and (name, num_workers) not in self._warned:
+            self._warned.add((name, num_workers))
+            logger.warning(
+                "Data set %r has %d rows, and %d workers get equally many: %d each. The other %d "
+                "rows are not used.",
+                name,
+                num_rows,
+                num_workers,
+                num_rows // num_workers,
+                num_rows % num_workers,
+            )
+        return list(dataset.split(num_workers, equal=True, locality_hints=list(actors)))
+
+
+def _is_lazy(dataset: Any) -> bool:
+    """Whether reading a data set starts tasks."""
+    is_done = type(dataset).__name__ == "MaterializedDataset"
+    return hasattr(dataset, "materialize") and not is_done
+
+
+def _warn_without_cpu(name: str) -> None:
+    """Warn if the tasks that read a data set have to wait for a CPU."""
+    if ray.is_initialized() and ray.available_resources().get("CPU", 0) < 1:
+        logger.warning(
+            "Data set %r is read by Ray tasks, and no CPU of the cluster is free for them now. If "
+            "the workers hold all CPUs, this waits forever: leave one free, or pass "
+            "dataset.materialize(), called before the workers start.",
+            name,
+        )

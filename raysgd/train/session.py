@@ -125,6 +125,7 @@ class Session:
         full_size: int | None = None,
     ) -> None:
         self.full_size = full_size
+        self._pid = os.getpid()
         self.plan = plan
         self.context = context
         self.report_queue = report_queue
@@ -273,7 +274,17 @@ class Session:
         return [each.ended().as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
-        """Hand over what was still being uploaded."""
+        """Hand over what was still being uploaded.
+
+        Raises:
+            RuntimeError: in a process that the function forked.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "A process that the training function forked cannot report or save, because it has "
+                "no connection to the driver. Send the values to the worker's own process, for "
+                "example with a multiprocessing.Queue, and report there."
+            )
         uploading, self._uploading = self._uploading, None
         if uploading is not None:
             uploading()

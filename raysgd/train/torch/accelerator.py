@@ -126,7 +126,8 @@ def prepare_model(
         parallel_strategy_kwargs: arguments for the wrapper.
 
     Raises:
-        ValueError: if the strategy is another, or does not go with the other arguments.
+        ValueError: if the strategy is another, or does not go with the other arguments, or there
+            is no parameter to train.
         TypeError: if ``wrap_ddp`` is no bool.
     """
     strategy, kwargs = _checked_strategy(
@@ -147,6 +148,11 @@ def prepare_model(
 
         place = {"device_id": device} if device.type == "cpu" else {}  # else it asks for a GPU
         return FullyShardedDataParallel(model, **{**place, **kwargs})
+    if not any(each.requires_grad for each in model.parameters()):
+        raise ValueError(
+            f"prepare_model({type(model).__name__}): none of its parameters requires a gradient, "
+            "so there is nothing to average over the workers. Pass parallel_strategy=None."
+        )
     arguments: dict[str, Any] = {"device_ids": [device]} if device.type == "cuda" else {}
     if move_to_device is False and next(model.parameters()).device.type == "cpu":
         arguments = {}
@@ -214,7 +220,16 @@ def prepare_data_loader(
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
             before is trained on; needs a GPU.
+
+    Raises:
+        TypeError: if it is no DataLoader.
     """
+    if not isinstance(data_loader, torch.utils.data.DataLoader):
+        raise TypeError(
+            "prepare_data_loader() takes a torch DataLoader, and not a "
+            f"{type(data_loader).__name__}. Read a part of other data on each worker, by "
+            "raysgd.train.world_rank()."
+        )
     accelerator = _accelerator()  # so that a later accelerate() is an error
     running = session.current()
     return prepared_loader(

@@ -15,6 +15,9 @@ class Rows:
         self.looks = 0
         self.hints = None
 
+    def count(self):
+        return self.num_rows
+
     def materialize(self):
         self.looks += 1
         fixed = Rows(self.num_rows)
@@ -48,6 +51,45 @@ def test_a_restart_gets_the_same_rows():
     assert datasets.shared_out(["a", "b"]) == datasets.shared_out(["c", "d"])
     datasets.shared_out(["e"])
     assert data.looks == 1
+
+
+def test_a_data_set_can_be_read_before_the_workers_start(caplog):
+    data, whole = Rows(6), Rows(6)
+    datasets = Datasets({"train": data, "val": whole, "no": None}, lambda name: name != "val")
+    datasets.materialize()
+    assert (data.looks, whole.looks) == (1, 0)
+    (warning,) = caplog.messages
+    assert "'train' is read once" in warning
+    datasets.shared_out(["a", "b"])
+    assert (data.looks, whole.looks) == (1, 0)
+
+
+class MaterializedDataset(Rows):
+    """Named like the one of Ray."""
+
+
+@pytest.mark.parametrize(("num_rows", "share"), [(1, 0), (7, 3)])
+def test_rows_that_are_left_over_are_warned_about_once(caplog, num_rows, share):
+    datasets = Datasets(MaterializedDataset(num_rows))
+    for _ in range(2):
+        datasets.shared_out(["a", "b"])
+    (warning,) = caplog.messages
+    assert f"has {num_rows} rows, and 2 workers get equally many: {share} each" in warning
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_data_that_need_a_cpu_which_no_worker_leaves_are_warned_about(
+    monkeypatch, caplog, is_split
+):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    for free in ({"CPU": 1.0}, {}):
+        caplog.clear()
+        monkeypatch.setattr("ray.available_resources", lambda free=free: free)
+        Datasets(Rows(2), lambda name: is_split).shared_out(["a", "b"])
+        assert ("no CPU of the cluster is free" in caplog.text) == (not free)
+        caplog.clear()
+        Datasets(MaterializedDataset(2), lambda name: is_split).shared_out(["a", "b"])
+        assert caplog.messages == []
 
 
 def test_only_those_that_shall_be_are_shared_out():

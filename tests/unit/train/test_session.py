@@ -1,5 +1,6 @@
 """What a training function calls, with a handover that needs no driver."""
 
+import multiprocessing
 import os
 import pickle
 
@@ -71,6 +72,28 @@ def test_what_cannot_be_pickled_is_an_error_in_the_function(run):
         train.report(loss=0.5, lock=__import__("threading").Lock())
     with pytest.raises(TypeError, match="must be picklable"):
         train.save_checkpoint(lock=__import__("threading").Lock())
+
+
+def test_a_forked_process_cannot_report_or_save(run):
+    """It used to wait forever, since the driver never took its second report."""
+    taken = run()
+    context = multiprocessing.get_context("fork")
+    raised = context.SimpleQueue()
+
+    def child():
+        for call in (train.report, train.save_checkpoint):
+            try:
+                call(a=1)
+            except RuntimeError as error:
+                raised.put(str(error))
+
+    process = context.Process(target=child)
+    process.start()
+    process.join()
+    for _ in range(2):
+        assert "report there" in raised.get()
+    train.report(a=1)
+    assert len(taken.turns) == 1
 
 
 def test_a_run_goes_on_from_a_checkpoint(run):

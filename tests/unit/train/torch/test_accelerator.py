@@ -387,6 +387,21 @@ def test_a_prepared_loader_has_what_the_loader_has():
     assert rows(made) == list(range(20))
 
 
+@pytest.mark.parametrize("given", [[1, 2], TensorDataset(torch.arange(2))])
+def test_what_is_no_loader_is_refused(given):
+    with pytest.raises(TypeError, match=f"and not a {type(given).__name__}. Read a part"):
+        train.torch.prepare_data_loader(given)
+
+
+@pytest.mark.parametrize("model", [torch.nn.ReLU(), torch.nn.Linear(1, 1).requires_grad_(False)])
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_model_without_anything_to_train_is_refused_by_ddp(monkeypatch, model, moves):
+    monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="nothing to average .* Pass parallel_strategy=None"):
+        train.torch.prepare_model(model, move_to_device=moves)
+    assert train.torch.prepare_model(model, parallel_strategy=None) is model
+
+
 def test_accelerate_comes_once_and_first():
     train.torch.accelerate(amp=True)
     with pytest.raises(RuntimeError, match="once"):
