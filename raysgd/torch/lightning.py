@@ -11,6 +11,8 @@ import contextlib
 import copy
 import importlib
 import inspect
+import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.operator_base import created_loaders
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
 from raysgd.torch import ddp
 from raysgd.torch.creators import lock_of_node, mixed_bases
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["LightningOperator", "lightning_operator"]
+
+logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
@@ -50,8 +54,10 @@ _REFUSED = {
 class LightningOperator(TrainingOperator):
     """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
 
-    What the module logs is a metric, weighted by the samples of its batch, and so is the loss, as
-    ``train_loss`` and ``val_loss``.
+    What the module logs is a metric: a mean weighted by the samples of each batch, or what its
+    ``reduce_fx`` says, over all batches and workers. So is the loss, as ``train_loss`` and
+    ``val_loss``. The constructors of the module and of its data module get the whole config if
+    they have an argument ``config``, otherwise the keys that they have arguments for.
     """
 
     module: Any
@@ -64,12 +70,13 @@ class LightningOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Make the module, its data and its optimizers, and register them."""
-        module = self.module = _made(self._module_cls, config)
+        unused = set() if self._data_creator is not None else set(config)
+        module = self.module = _made(self._module_cls, config, unused)
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
         self._has_started = False
         with self._surrounded():
-            loaders = self._load(config)
+            loaders = self._load(config, unused)
             module.configure_model()
             optimizers, schedulers = self._configured()
             given: dict[str, Any] = {"models": module, "optimizers": optimizers}
@@ -83,16 +90,23 @@ class LightningOperator(TrainingOperator):
             self._surroundings.offer(optimizers, schedulers)
             self.register_data(**loaders)
             module.on_fit_start()
+        if unused and self.world_rank == 0:
+            logger.warning(
+                "The constructor of %s, or of its data module, takes no argument %s: these keys of "
+                "the config have no effect on it.",
+                type(module).__name__,
+                ", ".join(sorted(map(repr, unused))),
+            )
 
     # ---- the parts
 
-    def _load(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
         """Return the loaders, as arguments of ``register_data``."""
         module, data = self.module, self._datamodule
         with lock_of_node():  # a worker of a node after the other, since they may download
             if data is not None:
                 # a copy, since the user's own may go to other trainers
-                data = self._surroundings.datamodule = copy.copy(_made(data, config))
+                data = self._surroundings.datamodule = copy.copy(_made(data, config, unused))
                 data.trainer = self._surroundings
                 data.prepare_data()
                 data.setup("fit")
@@ -157,9 +171,13 @@ class LightningOperator(TrainingOperator):
         vars(surroundings).update({"training": False, "validating": False, **state})
         module.trainer = module.fabric = surroundings
         module._fabric_optimizers = surroundings.offered
+        for name in ("log", "log_dict"):
+            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it
+            setattr(module, name, surroundings.noting_reduction(getattr(module, name)))
         try:
             yield surroundings
         finally:
+            del module.log, module.log_dict
             module.trainer = module.fabric = None
             module._fabric_optimizers = []
 
@@ -317,6 +335,7 @@ class _Surroundings:
     def __init__(self, operator: LightningOperator) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
+        self._reduce_fx = "mean"
         self.datamodule: Any = None
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -363,7 +382,21 @@ class _Surroundings:
     def log_dict(self, metrics: Mapping[str, Any]) -> None:
         """Keep what the module logs, for the metrics of its batch."""
         for name, value in metrics.items():
-            self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            is_other = self._reduce_fx in _REDUCTIONS and _is_scalar(value)
+            self._logged[name] = _Reduced(self._reduce_fx, value) if is_other else value
+
+    def noting_reduction(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return a method that logs, which also notes the reduction for `log_dict`."""
+
+        def noting(*args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+            self._reduce_fx = _reduction(reduce_fx)
+            try:
+                log(*args, reduce_fx=reduce_fx, **kwargs)
+            finally:
+                self._reduce_fx = "mean"
+
+        return noting
 
     def take_logged(self) -> dict[str, Any]:
         """Return what was logged since this was last called."""
@@ -477,13 +510,76 @@ def _check_hooks(module: Any) -> None:
         )
 
 
-def _made(given: Any, config: dict[str, Any]) -> Any:
-    """Make a module of a class, with the config if its constructor takes that."""
+def _made(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
+    """Make a module of a class, with the config or those of its keys that the constructor takes.
+
+    Args:
+        given: the class; a module is returned as it is.
+        config: the config.
+        unused: keys that no constructor has taken yet; those that this one takes are removed.
+    """
     if not isinstance(given, type):
         return given
-    takes_config = "config" in inspect.signature(given).parameters
-    return given(config=config) if takes_config else given()
+    parameters = inspect.signature(given).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    if "config" in parameters:
+        arguments = {"config": config}
+        unused.clear()
+    elif takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
+        arguments = config
+    else:
+        arguments = {name: value for name, value in config.items() if name in parameters}
+    unused.difference_update(arguments)
+    return given(**arguments)
+
+
+class _Reduced(MergeableMetric):
+    """A number that was logged with a ``reduce_fx`` other than the mean.
+
+    Args:
+        reduce_fx: "sum", "min" or "max".
+        value: a number, or a tensor of one.
+    """
+
+    def __init__(self, reduce_fx: str, value: Any) -> None:
+        self._reduce_fx = reduce_fx
+        # a tensor on a GPU stays there, since reading it would stop the device
+        self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
+
+    def merge(self, other: _Reduced) -> _Reduced:
+        merged = _REDUCTIONS[self._reduce_fx](self._value, other._value)
+        return _Reduced(self._reduce_fx, merged)
+
+    def compute(self) -> float:
+        return float(self._value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
+
+
+def _reduction(reduce_fx: Any) -> str:
+    """Return the name of a ``reduce_fx``.
+
+    Raises:
+        ValueError: if it is none of those that Lightning takes.
+    """
+    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    if name not in (*_REDUCTIONS, "mean", "avg"):
+        raise ValueError(
+            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min" or "max". Return a '
+            "raysgd.metrics.MergeableMetric from train_batch of the operator for another."
+        )
+    return name
 
 
 def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in logged.items()}
+    found: dict[str, Any] = {}
+    for name, value in logged.items():
+        if isinstance(value, MergeableMetric):
+            found.update(computed(name, value))
+        else:
+            found[name] = value.item() if isinstance(value, torch.Tensor) else value
+    return found

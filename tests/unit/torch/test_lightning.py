@@ -1,10 +1,13 @@
 """A LightningModule under an operator: its steps, its hooks, its data, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
 from tests.conftest import run_ranks
 from tests.fidelity import flat
@@ -151,6 +154,89 @@ def test_an_operator_of_a_module_may_count_items():
     counts = [(y > 0).sum() for _, y in batches]
     expected = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
     assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+class Named(Line):
+    def __init__(self, lr, width=1, **options):
+        super().__init__({"lr": lr})
+        self.given = {"lr": lr, "width": width, **options}
+
+
+class Strict(Line):
+    def __init__(self, lr, width=1):
+        super().__init__({"lr": lr})
+        self.given = {"lr": lr, "width": width}
+
+
+class Plain(lightning.LightningDataModule):
+    def __init__(self, batch_size=40):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return loader(self.batch_size)
+
+
+@pytest.mark.parametrize("module_cls", [Named, Strict])
+def test_constructors_get_the_keys_of_the_config_by_name(module_cls, caplog):
+    config = {"lr": 0.3, "width": 2, "batch_size": 20, "depth": 5}
+    trainer = start(module_cls, config, datamodule=Plain)
+    module = trainer.get_local_operator().module
+    assert module.given == (config if module_cls is Named else {"lr": 0.3, "width": 2})
+    assert trainer.train()["batch_count"] == 2
+    warned = [message for message in caplog.messages if "takes no argument" in message]
+    assert len(warned) == (module_cls is Strict)
+    assert all("takes no argument 'depth': these" in message for message in warned)
+
+
+def test_keys_that_a_data_creator_may_use_are_not_warned_about(caplog):
+    start(Strict, {"depth": 5}, data_creator=lambda config: loader(8 * config["depth"]))
+    assert "takes no argument" not in caplog.text
+
+
+class Logging(Line):
+    def training_step(self, batch, batch_idx):
+        value = float(batch_idx) if batch_idx % 2 else torch.tensor(batch_idx - 5.0)
+        self.log("total", value, reduce_fx="sum")
+        self.log_dict({"low": value, "also_low": 1.0}, reduce_fx=torch.min)
+        self.log("high", value, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("epoch_total", 2.0, reduce_fx="sum")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_count", len(batch[0]), reduce_fx=torch.sum)
+
+
+def test_what_is_logged_is_reduced_as_the_module_says():
+    trainer = start(Logging)
+    stats = trainer.train()
+    values = [-5, 1, -3, 3, -1]
+    found = (stats["total"], stats["low"], stats["high"], stats["also_low"])
+    assert found == (sum(values), min(values), max(values), 1)
+    assert stats["where"] == 0  # and what comes after has its own
+    assert stats["epoch_total"] == 2
+    assert trainer.validate()["val_count"] == 40
+
+
+def test_reductions_are_over_all_workers():
+    operator = TrainingOperator.from_ptl(Logging)
+    parts = [run_operator(operator, {"lr": 0.1}, scheduler_step_freq="epoch") for _ in range(2)]
+    batches = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+    found = [each.train_epoch(iter(batches[: n + 1])) for n, each in enumerate(parts)]
+    merged = merge_workers([pickle.loads(pickle.dumps(each)) for each in found])
+    assert (merged["total"], merged["low"], merged["high"]) == (-9, -5, 1)
+    assert merged["epoch_total"] == 4
+
+
+def test_a_reduction_that_lightning_has_not_is_refused():
+    class Odd(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("odd", 1.0, reduce_fx=torch.median)
+
+    with pytest.raises(ValueError, match='must be "mean", "sum", "min" or "max"'):
+        start(Odd).train()
 
 
 def test_hooks_are_called_in_the_order_of_lightning():
