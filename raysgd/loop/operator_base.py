@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.source import Source
@@ -23,6 +24,7 @@ __all__ = [
     "create_operator",
     "created_loaders",
     "warn_of_misspelling",
+    "with_logged",
 ]
 
 logger = logging.getLogger(__name__)
@@ -165,15 +167,15 @@ class OperatorBase:
 
     # ---- helpers
 
-    def _with_logged(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method that returns the metrics of a batch, and add what it has logged."""
+    @contextlib.contextmanager
+    def _collecting_logged(self) -> Iterator[dict[str, Any]]:
+        """Return a context that collects the metrics that `log` gets for a batch."""
         registration, logged = self._registration, dict[str, Any]()
         registration.logged = logged
         try:
-            metrics = method(*arguments)
+            yield logged
         finally:
             registration.logged = None
-        return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
         """Return the ``info`` that `train_epoch` gets."""
@@ -246,6 +248,11 @@ class OperatorBase:
             f"Set it in setup, for example: self.model, self.optimizer, self.criterion = "
             f"self.register(models=..., optimizers=..., criterion=...); or override them in {kind}."
         )
+
+
+def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
+    """Return the metrics of a batch with those that it logged."""
+    return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
 def checked_metrics(

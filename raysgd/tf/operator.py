@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.arguments import suggests
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.trees import map_leaves
 
@@ -82,8 +82,9 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
                 batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-                metrics = self._with_logged(self.train_batch, batch, batch_info)
-                self._measure(meters, _plain(metrics))
+                with self._collecting_logged() as logged:
+                    metrics = self.train_batch(batch, batch_info)
+                self._measure(meters, _plain(with_logged(logged, metrics)))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +123,10 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                metrics = self._with_logged(self.validate_batch, batch, batch_info)
-                meters.update(*checked_metrics(self.validate_batch, _plain(metrics)))
+                with self._collecting_logged() as logged:
+                    metrics = self.validate_batch(batch, batch_info)
+                metrics = _plain(with_logged(logged, metrics))
+                meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

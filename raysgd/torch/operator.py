@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.arguments import suggests
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.batches import (
     Batch,
@@ -128,8 +128,9 @@ class TrainingOperator(OperatorBase):
                 batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
                 batch_info["info"] = given
                 try:
-                    metrics = self._with_logged(self.train_batch, batch, batch_info)
-                    self._measure(meters, metrics)
+                    with self._collecting_logged() as logged:
+                        metrics = self.train_batch(batch, batch_info)
+                    self._measure(meters, with_logged(logged, metrics))
                 except BaseException as error:
                     if per_batch and registration.step.is_updated:
                         self.step_schedulers()  # the step counts as done
@@ -233,8 +234,12 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad(), self.timers.record("validation"):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                with self._explaining(self.validate_batch, batch):
-                    metrics = self._with_logged(self.validate_batch, batch, batch_info)
+                with (
+                    self._explaining(self.validate_batch, batch),
+                    self._collecting_logged() as logged,
+                ):
+                    metrics = self.validate_batch(batch, batch_info)
+                metrics = with_logged(logged, metrics)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         result = meters.summary()
         if self._no_accuracy:
