@@ -28,7 +28,6 @@ class RestartStateRequest(Request):
     num_workers: int = 1
 
 
-@dataclass(frozen=True)
 class HeldStateRequest(Request):
     """Return the shards that a worker holds."""
 

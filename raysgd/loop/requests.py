@@ -119,32 +119,26 @@ class UpdateSchedulersRequest(Request):
     metric: float
 
 
-@dataclass(frozen=True)
 class StateRequest(Request):
     """Return the state, or a worker's shard of it, on CPU."""
 
 
-@dataclass(frozen=True)
 class RngStateRequest(Request):
     """Return the states of a worker's random number generators."""
 
 
-@dataclass(frozen=True)
 class ModelsRequest(Request):
     """Return copies of the models."""
 
 
-@dataclass(frozen=True)
 class CanValidateRequest(Request):
     """Return whether there is a validation loader."""
 
 
-@dataclass(frozen=True)
 class KeepsGlobalBatchRequest(Request):
     """Return whether each training step has exactly ``config[BATCH_SIZE]`` samples."""
 
 
-@dataclass(frozen=True)
 class DescribeDataRequest(Request):
     """Return how the workers divide each loader."""
 

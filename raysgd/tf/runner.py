@@ -8,13 +8,12 @@ from typing import Any
 
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.config import BATCH_SIZE
-from raysgd.context import Request, WorkerContext
+from raysgd.context import WorkerContext
 from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions
-from raysgd.tf.requests import WeightsRequest
 
-__all__ = ["TFRunner"]
+__all__ = ["TFRunner", "weights"]
 
 
 class TFRunner(OperatorRunner):
@@ -88,11 +87,11 @@ class TFRunner(OperatorRunner):
 
         return [portable(model) for model in self._registration.models]
 
-    def handle_own(self, request: Request) -> Any:
-        match request:
-            case WeightsRequest():
-                return self._registration.training_state()["models"]
-        return super().handle_own(request)
+
+def weights(operator: Any) -> list[dict[str, Any]]:
+    """Return the models' weights as arrays; runs on a worker."""
+    models: list[dict[str, Any]] = operator._registration.training_state()["models"]
+    return models
 
 
 def _set_threads(context: WorkerContext) -> None:

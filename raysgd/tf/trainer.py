@@ -13,11 +13,11 @@ from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
+from raysgd.loop.requests import ApplyOperatorRequest
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
-from raysgd.tf.requests import WeightsRequest
-from raysgd.tf.runner import TFRunner
+from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer import OperatorTrainer
 
 __all__ = ["TFTrainer"]
@@ -196,11 +196,11 @@ class TFTrainer(OperatorTrainer):
         self.load(path)
 
     def _saved_weights(self) -> Any:
-        call = Call(request=WeightsRequest(), rank=0, max_losses=3, any_size=True)
-        weights: list[dict[str, Any]] = self._call(call)[0]
-        if len(weights) == 1:
-            return weights[0]
-        return {f"{n}.{key}": a for n, arrays in enumerate(weights) for key, a in arrays.items()}
+        request = ApplyOperatorRequest(function=weights)
+        models = self._call(Call(request=request, rank=0, max_losses=3, any_size=True))[0]
+        if len(models) == 1:
+            return models[0]
+        return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:

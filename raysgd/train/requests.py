@@ -34,6 +34,5 @@ class CheckpointRequest(Request):
     rank: int
 
 
-@dataclass(frozen=True)
 class EndRunRequest(Request):
     """Stop the function, and wait until it has ended."""
