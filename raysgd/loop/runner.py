@@ -260,47 +260,44 @@ class OperatorRunner(ABC):
     def handle(self, request: Request) -> Any:
         """Do what a request of the driver asks for; defer Ctrl-C while a step is in progress."""
         with self.signal.deferring_ctrl_c():
-            return self._answer(request)
-
-    def _answer(self, request: Request) -> Any:
-        match request:
-            case TrainRequest():
-                return self._running.train(request)
-            case ValidateRequest():
-                return self._running.validate(request)
-            case PredictRequest():
-                return self._running.predict(request.loader)
-            case RehearseRequest():
-                return self.rehearse(request)
-            case MeasuredRequest():
-                return self._running.measured(request.call, request.since)
-            case UpdateSchedulersRequest():
-                return self.update_schedulers(request.call, request.metric)
-            case StateRequest():
-                return self.state_dict()
-            case LoadRequest():
-                return self.load_state_dict(request.state)
-            case RngStateRequest():
-                return self.rng_state()
-            case ModelsRequest():
-                return self.models()
-            case CanValidateRequest():
-                return self._registration.has("validation")
-            case KeepsGlobalBatchRequest():
-                return self._registration.keeps_global_batch
-            case DescribeDataRequest():
-                return self._registration.describe_data()
-            case ApplyRequest():
-                return request.function()
-            case ApplyOperatorRequest():
-                return self._apply_operator(request.function)
-            case RestartStateRequest():
-                return self.restart_state(request.num_workers)
-            case HeldStateRequest():
-                return self.held_state()
-            case TakeHeldRequest():
-                return self._registration.take_held(request.held)
-        return self.handle_own(request)
+            match request:
+                case TrainRequest():
+                    return self._running.train(request)
+                case ValidateRequest():
+                    return self._running.validate(request)
+                case PredictRequest():
+                    return self._running.predict(request.loader)
+                case RehearseRequest():
+                    return self.rehearse(request)
+                case MeasuredRequest():
+                    return self._running.measured(request.call, request.since)
+                case UpdateSchedulersRequest():
+                    return self.update_schedulers(request.call, request.metric)
+                case StateRequest():
+                    return self.state_dict()
+                case LoadRequest():
+                    return self.load_state_dict(request.state)
+                case RngStateRequest():
+                    return self.rng_state()
+                case ModelsRequest():
+                    return self.models()
+                case CanValidateRequest():
+                    return self._registration.has("validation")
+                case KeepsGlobalBatchRequest():
+                    return self._registration.keeps_global_batch
+                case DescribeDataRequest():
+                    return self._registration.describe_data()
+                case ApplyRequest():
+                    return request.function()
+                case ApplyOperatorRequest():
+                    return self._apply_operator(request.function)
+                case RestartStateRequest():
+                    return self.restart_state(request.num_workers)
+                case HeldStateRequest():
+                    return self.held_state()
+                case TakeHeldRequest():
+                    return self._registration.take_held(request.held)
+            return self.handle_own(request)
 
     def handle_own(self, request: Request) -> Any:
         """Handle a request that only one framework has."""
