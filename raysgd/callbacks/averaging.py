@@ -70,9 +70,9 @@ class SWA(_WeightAveraging):
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
     """Let the operator average its weights. Runs on the worker."""
-    if not hasattr(operator._registration, "average"):
+    if not hasattr(operator._registration, "averaging"):
         raise NotImplementedError(
             f"{name} averages the weights of PyTorch models. Optimizers of Keras do it by "
             "themselves: use_ema=True."
         )
-    operator._registration.average(decay, start_epoch)
+    operator._registration.averaging.begin(decay, start_epoch)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
 from raysgd.data.shard import Place
 
 __all__ = ["StepFeature"]
@@ -23,8 +27,19 @@ class StepFeature:
     def roll_back(self) -> None:
         """Restore what a discarded step changed. Also called if no step is open."""
 
-    def loaded(self) -> None:
-        """Adjust to a state that was loaded, or taken from another worker."""
+    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the models are evaluated."""
+        return contextlib.nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this feature adds to the training state, by its keys there."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if this feature cannot load its part of a training state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over its part of a training state that the models have loaded."""
 
     def end_segment(self) -> None:
         """Report what was found, at the end of a segment or of a validation."""

@@ -523,6 +523,18 @@ class Registration(ABC):
         for feature in self.features:
             feature.end_epoch(self.epoch)
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Return a context in which features let the models be evaluated."""
+        with contextlib.ExitStack() as stack:
+            for feature in self.features:
+                stack.enter_context(feature.evaluating())
+            yield
+
+    def feature_states(self) -> dict[str, Any]:
+        """Return what features add to the training state."""
+        return {key: v for each in self.features for key, v in each.state_dict().items()}
+
     def end_segment(self) -> None:
         """Let features settle what a segment of training leaves open."""
         for feature in self.features:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from raysgd.torch.compiling import repeated_blocks
+from raysgd.torch.features.compilation import repeated_blocks
 
 __all__ = ["SEEN_IN", "ShardedModels", "rows_of"]
 

@@ -615,7 +615,7 @@ class TrainingOperator(OperatorBase):
             for scheduler in self._registration.schedulers:
                 if not (monitors and needs_metric(scheduler)):
                     scheduler.step()
-        self._registration.note_schedule()
+        self._registration.schedules.note()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with its tensors, also nested ones, on this worker's device.

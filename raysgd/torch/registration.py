@@ -20,7 +20,6 @@ from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
 from raysgd.torch import collectives, ddp
-from raysgd.torch.averages import Averages, averages_problem
 from raysgd.torch.checks import (
     check_divisible,
     check_shardable,
@@ -31,18 +30,20 @@ from raysgd.torch.checks import (
     checked_sharding,
     has_static_graph,
     is_trained,
-    needs_metric,
     warn_of_order,
     warn_of_strangers,
 )
-from raysgd.torch.compiling import (
-    CompiledModel,
+from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.buffers import BufferCopies
+from raysgd.torch.features.compilation import (
+    Compilation,
     checked_compile,
     uncompile,
     warn_of_idle_compilers,
 )
-from raysgd.torch.features.buffers import BufferCopies
+from raysgd.torch.features.idle_optimizers import IdleOptimizers
 from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
 from raysgd.torch.memory import (
@@ -116,13 +117,9 @@ class TorchRegistration(Registration):
         self._frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         self._buffers = BufferCopies()
         self._rollback = Rollback(self.step, [], [])
-        self._schedule: list[Any] = []
-        self._epochs_ended = 0
-        self._rates: list[dict[str, Any]] = []
-        self._schedule_states: list[Any] = []
-        self.averages: Averages | None = None
-        """Averages of the models, where a callback has asked for them."""
-        self._compiled: list[CompiledModel] = []
+        self.averaging = Averaging(self)
+        self.compilation = Compilation(self)
+        self.schedules = Schedules(self)
         self._num_samples: float = 0  # of the batch under way; 0: unknown
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
@@ -224,7 +221,7 @@ class TorchRegistration(Registration):
         self.models = self.optimization.precision.prepare(self.models, self.optimizers, apex_args)
         uncompile(self.given_models)
         if compile_args is not None:
-            self._compiled = [CompiledModel(m, compile_args) for m in self.given_models]
+            self.compilation.compile(compile_args)
         check_horovod_args(horovod_args or {})
         if self.context.distributed:
             self._average(ddp_args or {}, horovod_args or {})
@@ -251,7 +248,14 @@ class TorchRegistration(Registration):
             self._rollback = Rollback(
                 self.step, self.optimizers, self.models, updates_late=bool(self._divided)
             )
-        self.features = [self._buffers, self._rollback]
+        self.features = [
+            self._buffers,
+            self._rollback,
+            self.averaging,
+            self.compilation,
+            self.schedules,
+            IdleOptimizers(self),
+        ]
         if self._full is not None:
             for each in self.models:
                 if not ddp.only_running_statistics(each):
@@ -437,73 +441,12 @@ class TorchRegistration(Registration):
     def end_segment(self) -> None:
         super().end_segment()
         self.optimization.end()
-        self._tell_what_is_eager()
 
     def begin_batch(self, place: Place) -> None:
         if place.share != 1.0 and not self.replicated:
             place = replace(place, share=1.0)  # nobody averages
-        if place.is_part:
-            self._watch_schedulers(place)
         super().begin_batch(place)
         self.optimization.begin_batch(self.models, place)
-
-    def note_schedule(self) -> None:
-        """Note how far schedulers are, where they may be stepped."""
-        self._schedule = [getattr(each, "last_epoch", None) for each in self.schedulers]
-
-    def end_epoch(self) -> None:
-        """Average, and say what nobody has stepped: optimizers in an epoch, schedulers in two."""
-        super().end_epoch()
-        if (averages := self.averages) is not None:
-            averages.note_epoch(self.epoch)
-        self._epochs_ended += 1
-        if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
-            self.say(
-                "uncalled",
-                "register(compile=...) has compiled nothing of %s in an epoch: what is compiled is "
-                "a call of the model, as model(...), and not that of another method of it.",
-                " and ".join(idle),
-            )
-        if self._epochs_ended == 1 and (idle := self.optimization.idle()):
-            self.say(
-                "idle",
-                "An epoch is over, and %s of those registered made no update: nobody has stepped "
-                "it, or no loss has given it gradients. Call self.backward(loss) and "
-                "self.optimizer_step(optimizer) in train_batch.",
-                " and ".join(idle),
-            )
-        if self._epochs_ended != 2 or self.settings.options.scheduler_step_freq != "manual":
-            return
-        if any(map(needs_metric, self.schedulers)) and not any(
-            getattr(each, "last_epoch", 1) for each in self.schedulers
-        ):
-            self.say(
-                "unstepped",
-                "Two epochs are over, and no scheduler was stepped: with "
-                'scheduler_step_freq="manual" only trainer.update_scheduler(metric) does it. '
-                'With "epoch" and monitor="val_loss" fit() steps a ReduceLROnPlateau.',
-            )
-
-    def _watch_schedulers(self, place: Place) -> None:
-        """Find out when `train_batch` steps a scheduler, which it would for each part, and undo it.
-
-        Raises:
-            IndivisibleError: if it does.
-        """
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        if place.position == 0:
-            self._schedule_states = [scheduler.state_dict() for scheduler in self.schedulers]
-            self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self.note_schedule()
-            return
-        before = self._schedule
-        self.note_schedule()
-        if self._schedule != before:
-            for scheduler, state in zip(self.schedulers, self._schedule_states, strict=True):
-                scheduler.load_state_dict(state)
-            for group, rates in zip(groups, self._rates, strict=True):
-                group.update(rates)
-            self.parts.refuse("train_batch steps a scheduler itself", place)
 
     def commit(self, num_batches: int = 1) -> None:
         """Count batches whose update is done, and remember what a failed one must not change.
@@ -516,20 +459,6 @@ class TorchRegistration(Registration):
         for divided in self._divided:
             divided.commit()
         super().commit(num_batches)
-        if self.averages is not None:
-            self.averages.note_update()
-
-    def average(self, decay: float | None, start_epoch: int) -> None:
-        """Average the models from now on, or go on with what is there of the same kind."""
-        if self._full is not None:
-            raise ValueError(
-                'Averages of the models do not work with register(sharding="full"): no worker has '
-                "the whole models. Leave out the callback, or the sharding."
-            )
-        if self.averages is None or (self.averages.decay is None) != (decay is None):
-            self.averages = Averages(self._unwrapped, decay, start_epoch)
-        else:
-            self.averages.change(decay, start_epoch)
 
     def measure_norms(self, wanted: bool) -> None:
         self.optimization.measures_norms = wanted
@@ -543,10 +472,6 @@ class TorchRegistration(Registration):
             for number, norm in enumerate(norms)
             if norm is not None
         }
-
-    def with_averages(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the models have their averages, if there are some."""
-        return contextlib.nullcontext() if self.averages is None else self.averages.in_place()
 
     def roll_back(self) -> None:
         for divided in self._divided:
@@ -595,9 +520,9 @@ class TorchRegistration(Registration):
     def validating(self) -> Iterator[None]:
         full = self._full
         on_demand = contextlib.nullcontext() if full is None else full.models.on_demand()
-        with ddp.no_forward_sync(self.models), self.with_averages(), on_demand:
+        with ddp.no_forward_sync(self.models), self.evaluating(), on_demand:
             yield
-        self._tell_what_is_eager()
+        super().end_segment()
 
     # ---- memory
 
@@ -689,12 +614,7 @@ class TorchRegistration(Registration):
 
     @property
     def compiling(self) -> bool:
-        """Whether a model is being compiled, most likely."""
-        return any(compiled.is_compiling for compiled in self._compiled)
-
-    def _tell_what_is_eager(self) -> None:
-        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
-            self.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
+        return self.compilation.is_compiling
 
     @property
     def needs_warm_up(self) -> bool:
@@ -790,7 +710,7 @@ class TorchRegistration(Registration):
             return self._full.copies(len(self.given_models))
         if self._divided and self.context.world_rank != 0:
             return []
-        with self.with_averages():
+        with self.averaging.evaluating():
             return [copied_to_cpu(ddp.plain(model)) for model in self.given_models]
 
     def share_of_state(self) -> list[Any]:
@@ -857,7 +777,7 @@ class TorchRegistration(Registration):
 
     def settable(self) -> Any:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        averages = self.averages
+        averages = self.averaging.averages
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [parameter._version for model in self.models for parameter in model.parameters()],
@@ -878,9 +798,7 @@ class TorchRegistration(Registration):
         precision = self.optimization.precision
         if precision.scales and precision.state_key is not None:
             state[precision.state_key] = precision.state_dict()
-        if self.averages is not None:
-            state["averages"] = self.averages.state_dict()
-        return state
+        return state | self.feature_states()
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects in self._stateful(state):
@@ -890,10 +808,8 @@ class TorchRegistration(Registration):
                 "The state that is loaded has schedulers, and the operator registered none: they "
                 "are left out."
             )
-        if "averages" in state:
-            problem = averages_problem(self._unwrapped, state["averages"])
-            if problem:
-                raise CheckpointError(f"The state's 'averages' cannot be taken: {problem}.")
+        for feature in self.features:
+            feature.check_state(state)
         key = self._scaler_key(state)
         if key is not None and (problem := self.optimization.precision.problem_with(state[key])):
             raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
@@ -927,12 +843,8 @@ class TorchRegistration(Registration):
                     undoing.enter_context(loading(held, own, saved, place, load))
         if (key := self._scaler_key(state)) is not None:
             self.optimization.precision.load_state_dict(state[key])
-        if "averages" in state:
-            self.averages = Averages.of(self._unwrapped, state["averages"])
-        elif self.averages is not None:  # anew, from these weights
-            self.averages = Averages.of(self._unwrapped, {**self.averages.state_dict(), "count": 0})
         for feature in self.features:
-            feature.loaded()
+            feature.load_state_dict(state)
         self.step.is_partial = False
 
     @property

@@ -84,7 +84,7 @@ def schedule_of(trainer):
 
 
 def averages_of(trainer):
-    return trainer.apply_all_operators(lambda op: fingerprint(op._registration.averages))
+    return trainer.apply_all_operators(lambda op: fingerprint(op._registration.averaging.averages))
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")

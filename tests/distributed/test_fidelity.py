@@ -82,7 +82,7 @@ def run_out(trainer, where, rank):
 
 def all_weights(operator):
     assert all(rank != operator.world_rank for rank, _ in operator.faults)
-    (averages,) = operator._registration.averages.state_dict()["models"]
+    (averages,) = operator._registration.averaging.averages.state_dict()["models"]
     return torch.cat([flat(operator.model), *(each.flatten() for each in averages.values())])
 
 
@@ -144,7 +144,9 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
         with chaos.Chaos(trainer, faults) as injected:
             assert trainer.train()["num_samples"] == 203
             react(trainer)
-            trainer.apply_all_operators(lambda o: o._registration.average(0.5, start_epoch=1))
+            trainer.apply_all_operators(
+                lambda o: o._registration.averaging.begin(0.5, start_epoch=1)
+            )
             trainer.train(num_steps=1)
             for rank, where in (
                 (0, "forward"),

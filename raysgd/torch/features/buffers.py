@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ class BufferCopies(StepFeature):
             _set_buffer(*slot, value)
         self.commit()
 
-    def loaded(self) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.commit()
 
 

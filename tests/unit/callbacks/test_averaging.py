@@ -6,7 +6,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
-from raysgd.torch.averages import Averages
+from raysgd.torch.features.averaging import Averages
 from tests.unit.recorder import Recorder
 
 CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}

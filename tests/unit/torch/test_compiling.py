@@ -10,7 +10,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.cluster.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
-from raysgd.torch.compiling import CompiledModel
+from raysgd.torch.features.compilation import CompiledModel
 from tests.operators import make_data, make_model, on_gpu, parameters
 
 GRAPHS = []

@@ -18,7 +18,7 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.report import make_report
-from raysgd.torch.averages import Averages
+from raysgd.torch.features.averaging import Averages
 from raysgd.torch.memory import batch_parts, num_rows, ran_out_of_memory
 from tests import operators
 from tests.fidelity import Exact, flat, make_data
@@ -55,7 +55,7 @@ class Scarce(Exact):
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
         if config.get("averages", False):
-            self._registration.average(decay=0.5, start_epoch=1)
+            self._registration.averaging.begin(decay=0.5, start_epoch=1)
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -127,7 +127,7 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
             measured = [*trainer.fit(2, log_every=2), *points]
             operator = trainer.get_local_operator()
-            (averages,) = operator._registration.averages.state_dict()["models"]
+            (averages,) = operator._registration.averaging.averages.state_dict()["models"]
             learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
             results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])
@@ -198,13 +198,13 @@ def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
         expected = flat(trainer.get_model())
     with local() as trainer:
         trainer.train(num_steps=3)
-        averages = trainer.get_local_operator()._registration.averages = Mock()
+        averages = trainer.get_local_operator()._registration.averaging.averages = Mock()
         averages.note_update.side_effect = MemoryError
         averages.state_dict.return_value = {}
         with pytest.raises(MemoryError):
             trainer.train()
         assert trainer.global_step == 4
-        trainer.get_local_operator()._registration.averages = None
+        trainer.get_local_operator()._registration.averaging.averages = None
         trainer.train()
         assert trainer.global_step == 8
         assert torch.equal(flat(trainer.get_model()), expected)
@@ -494,7 +494,7 @@ def test_an_optimizer_that_raises_within_its_step_leaves_a_partial_state():
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_are_their_averages_for_a_while_or_stay_as_they_are(fails, monkeypatch):
     """Rows at a time, so that it takes no memory midway."""
-    monkeypatch.setattr("raysgd.torch.averages._SWAPPED_AT_ONCE", 20)
+    monkeypatch.setattr("raysgd.torch.features.averaging._SWAPPED_AT_ONCE", 20)
     model = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(3, 3).double())
     model[0].weight = torch.nn.Parameter(torch.randn(10, 8)[::2])
     model.scale = torch.nn.Parameter(torch.tensor(2.0))

@@ -649,7 +649,7 @@ def in_rows(process_group):
 def test_what_shows_after_register_alone_is_refused_when_it_does(in_rows):
     registration, model = in_rows._registration, in_rows.model
     with pytest.raises(ValueError, match="Leave out the callback, or the sharding"):
-        registration.average(0.9, start_epoch=0)
+        registration.averaging.begin(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="freeze them before register"):
         registration.check_averaged()

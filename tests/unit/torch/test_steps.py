@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.errors import CheckpointError
-from raysgd.torch import averages
+from raysgd.torch.features import averaging as averages
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.trees import map_leaves
 
@@ -159,7 +159,7 @@ def test_the_handler_of_ctrl_c_is_the_users_again_after_a_call(start):
 @pytest.mark.parametrize("press", [ctrl_c, lambda: ctrl_c(ctrl_c())])
 def test_ctrl_c_while_averages_are_swapped_in_restores_the_weights(start, press, monkeypatch):
     trainer = start()
-    trainer.get_local_operator()._registration.average(0.5, 1)
+    trainer.get_local_operator()._registration.averaging.begin(0.5, 1)
     trainer.train()
     swap, calls = averages._swap, []
 
@@ -272,7 +272,7 @@ def flat(tree):
 @pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda t: t.to("meta")])
 def test_averages_that_cannot_be_copied_are_refused(change):
     registration = make_registration(torch.optim.SGD, torch.float32)
-    registration.average(0.5, 1)
+    registration.averaging.begin(0.5, 1)
     state = copy.deepcopy(registration.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = change(given["weight"])

@@ -1,4 +1,4 @@
-"""Models that ``register(compile=...)`` compiles, where they are."""
+"""Models that ``register(compile=...)`` compiles in place, and what is said about them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
-__all__ = ["CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
+from raysgd.loop.feature import StepFeature
+
+if TYPE_CHECKING:
+    from raysgd.torch.registration import TorchRegistration
+
+__all__ = ["Compilation", "CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,39 @@ def checked_compile(given: Any) -> dict[str, Any] | None:
     if not isinstance(regional, bool):
         raise TypeError(f"register(compile={{'regional': {regional!r}}}): must be True or False.")
     return arguments
+
+
+class Compilation(StepFeature):
+    """Compiles models, and reports what was not compiled."""
+
+    def __init__(self, registration: TorchRegistration) -> None:
+        self._registration = registration
+        self._compiled: list[CompiledModel] = []
+
+    def compile(self, arguments: Mapping[str, Any]) -> None:
+        """Compile the registered models."""
+        models = self._registration.given_models
+        self._compiled = [CompiledModel(model, arguments) for model in models]
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a model is being compiled, most likely."""
+        return any(compiled.is_compiling for compiled in self._compiled)
+
+    def end_segment(self) -> None:
+        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
+            self._registration.say(
+                reason, "torch.compile leaves a part of the model as it is: %s", reason
+            )
+
+    def end_epoch(self, epoch: int) -> None:
+        if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
+            self._registration.say(
+                "uncalled",
+                "register(compile=...) has compiled nothing of %s in an epoch: what is compiled is "
+                "a call of the model, as model(...), and not that of another method of it.",
+                " and ".join(idle),
+            )
 
 
 class CompiledModel:

@@ -4,17 +4,73 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from raysgd.errors import CheckpointError
+from raysgd.loop.feature import StepFeature
+from raysgd.torch import ddp
 from raysgd.torch.state import is_like, saved_name
 
-__all__ = ["Averages", "averages_problem"]
+if TYPE_CHECKING:
+    from raysgd.torch.registration import TorchRegistration
+
+__all__ = ["Averages", "Averaging"]
 
 _SWAPPED_AT_ONCE = 2**20
 """Elements; a row may have more."""
+
+
+class Averaging(StepFeature):
+    """Averages the weights if a callback asks for it, and evaluates the averages."""
+
+    def __init__(self, registration: TorchRegistration) -> None:
+        self._registration = registration
+        self.averages: Averages | None = None
+        """None before a callback asks for them."""
+
+    def begin(self, decay: float | None, start_epoch: int) -> None:
+        """Average the models from now on, or continue with averages of the same kind."""
+        if self._registration.in_rows:
+            raise ValueError(
+                'Averages of the models do not work with register(sharding="full"): no worker has '
+                "the whole models. Leave out the callback, or the sharding."
+            )
+        if self.averages is None or (self.averages.decay is None) != (decay is None):
+            self.averages = Averages(self._models, decay, start_epoch)
+        else:
+            self.averages.change(decay, start_epoch)
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [ddp.unwrap(model) for model in self._registration.models]
+
+    def commit(self) -> None:
+        if self.averages is not None:
+            self.averages.note_update()
+
+    def end_epoch(self, epoch: int) -> None:
+        if self.averages is not None:
+            self.averages.note_epoch(epoch)
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.averages is None else self.averages.in_place()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.averages is None else {"averages": self.averages.state_dict()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        problem = "averages" in state and _problem(self._models, state["averages"])
+        if problem:
+            raise CheckpointError(f"The state's 'averages' cannot be taken: {problem}.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "averages" in state:
+            self.averages = Averages.of(self._models, state["averages"])
+        elif self.averages is not None:  # again, from these weights
+            self.averages = Averages.of(self._models, {**self.averages.state_dict(), "count": 0})
 
 
 class Averages:
@@ -123,7 +179,7 @@ class Averages:
 
     @classmethod
     def of(cls, models: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> Averages:
-        """Return those of a state in which `averages_problem` has found none."""
+        """Return those of a state that `Averaging.check_state` accepts."""
         made = cls(models, state["decay"], state["start_epoch"])
         made._count = state["count"]
         for own, given in zip(made._averages, state["models"], strict=True):
@@ -153,7 +209,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def averages_problem(models: Sequence[torch.nn.Module], state: Any) -> str:
+def _problem(models: Sequence[torch.nn.Module], state: Any) -> str:
     """Say why a state of averages does not fit some models; nothing if it does."""
     if not isinstance(state, Mapping) or not isinstance(state.get("models"), list | tuple):
         return "it is no state of them"
