@@ -38,8 +38,8 @@ from typing import Any
 from raysgd.callbacks.learning_rate import learning_rates
 from raysgd.context import OutOfMemoryError, PausedError
 from raysgd.data.source import ShardedSource, Source
+from raysgd.loop.micro_batches import IndivisibleError
 from raysgd.loop.operator_base import checked_result
-from raysgd.loop.parts import IndivisibleError
 from raysgd.loop.registration import Registration, WarmedUp
 from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
 from raysgd.loop.segment import Segment
@@ -191,7 +191,7 @@ class Loop:
         if self._call != request.call:
             self._begin(request.call)
         if request.split is not None:
-            registration.raise_split(request.split)
+            registration.parts.raise_split(request.split)
         self._profile(request.profile)
         self._until_epoch = request.until_epoch
         source, changed = registration.training_source(request.dataset)
@@ -270,8 +270,8 @@ class Loop:
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step
             self._settle_failure(segment, source)
-            registration.explain(error)
-            if in_step and (split := registration.split_after(error, batch)):
+            registration.parts.explain(error)
+            if in_step and (split := registration.parts.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
         if left:
@@ -323,7 +323,7 @@ class Loop:
 
         Until then it is open whether the loop takes batches in parts.
         """
-        in_parts = self._registration.in_parts
+        in_parts = self._registration.parts.in_use
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts

@@ -16,7 +16,7 @@ from raysgd.data.shard import Place
 from raysgd.data.source import Source, own_split
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.parts import Parts
+from raysgd.loop.micro_batches import MicroBatches
 from raysgd.loop.step import Step
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
@@ -89,13 +89,9 @@ class Registration(ABC):
         """Batches that make one update."""
         self.step = Step()
         """The step in progress."""
-        self.features: list[StepFeature] = []
-        self.in_parts = False
-        """Whether the loop takes large batches in parts."""
-        self.parts = Parts()
-        """Whether it may."""
-        self.split = 1
-        """Parts of each batch in training; more than 1 after memory ran out."""
+        self.parts = MicroBatches(self)
+        """Of batches that are too large."""
+        self.features: list[StepFeature] = [self.parts]
         self._said: set[str] = set()
         self.scales = False
         """Whether updates may be skipped since gradients overflowed."""
@@ -325,8 +321,8 @@ class Registration(ABC):
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         if own := {name: seed for name, seed in seeds.items() if seed is not None}:
             position["loader_seeds"] = own
-        if self.split > 1:
-            position["split"] = self.split
+        if self.parts.split > 1:
+            position["split"] = self.parts.split
         if self._trains_on != "train":
             # the offset is one in the data set that was given with the newest call
             position["trains_on"] = self._trains_on
@@ -337,7 +333,7 @@ class Registration(ABC):
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
         self._trains_on = position.get("trains_on", "train")
-        self.split = position.get("split", 1)
+        self.parts.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
@@ -398,32 +394,6 @@ class Registration(ABC):
         self.step.run(place)
         for feature in self.features:
             feature.begin_batch(place)
-        if place.is_large:
-            self.say(
-                "indivisible",
-                "With %d of %d workers a batch has more samples than the batch size of its loader, "
-                "and comes as a whole, which takes more memory: %s.",
-                self.context.world_size,
-                self.settings.options.num_workers,
-                self.parts.why_not or "only the default train_epoch takes it in parts",
-            )
-
-    # ---- memory
-
-    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
-        """Return the parts in which to train a batch, with their places: the batch, as a rule."""
-        return [(batch, place)]
-
-    def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return in how many parts to train batches after an error in a step; 0: it is an error."""
-        return 0
-
-    def explain(self, error: BaseException) -> None:  # noqa: B027
-        """Add a note to an error of a step if there is advice for it."""
-
-    def does_without(self, error: BaseException) -> bool:
-        """Whether training goes on without what there was no memory for, as an error says."""
-        return False
 
     def check_whole(self) -> None:
         """Check that the state is that of a completed step.
@@ -438,9 +408,6 @@ class Registration(ABC):
                 "itself. They cannot be restored. Load a checkpoint to continue: "
                 "trainer.load(path)."
             )
-
-    def raise_split(self, factor: int) -> None:  # noqa: B027
-        """Train batches in more parts. Every rank must do so at the same step."""
 
     def say(self, key: str, message: str, *values: Any) -> None:
         """Log something, once, on one worker."""

@@ -228,7 +228,7 @@ class OperatorRunner(ABC):
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
-            split=registration.split,
+            split=registration.parts.split,
             compiling=registration.compiling,
             latest=latest,
             divided=registration.divided,

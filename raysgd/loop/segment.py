@@ -68,7 +68,7 @@ class Segment:
         self.batch: Any = None
         """The batch under way, all parts of it."""
         self._places: Sequence[Place] | None = None
-        registration.in_parts = False
+        registration.parts.in_use = False
         self._ahead = _NOTHING
         self._exhausted = False
         self._ended = False
@@ -105,7 +105,7 @@ class Segment:
     @property
     def num_taken(self) -> int | None:
         """Samples of this worker in the batches that are committed; None where unknown."""
-        in_parts = self._registration.in_parts
+        in_parts = self._registration.parts.in_use
         return self._source.num_taken(self.start, self.num_batches, in_parts)
 
     @property
@@ -131,7 +131,7 @@ class Segment:
     def in_parts(self) -> Segment:
         """Let large batches come in parts, for a loop that does not care how many there are."""
         if not self.drawn_from:
-            self._registration.in_parts = self._registration.parts.why_not is None
+            self._registration.parts.in_use = self._registration.parts.why_not is None
         return self
 
     def __next__(self) -> Any:
@@ -154,7 +154,7 @@ class Segment:
         self._step.draw(None if self._source.sharded else batch)
         place = self._next_place()
         self.batch = batch
-        self._parts.extend(self._registration.split_batch(batch, place))
+        self._parts.extend(self._registration.parts.split_batch(batch, place))
         return self._next_part()
 
     def _next_part(self) -> Any:
@@ -213,7 +213,9 @@ class Segment:
             size = registration.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             self._planned = size if left is None else min(size, left)
-            self._places = self._source.places(self._offset(), self._planned, registration.in_parts)
+            self._places = self._source.places(
+                self._offset(), self._planned, registration.parts.in_use
+            )
         if self._places is not None:
             return self._places[position]
         is_last = position + 1 == self._planned

@@ -55,7 +55,7 @@ class Snapshots:
         try:
             self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
         except Exception as error:
-            if not registration.does_without(error):
+            if not registration.parts.is_tolerable(error):
                 raise
             registration.say(
                 "snapshot",

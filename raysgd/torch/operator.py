@@ -341,7 +341,7 @@ class TrainingOperator(OperatorBase):
         with contextlib.suppress(Exception):  # classes of the user's may refuse
             kind = type(self).__name__
             error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
-            number = self._registration.split if method == "train_batch" else 1
+            number = self._registration.parts.split if method == "train_batch" else 1
             if number > 1:
                 error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
 

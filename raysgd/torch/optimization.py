@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.data.shard import Place
-from raysgd.loop.parts import Parts
+from raysgd.loop.micro_batches import MicroBatches
 from raysgd.loop.registration import WarmedUp
 from raysgd.loop.step import Step
 from raysgd.torch.horovod import HorovodExchange
@@ -187,16 +187,14 @@ class Optimization:
 
     Args:
         precision: how a step computes.
-        parts: is told where batches must not come in parts.
+        parts: learns why batches must not come in parts.
         step: the step in progress.
     """
 
-    def __init__(
-        self, precision: Precision, parts: Parts | None = None, step: Step | None = None
-    ) -> None:
+    def __init__(self, precision: Precision, parts: MicroBatches, step: Step) -> None:
         self.precision = precision
-        self._step = step or Step()
-        self._parts = parts or Parts()
+        self._step = step
+        self._parts = parts
         self.group = Group()
         self.accumulation_steps = 1
         self.max_grad_norm: float | None = None

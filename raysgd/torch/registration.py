@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.context import WorkerContext
@@ -42,17 +40,11 @@ from raysgd.torch.features.compilation import (
     warn_of_idle_compilers,
 )
 from raysgd.torch.features.idle_optimizers import IdleOptimizers
+from raysgd.torch.features.micro_batches import TorchMicroBatches
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
-from raysgd.torch.memory import (
-    batch_parts,
-    free_memory,
-    in_own_containers,
-    num_rows,
-    ran_out_of_memory,
-)
 from raysgd.torch.meta import Init, checked_init, make_whole, moved
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
@@ -79,8 +71,6 @@ __all__ = ["OperatorSettings", "TorchRegistration"]
 
 logger = logging.getLogger(__name__)
 
-_NOT_SPLIT = "The step is not done again with each batch in parts: {}."
-
 
 @dataclass
 class OperatorSettings(Settings):
@@ -88,14 +78,6 @@ class OperatorSettings(Settings):
 
     options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-def _num_rows(batch: Any, samples: float = 0) -> int:
-    """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
-    try:
-        return num_rows(batch, samples)
-    except Exception:  # classes of the user's may refuse
-        return 0
 
 
 class TorchRegistration(Registration):
@@ -117,10 +99,10 @@ class TorchRegistration(Registration):
         self._frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         self._buffers = BufferCopies()
         self._rollback = Rollback(self.step, [], [])
+        self.parts: TorchMicroBatches = TorchMicroBatches(self)
         self.averaging = Averaging(self)
         self.compilation = Compilation(self)
         self.schedules = Schedules(self)
-        self._num_samples: float = 0  # of the batch under way; 0: unknown
         self._divided: list[DividedOptimizer] = []
         self._full: FullyDivided | None = None
         self.sharding: str | None = None
@@ -251,6 +233,7 @@ class TorchRegistration(Registration):
         self.features = [
             self._buffers,
             self._rollback,
+            self.parts,
             self.averaging,
             self.compilation,
             self.schedules,
@@ -321,7 +304,7 @@ class TorchRegistration(Registration):
         self.optimization.rows = self._full.rows
         self.optimization.whole_norm = self._full.whole_norm
         self.optimization.sums_each_batch = True
-        if self._batch_norms:
+        if self.parts.batch_norms:
             self.parts.why_not = "batch normalization may need other parts on other workers"
 
     def _share_buffers(self, model: torch.nn.Module, *_: Any) -> None:
@@ -523,92 +506,6 @@ class TorchRegistration(Registration):
         with ddp.no_forward_sync(self.models), self.evaluating(), on_demand:
             yield
         super().end_segment()
-
-    # ---- memory
-
-    @functools.cached_property
-    def _batch_norms(self) -> set[type[torch.nn.Module]]:
-        modules = (module for model in self.models for module in model.modules())
-        return {type(module) for module in modules if isinstance(module, _BatchNorm)}
-
-    @property
-    def _smallest_part(self) -> int:
-        """Samples that a part of a batch has at the least: batch normalization fails on one."""
-        return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self._batch_norms) else 2
-
-    def _num_parts(self, rows: int) -> int:
-        """Return in how many parts to train a batch; 1 for one of another kind."""
-        factor, smallest = self.split, self._smallest_part
-        return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
-
-    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
-        # copies, as what the user's code takes out of a batch may be wanted again
-        whole = [(in_own_containers(batch), place)]
-        self._num_samples = place.size or 0
-        if self.split == 1 or not (self.in_parts and self.settings.options.split_on_oom):
-            return whole
-        factor, rows = self.split, _num_rows(batch, self._num_samples)
-        number = self._num_parts(rows)
-        # a forward pass may communicate, so that all workers make equally many
-        repeats = factor - number if self.context.world_size > 1 else 0
-        if number + repeats == 1:
-            return whole
-        parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
-        places = place.parts(number, max(rows, 1), factor, repeats)
-        parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
-        return list(zip(parts, places, strict=True))
-
-    def does_without(self, error: BaseException) -> bool:
-        return self.settings.options.split_on_oom and ran_out_of_memory(error)
-
-    def explain(self, error: BaseException) -> None:
-        if "Expected more than 1 value per channel" in str(error):
-            error.add_note(
-                "Normalization layers cannot train on one value per channel. If this is the last "
-                "step of an epoch, it has one sample for this worker: let setup register a "
-                "DataLoader with drop_last=True. Another train() would repeat the step. To "
-                "continue, save() this trainer and load() that in a trainer with the new setup."
-            )
-
-    def split_after(self, error: BaseException, batch: Any) -> int:
-        factor = self.split
-        if not self.does_without(error):
-            return 0
-        why_not = self.parts.why_not or self._why_not_split(
-            batch, factor, self._smallest_part, self._num_samples
-        )
-        if not self.in_parts:
-            why_not = why_not or "train_epoch is not the default one"
-        if self.step.is_partial:
-            why_not = why_not or "memory ran out within the step of an optimizer"
-        if why_not:
-            error.add_note(_NOT_SPLIT.format(why_not))
-            return 0
-        return 2 * factor
-
-    def _why_not_split(self, batch: Any, factor: int, smallest: int, samples: float = 0) -> str:
-        """Say why a batch cannot be split into more parts; nothing if it can."""
-        try:
-            rows = num_rows(batch, samples)
-        except TypeError as error:
-            return f"the batch cannot be split, since {error}"
-        except Exception as error:  # classes of the user's may refuse
-            return f"the batch cannot be split: {error!r}"
-        if rows // smallest > factor:
-            return ""
-        if smallest > 1:
-            return "batch normalization takes two samples in each part at least"
-        return "its parts have one sample each" if factor > 1 else "it has one sample"
-
-    def raise_split(self, factor: int) -> None:
-        self.split = max(self.split, factor)
-        free_memory()
-        if self._batch_norms:
-            self.say(
-                "batch norm",
-                "Batch normalization sees the parts of a batch, and not all of it, so that the "
-                "result is another than with more memory.",
-            )
 
     # ---- compiled models
 

@@ -69,7 +69,7 @@ def run_out(trainer, where, rank):
 
     def plan(operator):
         registration = operator._registration
-        registration.split = 1
+        registration.parts.split = 1
         operator.faults = {(rank, step): where}
 
     trainer.apply_all_operators(plan)

@@ -476,7 +476,7 @@ def test_a_worker_whose_batch_cannot_be_split_has_as_many_parts_as_the_others():
     dying = workers.members[0].operator
     dying.error, dying.death = MemoryError, (0, "before")
     workers.train(12)
-    assert workers.members[1].registration.split == 2
+    assert workers.members[1].registration.parts.split == 2
     workers.check(*plain_run(config, 6))
 
 

@@ -131,7 +131,7 @@ def run(case, rank):
     )
     registration, operator = runner._registration, runner.operator
     if case.num_parts > 1:
-        registration.raise_split(case.num_parts)
+        registration.parts.raise_split(case.num_parts)
     trained = runner.handle(TrainRequest(call=0, until_epoch=1))
     validated = runner.handle(ValidateRequest(call=1))
     parameters = [

@@ -1,0 +1,127 @@
+"""Train each batch in parts after memory ran out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raysgd.data.shard import Place
+from raysgd.loop.micro_batches import MicroBatches
+from raysgd.torch.memory import (
+    batch_parts,
+    free_memory,
+    in_own_containers,
+    num_rows,
+    ran_out_of_memory,
+)
+
+if TYPE_CHECKING:
+    from raysgd.torch.registration import TorchRegistration
+
+__all__ = ["TorchMicroBatches"]
+
+_NOT_SPLIT = "The step is not done again with each batch in parts: {}."
+
+
+class TorchMicroBatches(MicroBatches):
+    """Splits tensors in nested containers."""
+
+    _registration: TorchRegistration
+    _num_samples: float = 0
+    """Samples of the current batch; 0: unknown."""
+
+    @functools.cached_property
+    def batch_norms(self) -> set[type[torch.nn.Module]]:
+        """Kinds of batch normalization in the models."""
+        modules = (module for model in self._registration.models for module in model.modules())
+        return {type(module) for module in modules if isinstance(module, _BatchNorm)}
+
+    @property
+    def _smallest_part(self) -> int:
+        """Samples that a part of a batch has at the least: batch normalization fails on one."""
+        return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
+
+    def _num_parts(self, rows: int) -> int:
+        """Return in how many parts to train a batch; 1 for one of another kind."""
+        factor, smallest = self.split, self._smallest_part
+        return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
+
+    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+        # copies, as what the user's code takes out of a batch may be wanted again
+        whole = [(in_own_containers(batch), place)]
+        self._num_samples = place.size or 0
+        is_wanted = self.in_use and self._registration.settings.options.split_on_oom
+        if self.split == 1 or not is_wanted:
+            return whole
+        factor, rows = self.split, _num_rows(batch, self._num_samples)
+        number = self._num_parts(rows)
+        # a forward pass may communicate, so that all workers make equally many
+        repeats = factor - number if self._registration.context.world_size > 1 else 0
+        if number + repeats == 1:
+            return whole
+        parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
+        places = place.parts(number, max(rows, 1), factor, repeats)
+        parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
+        return list(zip(parts, places, strict=True))
+
+    def is_tolerable(self, error: BaseException) -> bool:
+        return self._registration.settings.options.split_on_oom and ran_out_of_memory(error)
+
+    def explain(self, error: BaseException) -> None:
+        if "Expected more than 1 value per channel" in str(error):
+            error.add_note(
+                "Normalization layers cannot train on one value per channel. If this is the last "
+                "step of an epoch, it has one sample for this worker: let setup register a "
+                "DataLoader with drop_last=True. Another train() would repeat the step. To "
+                "continue, save() this trainer and load() that in a trainer with the new setup."
+            )
+
+    def split_after(self, error: BaseException, batch: Any) -> int:
+        if not self.is_tolerable(error):
+            return 0
+        why_not = self.why_not or self._why_not_split(batch)
+        if not self.in_use:
+            why_not = why_not or "train_epoch is not the default one"
+        if self._registration.step.is_partial:
+            why_not = why_not or "memory ran out within the step of an optimizer"
+        if why_not:
+            error.add_note(_NOT_SPLIT.format(why_not))
+            return 0
+        return 2 * self.split
+
+    def _why_not_split(self, batch: Any) -> str:
+        """Say why a batch cannot be split into more parts; nothing if it can."""
+        try:
+            rows = num_rows(batch, self._num_samples)
+        except TypeError as error:
+            return f"the batch cannot be split, since {error}"
+        except Exception as error:  # classes of the user's may refuse
+            return f"the batch cannot be split: {error!r}"
+        if rows // self._smallest_part > self.split:
+            return ""
+        if self._smallest_part > 1:
+            return "batch normalization takes two samples in each part at least"
+        return "its parts have one sample each" if self.split > 1 else "it has one sample"
+
+    def raise_split(self, factor: int) -> None:
+        self.split = max(self.split, factor)
+        free_memory()
+        if self.batch_norms:
+            self._registration.say(
+                "batch norm",
+                "Batch normalization sees the parts of a batch, and not all of it, so that the "
+                "result is another than with more memory.",
+            )
+
+
+def _num_rows(batch: Any, samples: float = 0) -> int:
+    """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
+    try:
+        return num_rows(batch, samples)
+    except Exception:  # classes of the user's may refuse
+        return 0
