@@ -35,12 +35,12 @@ from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import InlineMember
 from raysgd.cluster.requests import LoadRequest
 from raysgd.cluster.snapshot import with_shares
-from raysgd.cluster.states import Closed
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.config import BATCH_SIZE, env_seconds, rounded_config, warn_of_rounding
 from raysgd.context import Runner
 from raysgd.data import Dataset
 from raysgd.elastic.events import Event
+from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError, CheckpointError, WorkerLostError
 from raysgd.fit import Limits, Validations, check_monitored, run_epochs
 from raysgd.loop.requests import (
@@ -106,7 +106,7 @@ class OperatorTrainer:
         self._validations = Validations(lambda: controller.progress)
         # also when the trainer is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.on_event = _telling(weakref.ref(self))
+        controller.journal.on_event = _telling(weakref.ref(self))
         controller.start()
         self._keeps_batch = self._asks_whether_batch_is_kept()
         if not self._keeps_batch:

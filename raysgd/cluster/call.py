@@ -56,27 +56,16 @@ class Call:
     num_missing: int = 0
     """Workers with incomplete metrics: they ended before they answered, or were a step behind when
     the group formed again."""
-    has_begun: bool = False
-    """Whether the part under way has reached the workers; what was lost before costs no retry."""
-    num_losses_before: int = 0
-    """How often workers were lost before that."""
-    num_hangs: int = 0
-    """How often all workers of the part under way waited for each other."""
 
     @property
     def may_repeat(self) -> bool:
         """Whether it may be made again where workers were stopped in it."""
         return self.has_batches or self.max_losses > 0
 
-    def start_part(self) -> None:
-        """Forget what was counted in the part before."""
-        self.has_begun, self.num_losses_before, self.num_hangs = False, 0, 0
-
     def begin(self, members: Sequence[Member], progress: Progress) -> None:
         """Note how far training is as the part reaches its workers for the first time.
 
         A call to train makes its goal absolute here.
         """
-        self.has_begun = True
         since = dict.fromkeys(members, progress.global_step)
         self.metrics_start_step = since | self.metrics_start_step

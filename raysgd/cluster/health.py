@@ -13,9 +13,11 @@ from typing import Any
 
 from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.clock import Clock
+from raysgd.cluster.feature import Feature
 from raysgd.cluster.members import Member
 from raysgd.cluster.worker import Outcome
 from raysgd.context import Progress
+from raysgd.elastic.machine import CallBlocked, Event, WorkersHung
 from raysgd.errors import WorkerTimeoutError
 from raysgd.tracebacks import shortened_stacks
 
@@ -68,7 +70,7 @@ class Heartbeats:
         return found
 
 
-class HealthMonitor:
+class HealthMonitor(Feature):
     """Watches one attempt at a call.
 
     Args:
@@ -98,6 +100,21 @@ class HealthMonitor:
         self._seen: dict[Member, tuple[int, int]] = {}
         self._waiting: dict[Member, int | None] = {}
         self._waiting_since = 0.0
+        self.stuck_members: list[Member] = []
+        """The workers that hung last, if some are stuck by themselves."""
+
+    def poll(self, progress: Mapping[Member, Progress]) -> Event | None:
+        """Return an event if the call does not move, or can never end."""
+        self.mention_uneven()
+        if (stuck := self.stuck(progress)) is not None:
+            self.stuck_members = stuck
+            why = (
+                f"No batch finished for {self._hang_timeout_s:g} s, and no worker is stuck by "
+                "itself: all wait for each other. The log has their stacks."
+            )
+            return WorkersHung(num_stuck=len(stuck), why=why)
+        why_blocked = self.in_vain(progress)
+        return None if why_blocked is None else CallBlocked(why_blocked)
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""

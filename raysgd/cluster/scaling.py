@@ -6,15 +6,17 @@ A start is a scale-up from none. So one that is lost meanwhile is replaced alone
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
 
+from raysgd.cluster.feature import Feature
+from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.members import Member, cause_of, is_loss
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import COME_UP_S, WAIT_LONGER, WorkerGroup
-from raysgd.context import WorkerContext
+from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import assign_contexts, backoff_s, may_resize
 from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
@@ -39,7 +41,7 @@ Goal = Literal["room", "process", "setup"]
 Step = Literal["come up", "start", "set up", "join"]
 
 
-class ScaleUp:
+class ScaleUp(Feature):
     """Keeps a replacement worker on its way for each place that is missing.
 
     Args:
@@ -86,6 +88,7 @@ class ScaleUp:
         self._resized_at = self._group.clock.monotonic()
         self._enough_at: float | None = None
         self._is_first = True
+        self._generation = 0
         self._says_silent = False
         self.error: BaseException | None = None
         """Why the newest worker failed, where another one would fail in the same way."""
@@ -94,6 +97,19 @@ class ScaleUp:
     def under_way(self) -> bool:
         """Whether there are replacement workers."""
         return bool(self._replacements)
+
+    def on_generation(self, number: int) -> None:
+        """Note the newest generation."""
+        self._generation = number
+
+    def poll(self, progress: Mapping[Member, Progress]) -> None:
+        """Bring replacements forward, and start those that are missing."""
+        self.tick(self._generation)
+
+    def on_loss(self, member: Member, error: BaseException) -> None:
+        """Note that a member was lost: its successor need not wait to join."""
+        # on a silent host another worker may never come up: one is started elsewhere as well
+        self.lost(self._group.slot_of(member), isinstance(error, HostLostError))
 
     def lost(self, slot: Any, is_doubted: bool = False) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join.
@@ -128,7 +144,7 @@ class ScaleUp:
         """Note that the group has changed its size now."""
         self._resized_at = self._group.clock.monotonic()
 
-    def tend(self, generation: int, starting: bool = False) -> None:
+    def tick(self, generation: int, starting: bool = False) -> None:
         """Bring replacements forward, and start those that are missing; never waits for long.
 
         Nothing is done while Ray's head stands still: its answers would be waited for.

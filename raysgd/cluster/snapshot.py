@@ -7,23 +7,29 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from raysgd.cluster.commands import Commands
+from raysgd.cluster.feature import Feature
 from raysgd.cluster.members import Member
+from raysgd.cluster.requests import RestartStateRequest
+from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.context import Progress
 
 __all__ = ["SnapshotKeeper", "with_shares"]
 
 
-class SnapshotKeeper:
+class SnapshotKeeper(Feature):
     """Fetches snapshots while training goes on, and keeps the newest that has arrived.
 
     It has to be here: what a worker keeps, in its memory or in Ray's store, dies with it.
 
     Args:
         of_driver: whether to fetch them also from a worker in the driver's process.
+        group: the workers; needed by `poll` only.
     """
 
-    def __init__(self, of_driver: bool = False) -> None:
+    def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:
         self._of_driver = of_driver
+        self._group = group
         self._pickled: list[bytes] = []
         self._state: Mapping[str, Any] | None = None
         self._step = -1
@@ -40,6 +46,27 @@ class SnapshotKeeper:
     def outdate(self) -> None:
         """Fetch the next snapshot in any case: of as many steps there will be another one."""
         self._step, self._coming = -1, None
+
+    def poll(self, progress: Mapping[Member, Progress]) -> None:
+        """Fetch a newer snapshot from the members, without waiting."""
+        if progress:
+            first, *rest = progress
+            are_all = self._group is not None and len(progress) == len(self._group.members)
+            others = {member: progress[member] for member in rest} if are_all else None
+            self.follow(first, progress[first], others)
+
+    def rescue(self, commands: Commands) -> Progress | None:
+        """Keep the state of the members that answer; return their progress, or None without it."""
+        reached = commands.ask_progress()
+        remote = [member for member in reached if member.remote]
+        each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
+        is_divided = any(p.divided for p in reached.values())
+        for members in [list(reached)] if is_divided else each:
+            states = commands.ask_all(members, RestartStateRequest(num_workers=len(members)))
+            if states and len({state.get("global_step") for state in states}) == 1:
+                self.set(with_shares(states), reached[members[0]].global_step)
+                return reached[members[0]]
+        return None
 
     def follow(
         self, member: Member, progress: Progress, others: Mapping[Member, Progress] | None = None

@@ -23,10 +23,10 @@ from raysgd.cluster import tasks
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.call import Call
 from raysgd.cluster.controller import Controller
-from raysgd.cluster.states import Ready
 from raysgd.context import Request
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
+from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.train import session
 from raysgd.train.arguments import pickled_function, worker_resources
@@ -165,7 +165,7 @@ class BackendExecutor:
         )
         # a proxy, since what refers to the executor here would keep it from being collected
         prepare = BackendExecutor._prepare_workers
-        controller.on_start = functools.partial(prepare, weakref.proxy(self))
+        controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
         # also when the executor is dropped without shutdown(), or the driver's script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)

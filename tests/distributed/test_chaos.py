@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from raysgd.cluster import members
-from raysgd.cluster.states import Running
+from raysgd.elastic.machine import Running
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import IN_SOAK, own_memory, wait_until

@@ -14,11 +14,11 @@ from raysgd.cluster.call import Call
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
-from raysgd.cluster.states import Closed
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.machine import Closed
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.loop.requests import TrainRequest
 from raysgd.trainer_calls import TrainCall
@@ -124,7 +124,7 @@ class Driver:
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.controller._generation.number
+        return self.controller.generation
 
     @property
     def events(self):
@@ -493,7 +493,7 @@ class SimGroup(WorkerGroup):
 
     def discard(self, member):
         if (driver := self._world.driver) is not None:
-            stays = driver.controller._recovery.survivors_stay
+            stays = driver.controller.recovery.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf or member.lacks_state)
             is_fine = is_fine and not member.partial
             is_fine = is_fine and self.drains.of(member) is None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.callbacks import Callback
-from raysgd.cluster.states import Closed
+from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError, CheckpointError
 from tests.unit.callbacks.spy import Late, Spy, Unloadable
 from tests.unit.recorder import Recorder, Streaming
@@ -651,7 +651,7 @@ def test_where_workers_are_to_go_and_nobody_takes_over_those_that_save_pause_at_
     saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
     saving.saves_state = True
     trainer = make_trainer(callbacks=[saving, other])
-    trainer._controller._must_save = True
+    trainer._controller._preemption.must_save = True
     trainer.train()
     assert next(detail for _, hook, detail in saving.calls if hook == "on_pause") == 1
     assert 1 not in [detail for _, hook, detail in other.calls if hook == "on_pause"]

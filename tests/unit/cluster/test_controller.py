@@ -10,11 +10,11 @@ from raysgd.cluster import attempt
 from raysgd.cluster.controller import Controller
 from raysgd.cluster.members import Member
 from raysgd.cluster.requests import LoadRequest
-from raysgd.cluster.states import Broken, Closed, Ready
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
 from raysgd.context import Progress
 from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.machine import Broken, Closed, Ready
 from raysgd.elastic.policies import WorkerInfo
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
 from tests.blackbox.simulation.seam import LostError
@@ -601,11 +601,11 @@ def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):
     first, second = Future(), Future()
     done = Outcome("ok", None, Progress())
     busy = dict(zip(controller.members, (first, second), strict=True))
-    controller.state = Broken(busy=busy)
+    controller._commands.busy |= busy
     first.set_result(done)
     timer = threading.Timer(0.2, second.set_result, [done])
     timer.start()
-    assert controller._await_stragglers() == {}
+    assert controller.forming.await_stragglers() == {}
     assert not any("still busy" in record.getMessage() for record in caplog.records)
     timer.join()
     controller.shutdown()

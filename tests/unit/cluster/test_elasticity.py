@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd.cluster import controller as controller_module
+from raysgd.cluster import pauses
 from raysgd.cluster.host_monitor import HostLostError
-from raysgd.cluster.states import Broken, Closed
+from raysgd.elastic.machine import Broken, Closed
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import TICK_S, World
@@ -527,7 +527,7 @@ def test_an_error_of_the_user_reaches_the_caller_within_two_seconds(world):
 
 def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world, monkeypatch):
     """The pause was heard too late, and as the step is given up a worker raises in it."""
-    monkeypatch.setattr(controller_module, "pause_step", lambda progress: 0)
+    monkeypatch.setattr(pauses, "pause_step", lambda progress: 0)
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     first = controller.members[0]
@@ -934,7 +934,7 @@ def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(wor
     world.room = 2
     controller = world.drive(3, can_join=False, resize_cooldown_s=1.0).controller
     started = []
-    controller.on_start = lambda: started.append(len(controller.members))
+    controller.forming.on_start = lambda: started.append(len(controller.members))
     assert not controller.grow()
     world.room = 3
     assert not controller.grow()  # it has started just now

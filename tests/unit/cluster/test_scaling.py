@@ -124,7 +124,7 @@ def replacements():
 def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(make, present):
     scale_up, _ = make(num_workers=4, present=present)
     for _ in range(3):
-        scale_up.tend(7)
+        scale_up.tick(7)
     assert len(replacements()) == 4 - present
     assert sorted(n.slot for n in replacements()) == list(range(present, 4))
     assert scale_up.under_way == (present < 4)
@@ -133,13 +133,13 @@ def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(m
 def test_a_full_group_asks_for_no_room(make):
     scale_up, group = make(num_workers=2, present=2)
     group.vacant_slots = None  # calling it would fail
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert replacements() == []
 
 
 def test_each_replacement_is_told_the_place_that_it_will_have(make):
     scale_up, _ = make(num_workers=4, present=2)
-    scale_up.tend(7)
+    scale_up.tick(7)
     assert [n.rank for n in replacements()] == [2, 3]
     assert [n.generation for n in replacements()] == [7, 7]
     assert all(n.created == ("created",) for n in replacements())
@@ -147,32 +147,32 @@ def test_each_replacement_is_told_the_place_that_it_will_have(make):
 
 def test_a_group_that_shall_not_grow_gets_none(make):
     scale_up, _ = make(grow=False)
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert replacements() == []
     assert not scale_up.under_way
 
 
 def test_a_worker_in_the_callers_thread_stays_alone(make):
     scale_up, _ = make(num_workers=1, present=0, use_local=True)
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert replacements() == []
 
 
 def test_where_there_is_no_slot_there_is_no_replacement(make):
     scale_up, group = make(num_workers=4, present=2)
     group.slots = [0, 1, 2]
-    scale_up.tend(1)
-    scale_up.tend(1)
+    scale_up.tick(1)
+    scale_up.tick(1)
     assert [n.slot for n in replacements()] == [2]
     group.slots.append(3)
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert [n.slot for n in replacements()] == [2, 3]
 
 
 def test_replacements_are_brought_forward_each_time(make):
     scale_up, _ = make()
     for _ in range(4):
-        scale_up.tend(1)
+        scale_up.tick(1)
     assert [n.num_advances for n in replacements()] == [4]
 
 
@@ -181,18 +181,18 @@ def test_replacements_are_brought_forward_each_time(make):
 
 def test_a_replacement_that_failed_is_told_of_ended_and_replaced_after_a_while(make, clock):
     scale_up, group = make(initial_s=2.0)
-    scale_up.tend(1)
+    scale_up.tick(1)
     (first,) = replacements()
     first.error = ValueError("no such file")
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert scale_up.failures == [(first.member, first.error)]
     assert group.discarded == [first.member]
     assert not scale_up.under_way
     clock.now += 1.9
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert len(replacements()) == 1
     clock.now += 0.2
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert len(replacements()) == 2
     assert replacements()[1].slot == first.slot
 
@@ -200,9 +200,9 @@ def test_a_replacement_that_failed_is_told_of_ended_and_replaced_after_a_while(m
 def test_one_that_failed_before_it_had_a_worker_leaves_nothing_to_end(make, monkeypatch):
     monkeypatch.setattr(FakeReplacement, "advance", lambda self: None)
     scale_up, group = make()
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[0].error = RuntimeError("the slot is gone")
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert scale_up.failures[0][0] is None
     assert group.discarded == []
 
@@ -211,7 +211,7 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
     """Seconds until another replacement worker is started."""
     before, began = len(replacements()), clock.now
     while len(replacements()) == before:
-        scale_up.tend(1)
+        scale_up.tick(1)
         if clock.now - began > most_s:
             return None
         clock.now += 0.1
@@ -220,22 +220,22 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
 
 def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
     scale_up, _ = make(initial_s=1.0, factor=2.0, max_s=6.0)
-    scale_up.tend(1)
+    scale_up.tick(1)
     waits = []
     for _ in range(5):
         replacements()[-1].error = ValueError("setup")
-        scale_up.tend(1)
+        scale_up.tick(1)
         waits.append(waits_until_the_next(scale_up, clock))
     assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
 
 
 def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
     scale_up, _ = make(num_workers=5, present=2)
-    scale_up.tend(1)
+    scale_up.tick(1)
     first, *others = replacements()
     first.error = LostError("OOM")
-    scale_up.tend(1)
-    scale_up.tend(1)
+    scale_up.tick(1)
+    scale_up.tick(1)
     another = replacements()[-1]
     assert len(replacements()) == 4
     assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
@@ -248,15 +248,15 @@ def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
     make, clock, step, most
 ):
     scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
-    scale_up.tend(1)
+    scale_up.tick(1)
     for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
         before = len(replacements())
         replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
-        scale_up.tend(1)
+        scale_up.tick(1)
         assert len(replacements()) == before + 1
     assert scale_up.error is None
     replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
     assert (scale_up.error is not None) == (step == "set up")  # only a setup is the user's own
 
@@ -265,7 +265,7 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
     scale_up, _ = make(num_workers=3, present=0)
     for grace_s in (60.0, 0.5):
         scale_up.begin()
-        scale_up.tend(1, starting=True)
+        scale_up.tick(1, starting=True)
         first, second, _ = replacements()[-3:]
         first.get_ready()
         assert not scale_up.are_enough(2)
@@ -282,23 +282,23 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
 
 def test_it_is_given_up_after_so_many_failures(make, clock):
     scale_up, _ = make(max_attempts=3)
-    scale_up.tend(1)
+    scale_up.tick(1)
     for _ in range(3):
         replacements()[-1].error = ValueError("setup")
-        scale_up.tend(1)
+        scale_up.tick(1)
         waits_until_the_next(scale_up, clock)
     assert len(replacements()) == 3
     clock.now += 1e6
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert len(replacements()) == 3
 
 
 def test_failures_count_in_a_row(make, clock):
     scale_up, group = make(max_attempts=3, num_workers=3, present=2)
     for _ in range(4):
-        scale_up.tend(1)
+        scale_up.tick(1)
         replacements()[-1].error = ValueError("setup")
-        scale_up.tend(1)
+        scale_up.tick(1)
         assert waits_until_the_next(scale_up, clock) == pytest.approx(1, abs=0.25)
         replacements()[-1].get_ready()
         group.take(replacements()[-1])
@@ -309,11 +309,11 @@ def test_failures_count_in_a_row(make, clock):
 
 def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_began(make, clock):
     scale_up, group = make(num_workers=4, present=2, max_attempts=2)
-    scale_up.tend(1)
+    scale_up.tick(1)
     bad, good = replacements()
     for _ in range(2):
         bad.error = ValueError("setup")
-        scale_up.tend(1)
+        scale_up.tick(1)
         waits_until_the_next(scale_up, clock, most_s=5.0)
         bad = replacements()[-1]
     assert len(replacements()) == 3  # given up
@@ -321,20 +321,20 @@ def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_beg
     group.take(good)
     scale_up.joined([good])
     clock.now += 1000
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert len(replacements()) == 4
 
 
 def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
     """The place is another one; and without this, waiting for min_workers would be in vain."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[-1].error = ValueError("setup")
-    scale_up.tend(1)
+    scale_up.tick(1)
     clock.now += 1000
     group.lose(1)
     scale_up.lost(1)
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert len(replacements()) > 1
 
 
@@ -344,7 +344,7 @@ def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
 def test_only_those_that_are_ready_may_join(make, clock):
     scale_up, _ = make(num_workers=4, present=2)
     clock.now += 100
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert scale_up.ready() == []
     replacements()[1].get_ready()
     assert scale_up.ready() == [replacements()[1]]
@@ -353,7 +353,7 @@ def test_only_those_that_are_ready_may_join(make, clock):
 def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
     scale_up, _ = make(resize_cooldown_s=10.0)
     scale_up.resized()
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[0].get_ready()
     clock.now += 9.9
     assert scale_up.ready() == []
@@ -365,7 +365,7 @@ def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
 
 def test_the_start_of_the_group_is_a_change_of_size_too(make, clock):
     scale_up, _ = make(resize_cooldown_s=10.0)
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[0].get_ready()
     assert scale_up.ready() == []
 
@@ -375,7 +375,7 @@ def test_the_successor_of_a_lost_worker_joins_at_once(make):
     group.lose(1)
     scale_up.lost(1)
     scale_up.resized()
-    scale_up.tend(1)
+    scale_up.tick(1)
     for replacement in replacements():
         replacement.get_ready()
     assert {n.slot: n.replaces_lost for n in replacements()} == {1: True, 2: False}
@@ -386,11 +386,11 @@ def test_the_next_try_for_a_lost_worker_is_its_successor_too(make, clock):
     scale_up, group = make(num_workers=2, present=2)
     group.lose(1)
     scale_up.lost(1)
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[0].error = ValueError("setup")
-    scale_up.tend(1)
+    scale_up.tick(1)
     clock.now += 2
-    scale_up.tend(1)
+    scale_up.tick(1)
     assert replacements()[1].replaces_lost
 
 
@@ -398,7 +398,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     scale_up, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
     group.lose(1)
     scale_up.lost(1)
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[0].get_ready()
     group.take(replacements()[0])
     scale_up.joined([replacements()[0]])
@@ -407,7 +407,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     # it goes again, this time not as a loss
     group.members.pop()
     group.taken.pop()
-    scale_up.tend(1)
+    scale_up.tick(1)
     replacements()[1].get_ready()
     assert not replacements()[1].replaces_lost
     assert scale_up.ready() == []  # joining was a change of size
@@ -418,7 +418,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
 def test_those_that_did_not_join_stay_on_their_way(make, clock):
     scale_up, group = make(num_workers=4, present=2)
     clock.now += 100
-    scale_up.tend(1)
+    scale_up.tick(1)
     one, other = replacements()
     one.get_ready()
     group.take(one)
@@ -431,7 +431,7 @@ def test_those_that_did_not_join_stay_on_their_way(make, clock):
 
 def test_to_stop_is_to_end_all_replacements(make):
     scale_up, group = make(num_workers=4, present=2)
-    scale_up.tend(1)
+    scale_up.tick(1)
     ended = [n.member for n in replacements()]
     scale_up.stop()
     assert group.discarded == ended
@@ -444,6 +444,6 @@ def test_to_stop_is_to_end_all_replacements(make):
 def test_to_stop_before_there_is_a_worker_is_harmless(make, monkeypatch):
     monkeypatch.setattr(FakeReplacement, "advance", lambda self: None)
     scale_up, group = make()
-    scale_up.tend(1)
+    scale_up.tick(1)
     scale_up.stop()
     assert group.discarded == []

@@ -1,0 +1,442 @@
+"""The states of a group of workers, and what the driver does about each event.
+
+`transition` is a pure function. The controller executes its actions in order, and the last one
+returns the next event. `docs/architecture.md` lists the transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from raysgd.context import Progress
+from raysgd.elastic.policies import Recovery, choose_leader
+
+_MAX_FAILED_REJOINS = 2
+"""How often workers that are all alive may fail to form a process group before it is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What never changes while the group lives."""
+
+    recovery: Recovery
+    max_attempts: int = 10
+    may_grow: bool = True
+    """Whether a group that lacks workers may wait for replacements."""
+    keeps_snapshots: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the call under way may cost, and what it has cost."""
+
+    in_call: bool = False
+    min_workers: int = 1
+    max_losses: float = 0
+    num_losses: int = 0
+    num_early_losses: int = 0
+    """Losses that were found before the call reached the workers. They cost no retry."""
+    num_hangs: int = 0
+    """How often all workers waited for each other."""
+    has_begun: bool = False
+    """Whether the call has reached the workers."""
+
+
+# ---- states
+
+
+@dataclass(frozen=True)
+class State:
+    """A state of the group."""
+
+    budget: Budget = field(default_factory=Budget)
+
+
+class New(State):
+    """No worker was started yet."""
+
+
+class Starting(State):
+    """No worker is a member. The workers that come up become the group."""
+
+
+class Ready(State):
+    """The next call can begin immediately."""
+
+
+class Running(State):
+    """A call is under way."""
+
+
+@dataclass(frozen=True)
+class Broken(State):
+    """Workers are missing, or the process group is broken. The next call repairs the group."""
+
+    num_failed_rejoins: int = 0
+    """How often in a row workers that are all alive failed to form a process group."""
+
+
+class Closed(State):
+    """The workers are shut down, for good."""
+
+
+# ---- events
+
+
+class Event:
+    """Something that happened to the group."""
+
+
+@dataclass(frozen=True)
+class StartRequested(Event):
+    """`start` was called, or `grow` found room: the workers that come up become the group."""
+
+    min_workers: int
+
+
+@dataclass(frozen=True)
+class CallRequested(Event):
+    """The trainer makes a call."""
+
+    budget: Budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed(Event):
+    """The driver has counted the workers."""
+
+    num_workers: int
+    num_joining: int = 0
+    """Replacement workers that can join now."""
+    num_leaving: int = 0
+    """Workers that a preemption takes away now."""
+    must_save: bool = False
+    """Whether workers leave before any worker can replace them."""
+    is_behind: bool = False
+    """Whether steps were lost with all workers, and the trainer can repeat them."""
+    can_restart: bool = True
+    """Whether there is a state from which all workers can restart."""
+
+
+class WorkersReady(Event):
+    """Enough workers are ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressKnown(Event):
+    """Every member has reported its progress."""
+
+    progress: Sequence[Progress]
+    """By rank."""
+    leaving: frozenset[int] = frozenset()
+    """Ranks that a preemption takes away now."""
+    has_snapshot: bool = False
+
+
+class GroupFormed(Event):
+    """The workers are in one process group and have one state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormingFailed(Event):
+    """No process group came about, though no member is lost."""
+
+    by_newcomer: bool = False
+    """Whether workers that were not members yet may be the reason."""
+    is_communication: bool = True
+
+
+@dataclass(frozen=True)
+class StateLost(Event):
+    """No worker has the state of the last step."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class StateRescued(Event):
+    """The driver has asked the workers for their state before all of them restart."""
+
+    can_restart: bool
+
+
+class WorkersLost(Event):
+    """Members are lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersHung(Event):
+    """No batch was finished for too long."""
+
+    num_stuck: int
+    """Workers that are stuck by themselves; with 0, all wait for each other."""
+    why: str
+
+
+@dataclass(frozen=True)
+class CallBlocked(Event):
+    """Workers wait in a collective for others that have returned."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReturned(Event):
+    """All workers have returned."""
+
+    is_complete: bool
+    """False if the call paused, or repeated earlier steps."""
+    interrupted: bool = False
+    """Whether the driver interrupted workers just before they returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFailed(Event):
+    """Workers that are all alive have not finished the call."""
+
+    may_repeat: bool
+    """Whether the driver interrupted them, or they ran out of memory and can split batches."""
+
+
+@dataclass(frozen=True)
+class Aborted(Event):
+    """An exception ended an action, such as Ctrl-C or an error of user code."""
+
+    reached_workers: bool = True
+    """Whether the call under way had reached workers."""
+
+
+class StopRequested(Event):
+    """`stop` was called: what the workers do in addition to calls has to end."""
+
+
+class ShutDown(Event):
+    """`shutdown` was called."""
+
+
+# ---- actions
+
+
+class Do(Enum):
+    """An action without arguments, and what the controller does."""
+
+    SURVEY = "count the members, those that join, and those that leave"
+    AWAIT_WORKERS = "wait until enough workers are ready"
+    ASK_PROGRESS = "wait for workers that are still busy, and ask each for its progress"
+    START_GROUP = "form a group of the workers that have come up, from the snapshot"
+    SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
+    RETURN_OUTCOMES = "end the call with the outcomes of the workers"
+    RAISE_ERROR = "end the call with the error of the workers"
+    KILL_STUCK = "kill the workers that hang"
+    INTERRUPT_CALL = "interrupt the call on all workers"
+    ABANDON_CALL = "interrupt the call that an exception ended on the driver"
+    REMOVE_LOST = "take lost workers out of the group"
+    COLLECT_DEPARTING = "collect the metrics of all workers before they end"
+    RESCUE_STATE = "take the state of the workers over as the snapshot"
+    RESTART = "end the members, and begin a restart from the snapshot"
+    DISCARD_WORKERS = "end all members"
+    DROP_NEWCOMERS = "end the replacement workers that were about to join"
+    STOP_REPLACEMENTS = "end all replacement workers"
+    NOTE_START = "record that the workers have started"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormGroup:
+    """Form the next generation."""
+
+    leader: int
+    """Rank of the worker whose state counts."""
+    staying: Sequence[int]
+    """Ranks of the members that stay."""
+    admits: bool
+    """Whether replacement workers join."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCall:
+    """Send the call to the workers, and wait for its end."""
+
+    begins: bool
+    """Whether the call reaches the workers for the first time, and sets its goal."""
+    is_redo: bool
+    """Whether to repeat the steps that were lost with all workers, instead."""
+
+
+@dataclass(frozen=True)
+class GiveUpState:
+    """End all members, because none has the state of the last step."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the call: it cannot continue."""
+
+    why: str
+    is_communication: bool = False
+    """Whether workers that are alive could not communicate. Otherwise workers are lost."""
+
+
+Action = Do | FormGroup | RunCall | GiveUpState | Fail
+Next = tuple[State, tuple[Action, ...]]
+
+
+def transition(state: State, event: Event, policy: Policy) -> Next:
+    """Return the next state and the actions that follow from an event.
+
+    Raises:
+        ValueError: if the event cannot happen in the state.
+    """
+    budget = state.budget
+    match state, event:
+        case Closed(), _:
+            return state, ()
+        case _, ShutDown():
+            return Closed(budget), ()
+        case _, StopRequested():
+            return _broken(state), ()
+        case Running(), Aborted(reached_workers):
+            return (Broken(budget), (Do.ABANDON_CALL,)) if reached_workers else (Ready(budget), ())
+        case Starting(), Aborted():
+            return Broken(budget), (Do.DISCARD_WORKERS, Do.STOP_REPLACEMENTS)
+        case New() | Ready() | Broken(), Aborted():
+            return state, ()
+        case New() | Ready() | Broken(), StartRequested(min_workers):
+            return _restart(Starting(Budget(min_workers=min_workers)))
+        case Ready() | Broken(), CallRequested(budget):
+            return replace(state, budget=budget), (Do.SURVEY,)
+        case Ready() | Broken(), Surveyed():
+            return _after_survey(state, event, policy)
+        case Starting(), WorkersReady():
+            return state, (Do.START_GROUP,)
+        case Starting(), FormingFailed():
+            return state, (Do.AWAIT_WORKERS,)
+        case Starting(), GroupFormed():
+            return Ready(budget), (Do.NOTE_START, *([Do.SURVEY] if budget.in_call else []))
+        case Ready() | Broken(), WorkersReady():
+            return state, (Do.SURVEY,)
+        case Broken(), ProgressKnown():
+            return _choose_members(state, event, policy)
+        case Broken(), GroupFormed():
+            return Ready(budget), (Do.SURVEY,)
+        case Broken(num_failed_rejoins=number), FormingFailed(by_newcomer=by_newcomer):
+            if by_newcomer:
+                return state, (Do.SURVEY,)
+            if number == _MAX_FAILED_REJOINS or not event.is_communication:
+                return state, (Do.RAISE_ERROR,)
+            return Broken(budget, number + 1), (Do.SURVEY,)
+        case Broken(), StateLost(why):
+            return _after_state_loss(state, why, policy)
+        case Broken(), StateRescued(can_restart):
+            return _restart_from_snapshot(state, can_restart)
+        case Broken() | Running(), WorkersLost():
+            return _after_loss(_broken(state), policy)
+        case Running(), CallBlocked(why):
+            return state, (Do.INTERRUPT_CALL, Fail(why, is_communication=True))
+        case Running(), WorkersHung(num_stuck=num_stuck, why=why):
+            if num_stuck:
+                return state, (Do.KILL_STUCK,)
+            budget = replace(budget, num_hangs=budget.num_hangs + 1)
+            is_last = budget.num_hangs > policy.max_attempts
+            fail = [Fail(why, is_communication=True)] if is_last else []
+            return Running(budget), (Do.INTERRUPT_CALL, *fail)
+        case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
+            # only a new generation takes an interruption back
+            after = Broken(budget) if interrupted else Ready(budget)
+            return after, (Do.RETURN_OUTCOMES if is_complete else Do.SURVEY,)
+        case Running(), CallFailed(may_repeat=may_repeat):
+            return Broken(budget), (Do.SURVEY if may_repeat else Do.RAISE_ERROR,)
+    raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
+
+
+def _broken(state: State) -> Broken:
+    return state if isinstance(state, Broken) else Broken(state.budget)
+
+
+def _restart(state: State) -> Next:
+    return Starting(state.budget), (Do.RESTART, Do.AWAIT_WORKERS)
+
+
+def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
+    if not can_restart:
+        why = "all workers are lost, and there is no snapshot_every to go back to"
+        return _broken(state), (Fail(why),)
+    return _restart(state)
+
+
+def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
+    """Repair the group, let workers join and leave, or run the call."""
+    budget, recovery = state.budget, policy.recovery
+    if not event.num_workers:
+        return _restart_from_snapshot(state, event.can_restart)
+    if event.num_workers + event.num_joining < budget.min_workers:
+        if policy.may_grow:
+            return state, (Do.AWAIT_WORKERS,)
+        why = (
+            f"{event.num_workers} left, and min_workers={budget.min_workers}, and replacement "
+            "workers are not allowed (grow=False)"
+        )
+        return state, (Fail(why),)
+    if isinstance(state, Broken) or event.num_joining or event.num_leaving:
+        if recovery.rejoins and event.num_leaving < event.num_workers:
+            return _broken(state), (Do.ASK_PROGRESS,)
+        collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
+        if event.num_leaving or recovery.rescues_state:
+            return _broken(state), (*collect, Do.RESCUE_STATE)
+        return _restart_from_snapshot(state, event.can_restart)
+    save = [Do.SAVE_STATE] if event.must_save else []
+    begins = not event.is_behind and (event.must_save or not budget.has_begun)
+    has_begun = begins or (budget.has_begun and not event.must_save)
+    running = Running(replace(budget, has_begun=has_begun))
+    return running, (*save, RunCall(begins=begins, is_redo=event.is_behind))
+
+
+def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
+    """Choose whose state counts, and who is in the next generation."""
+    progress = event.progress
+    leader = choose_leader(progress)
+    if progress[leader].partial and event.has_snapshot:
+        why = "an optimizer raised within a step on each of them"
+        return _after_state_loss(state, why, policy)
+    ranks = range(len(progress))
+    staying, admits = [rank for rank in ranks if rank not in event.leaving], True
+    if leader in event.leaving:
+        first = staying[choose_leader([progress[rank] for rank in staying])]
+        is_behind = progress[first].global_step < progress[leader].global_step
+        if is_behind or progress[first].partial:
+            staying, admits = list(ranks), False  # only a leaving worker has the newest state
+        else:
+            leader = first
+    return state, (FormGroup(leader=leader, staying=staying, admits=admits),)
+
+
+def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
+    if not policy.keeps_snapshots:
+        why = f"{why}, and there is no snapshot_every to go back to"
+        return state, (Do.DROP_NEWCOMERS, Fail(why))
+    return state, (Do.DROP_NEWCOMERS, GiveUpState(why), Do.SURVEY)
+
+
+def _after_loss(state: Broken, policy: Policy) -> Next:
+    """Count the loss, and let the others continue or restart."""
+    budget, recovery = state.budget, policy.recovery
+    actions: list[Action] = [Do.REMOVE_LOST]
+    if not recovery.survivors_stay:
+        actions += [Do.RESCUE_STATE] if recovery.rescues_state else []
+        actions += [Do.DISCARD_WORKERS]
+    last: Action = Do.SURVEY
+    if budget.has_begun:
+        budget = replace(budget, num_losses=budget.num_losses + 1)
+        if budget.num_losses > budget.max_losses:
+            last = Fail(
+                f"{budget.num_losses} loss{'es' * (budget.num_losses > 1)} in one call, which "
+                f"allows {budget.max_losses} (max_retries, in train and fit)"
+            )
+    else:
+        budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
+        if budget.num_early_losses > policy.max_attempts:
+            last = Fail("workers are lost again and again")
+    return replace(state, budget=budget), (*actions, last)

@@ -1,0 +1,212 @@
+"""The transitions of the supervision, against the docs and in random sequences."""
+
+import contextlib
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.context import Progress
+from raysgd.elastic import machine
+from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
+from raysgd.elastic.policies import recovery
+
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
+MAX_ATTEMPTS = 2
+POLICIES = [
+    machine.Policy(
+        recovery=recovery(rejoins=rejoins, in_place=in_place, can_join=can_join),
+        max_attempts=MAX_ATTEMPTS,
+        may_grow=may_grow,
+        keeps_snapshots=keeps_snapshots,
+    )
+    for rejoins, in_place, can_join, may_grow, keeps_snapshots in product([True, False], repeat=5)
+]
+BUDGETS = [Budget(in_call=True, max_losses=number) for number in (0, 1, 3)]
+STEPS = [Progress(global_step=step, partial=each) for step in (5, 6) for each in (False, True)]
+
+booleans = st.booleans()
+surveyed = st.builds(
+    machine.Surveyed,
+    num_workers=st.integers(0, 3),
+    num_joining=st.integers(0, 2),
+    num_leaving=st.integers(0, 1),
+    must_save=booleans,
+    is_behind=booleans,
+    can_restart=booleans,
+)
+progress_known = st.builds(
+    machine.ProgressKnown,
+    progress=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
+    leaving=st.frozensets(st.integers(0, 1), max_size=1),
+    has_snapshot=booleans,
+)
+lost, formed = st.just(machine.WorkersLost()), st.just(machine.GroupFormed())
+ready = st.just(machine.WorkersReady())
+state_lost = st.just(machine.StateLost("no shares"))
+failed = st.builds(machine.FormingFailed, by_newcomer=booleans, is_communication=booleans)
+returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
+stopped = st.builds(machine.CallFailed, may_repeat=booleans)
+hung = st.builds(machine.WorkersHung, num_stuck=st.integers(0, 1), why=st.just("hung"))
+blocked = st.just(machine.CallBlocked("blocked"))
+calls = st.builds(machine.CallRequested, st.sampled_from(BUDGETS))
+starts = st.builds(machine.StartRequested, st.integers(1, 3))
+aborted = st.builds(machine.Aborted, booleans)
+rescued = st.builds(machine.StateRescued, booleans)
+stops = st.just(machine.StopRequested())
+ends = st.just(machine.ShutDown())
+RESULTS = {
+    Do.SURVEY: surveyed,
+    Do.AWAIT_WORKERS: ready,
+    Do.ASK_PROGRESS: progress_known | lost | failed,
+    Do.START_GROUP: formed | failed,
+    Do.RESCUE_STATE: rescued,
+    machine.FormGroup: formed | failed | lost | state_lost,
+    machine.RunCall: lost | returned | stopped,
+}
+"""What can happen next, by the last action."""
+
+
+def key(action):
+    return action if isinstance(action, Do) else type(action)
+
+
+STATES = [
+    *(New(), Starting(), Starting(BUDGETS[0]), Ready(), Running(), Broken()),
+    *(Running(Budget(num_hangs=MAX_ATTEMPTS)), Broken(num_failed_rejoins=2)),
+]
+SAMPLES = [
+    *(machine.StartRequested(1), machine.CallRequested(BUDGETS[0]), machine.StopRequested()),
+    *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
+    *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
+    *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
+    *(machine.ProgressKnown(progress=[p], has_snapshot=True) for p in STEPS),
+    *(machine.FormingFailed(by_newcomer=each) for each in (True, False)),
+    *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
+    *(machine.StateRescued(each) for each in (True, False)),
+    *(machine.StateLost("no shares"), machine.CallBlocked("blocked")),
+    *(machine.WorkersHung(num_stuck=each, why="hung") for each in (0, 1)),
+    *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
+    *(machine.CallFailed(may_repeat=each) for each in (True, False)),
+    *(machine.Aborted(each) for each in (True, False)),
+]
+
+
+def edges():
+    """Return each transition there is, as the names of a state, an event, and the next state."""
+    found = set()
+    for state, event, policy in product(STATES, SAMPLES, POLICIES):
+        with contextlib.suppress(ValueError):  # the event cannot happen in the state
+            after, _ = machine.transition(state, event, policy)
+            found.add(tuple(type(each).__name__ for each in (state, event, after)))
+    return found
+
+
+def test_the_table_of_the_architecture_page_has_the_transitions():
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (`.*`) \|", text, re.MULTILINE)
+    drawn = {(state, event, to) for state, event, after in rows for to in after[1:-1].split("`, `")}
+    assert drawn == edges()
+    assert {type(sample) for sample in SAMPLES} == set(machine.Event.__subclasses__()) - {
+        machine.ShutDown
+    }
+
+
+@st.composite
+def lives(draw):
+    """A start and some calls of a group, step by step: state, event, next state, and actions."""
+    policy, state, event = draw(st.sampled_from(POLICIES)), New(), draw(starts)
+    steps = []
+    for _ in range(draw(st.integers(1, 60))):
+        after, actions = machine.transition(state, event, policy)
+        steps.append((state, event, after, actions))
+        state = after
+        if isinstance(state, Closed):
+            break
+        last = key(actions[-1]) if actions else None
+        if draw(st.integers(0, 30)) == 0:
+            event = draw(aborted | stops | ends)
+        elif last is machine.RunCall and draw(booleans):
+            event = draw(hung | blocked)
+        elif last in RESULTS:
+            event = draw(RESULTS[last])
+        elif isinstance(event, machine.WorkersHung) and last is not machine.Fail:
+            event = draw(RESULTS[machine.RunCall])
+        elif isinstance(state, Running | Starting):
+            event = draw(aborted)  # an action has raised
+        else:
+            event = draw(calls | starts)
+    return steps
+
+
+@given(lives())
+def test_a_call_costs_no_more_than_its_budget(steps):
+    for _, _, after, actions in steps:
+        budget, is_over = after.budget, any(key(action) is machine.Fail for action in actions)
+        assert is_over or budget.num_losses <= budget.max_losses
+        assert is_over or budget.num_early_losses <= MAX_ATTEMPTS
+        assert is_over or budget.num_hangs <= MAX_ATTEMPTS
+
+
+@given(lives())
+def test_a_call_runs_only_on_a_group_that_is_ready(steps):
+    for state, event, after, actions in steps:
+        runs = any(key(action) is machine.RunCall for action in actions)
+        if runs:
+            assert isinstance(state, Ready)
+            assert event.num_workers >= state.budget.min_workers
+        assert not runs or isinstance(after, Running)
+
+
+@given(lives())
+def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
+    has_begun = False
+    for _, event, after, actions in steps:
+        if isinstance(event, machine.CallRequested | machine.StartRequested):
+            has_begun = False
+        for action in actions:
+            if action is Do.SAVE_STATE:
+                has_begun = False
+            elif key(action) is machine.RunCall and not action.is_redo:
+                assert action.begins != has_begun
+                has_begun = True
+        assert isinstance(after, Closed) or after.budget.has_begun == has_begun
+
+
+@given(progress_known, st.sampled_from(POLICIES))
+def test_no_committed_step_is_given_up(event, policy):
+    _, actions = machine.transition(Broken(), event, policy)
+    form = actions[-1]
+    whole = [p.global_step for p in event.progress if not p.partial]
+    if key(form) is not machine.FormGroup:
+        assert not whole, "workers restart though one has a state"
+        return
+    leader = event.progress[form.leader]
+    assert leader.global_step == max(whole or [p.global_step for p in event.progress])
+    assert form.leader in form.staying
+    left = set(range(len(event.progress))) - set(form.staying)
+    assert left <= event.leaving
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.recovery.survivors_stay])
+def test_a_loss_ends_no_survivor(policy):
+    state = Running(Budget(in_call=True, has_begun=True, max_losses=1))
+    after, actions = machine.transition(state, machine.WorkersLost(), policy)
+    assert actions == (Do.REMOVE_LOST, Do.SURVEY)
+    assert (type(after), after.budget.num_losses) == (Broken, 1)
+
+
+def test_a_group_that_is_alive_and_cannot_form_is_an_error_at_the_third_time():
+    state, event = Broken(), machine.FormingFailed()
+    for _ in range(2):
+        state, actions = machine.transition(state, event, POLICIES[0])
+        assert actions == (Do.SURVEY,)
+    assert machine.transition(state, event, POLICIES[0])[1] == (Do.RAISE_ERROR,)
+
+
+def test_an_event_that_cannot_happen_is_an_error():
+    with pytest.raises(ValueError, match="cannot happen in the state New"):
+        machine.transition(New(), machine.GroupFormed(), POLICIES[0])
