@@ -13,47 +13,37 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from raysgd.cluster.attempt import Attempt
 from raysgd.cluster.call import Call
+from raysgd.cluster.call_runner import CallRunner
 from raysgd.cluster.commands import Commands
-from raysgd.cluster.feature import Feature
+from raysgd.cluster.driver_context import DriverContext
 from raysgd.cluster.forming import GroupForming
-from raysgd.cluster.health import HealthMonitor
 from raysgd.cluster.journal import Journal
 from raysgd.cluster.members import Member, cause_of
 from raysgd.cluster.pauses import Pauses
 from raysgd.cluster.preemption import PreemptionWatch
-from raysgd.cluster.scaling import Replacement, ScaleUp
+from raysgd.cluster.scaling import ScaleUp
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.snapshot import SnapshotKeeper
+from raysgd.cluster.starts import Starts
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.comm.backend import Backend
 from raysgd.context import Progress, Request, Runner
 from raysgd.elastic import machine
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.events import Event, EventKind
+from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Do, State, transition
-from raysgd.elastic.policies import backoff_s, furthest, recovery
-from raysgd.errors import CollectiveError, WorkerLostError
-from raysgd.paths import without_secrets
+from raysgd.elastic.policies import recovery
+from raysgd.errors import CollectiveError
 
 __all__ = ["Controller"]
 
 logger = logging.getLogger(__name__)
 
 _SHUT_DOWN = "The workers are shut down."
-_TICK_S = 1.0
-"""How often to look at a call when there is nothing to look for but its end."""
-_BUSY_TICK_S = 0.05
-"""How often to look at it while replacement workers are on their way."""
-_START_TICK_S = 0.01
-"""How often to look at workers that come up while there is no group."""
-_UNEVEN_TICK_S = 0.25
-"""How often to look at it while some workers have returned and others have not."""
 
 
 class Controller:
@@ -84,9 +74,8 @@ class Controller:
         self._is_shut_down = False
         self._pid = os.getpid()
         self._group = group
-        self._clock = group.clock
         self._backend = backend
-        self._elastic = elastic = elastic or ElasticConfig()
+        elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
         self.recovery = recovery(
             rejoins=backend is None or backend.rejoins,
@@ -109,7 +98,7 @@ class Controller:
                 sys.path,
             )
         self.journal = journal = Journal(group, self.recovery.survivors_stay)
-        self._commands = Commands(group, journal, self._check_open)
+        self._commands = commands = Commands(group, journal, self._check_open)
         # the driver's own worker stays, unless all restart
         of_driver = not elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver, group)
@@ -124,44 +113,23 @@ class Controller:
             can_join=can_join,
             rejoins=self.recovery.rejoins,
         )
-        self._pauses = Pauses(self._commands)
-        self._features: list[Feature] = [
-            self.snapshots,
-            self._preemption,
-            self._scale_up,
-            self._pauses,
-        ]
-        self.forming = GroupForming(
-            group,
-            journal,
-            self._commands,
-            self._scale_up,
-            self.snapshots,
-            backend,
-            self.recovery,
-            timeout_s,
-            self._features,
-            self._check_open,
+        self._context = context = DriverContext(
+            group=group,
+            backend=backend,
+            elastic=elastic,
+            recovery=self.recovery,
+            timeout_s=timeout_s,
+            check_open=self._check_open,
+            journal=journal,
+            commands=commands,
+            snapshots=self.snapshots,
+            preemption=self._preemption,
+            scale_up=self._scale_up,
+            pauses=Pauses(commands),
         )
-        self._call = Call()
-        """The call under way."""
-        self._reached = Progress()
-        """How far training was when it began."""
-        self._redo: Call | None = None
-        """The call that repeats steps which were lost with all workers."""
-        self._outcomes: list[Outcome] = []
-        self._sent: dict[Member, Future[Outcome]] | None = None
-        """The answers to the newest attempt; None before it is sent."""
-        self._attempt: Attempt | None = None
-        self._monitor: HealthMonitor | None = None
-        self._split = 0
-        """In how many parts to train batches in the next attempt; 0 for no change."""
-        self._leaving: list[Member] = []
-        """Members that leave at the next restart."""
-        self._has_state = False
-        """Whether the snapshot to restart from is the state of a worker, just taken."""
-        self._has_started = False
-        self._restart_since, self._num_before, self._left = 0.0, 0, ""
+        self.forming = GroupForming(context)
+        self._starts = Starts(context)
+        self._calls = CallRunner(context, self._apply)
 
     # ---- life
 
@@ -233,7 +201,7 @@ class Controller:
                 event = self._apply(event)
         except BaseException:
             if not self._is_shut_down:
-                self._apply(machine.Aborted(reached_workers=self._sent is not None))
+                self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
             raise
 
     def _apply(self, event: machine.Event) -> machine.Event | None:
@@ -253,38 +221,39 @@ class Controller:
             case Do.SURVEY:
                 return self._survey()
             case Do.AWAIT_WORKERS:
-                return self._await_workers()
+                return self._starts.await_workers(self.state.budget.min_workers)
             case Do.ASK_PROGRESS:
-                return self.forming.ask_progress(self._who_moves)
+                return self.forming.ask_progress()
             case machine.FormGroup():
-                return self.forming.form_group(action, self._call)
+                return self.forming.form_group(action)
             case Do.START_GROUP:
                 return self.forming.start_group()
             case machine.RunCall():
-                return self._run_call(action)
+                return self._calls.run(action)
             case Do.RESCUE_STATE:
-                return self._rescue_state()
+                self._calls.rescue_state()
+                return machine.StateRescued(self._can_restart() or bool(self._context.leaving))
             case Do.SAVE_STATE:
-                self._save()
+                self._calls.save()
             case Do.KILL_STUCK:
-                self._kill_stuck()
+                self._calls.kill_stuck()
             case Do.INTERRUPT_CALL:
-                self._interrupt_call()
+                self._calls.interrupt()
             case Do.ABANDON_CALL:
-                self._abandon_call()
+                self._calls.abandon()
             case Do.REMOVE_LOST:
                 self._remove_lost()
             case Do.COLLECT_DEPARTING:
-                self.forming.collect_departing(self.members, self._call)
+                self.forming.collect_departing(self.members)
             case Do.RESTART:
-                self._restart()
+                self._starts.restart()
             case Do.NOTE_START:
-                self._note_start()
+                self._starts.note_start(self.state.budget.has_begun)
             case Do.DISCARD_WORKERS:
-                self._discard_members()
+                self._context.discard_members()
             case machine.GiveUpState(why):
                 logger.warning("All workers restart from the snapshot: %s.", why)
-                self._discard_members()
+                self._context.discard_members()
             case Do.DROP_NEWCOMERS:
                 self.forming.drop_newcomers()
             case Do.STOP_REPLACEMENTS:
@@ -320,15 +289,15 @@ class Controller:
             max_losses=call.max_losses,
             num_losses=call.num_losses,
         )
-        self._call, self._reached, self._redo, self._split = call, self.progress, None, 0
+        self._calls.begin(call)
         try:
             with self._until_shut_down():
                 if len(self.members) < min_workers:
                     self._scale_up.try_again()  # once a call: there their number has an end
                 self._supervise(machine.CallRequested(budget))
-                return self._outcomes
+                return self._calls.outcomes
         finally:
-            self._call, self._outcomes = Call(), []
+            self._context.call, self._calls.outcomes = Call(), []
 
     def _survey(self) -> machine.Event:
         """Look at who is there, who can join, and who has to leave."""
@@ -338,163 +307,21 @@ class Controller:
         elif self.journal.lost:
             logger.warning("Starting all workers anew.")
         self.journal.lost = {}
-        for feature in self._features:
+        for feature in self._context.features:
             feature.poll({})
-        joining, self._leaving = self._who_moves()
+        joining, self._context.leaving = self._context.who_moves()
         return machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
-            num_leaving=len(self._leaving),
-            must_save=self._preemption.must_save and self._call.can_pause,
-            is_behind=self._is_behind(),
+            num_leaving=len(self._context.leaving),
+            must_save=self._preemption.must_save and self._context.call.can_pause,
+            is_behind=self._calls.is_behind(),
             can_restart=self._can_restart(),
         )
 
-    def _who_moves(self) -> tuple[list[Replacement], list[Member]]:
-        """Return the replacement workers that join at the next step, and the members that leave."""
-        ready = self._scale_up.ready()
-        leaving = self._preemption.who_leaves(len(ready))
-        return ready[: self.max_workers - len(self.members) + len(leaving)], leaving
-
-    def _is_behind(self) -> bool:
-        """Whether steps were lost with all workers, and there is a call that repeats them."""
-        is_behind = self.progress.global_step < self._reached.global_step
-        if is_behind and self._redo is None and self._call.catch_up is not None:
-            self._redo = self._call.catch_up(self._reached)
-            if self._redo is not None:
-                logger.warning(
-                    "Steps %d to %d were lost with all workers, and are trained again before %s().",
-                    self.progress.global_step + 1,
-                    self._reached.global_step,
-                    self._call.request.name,
-                )
-        return is_behind and self._redo is not None
-
     def _can_restart(self) -> bool:
         is_new = self.progress.global_step == 0
-        return self._policy.keeps_snapshots or is_new or self._has_state
-
-    def _run_call(self, action: machine.RunCall) -> machine.Event:
-        """Make one attempt at the call; it ends shortly after a failure."""
-        self._sent, self._attempt, self._has_state = None, None, False
-        self._pauses.cancel()
-        call = self._call
-        if action.is_redo:
-            assert self._redo is not None
-            call = self._redo
-        elif action.begins:
-            call.begin(self.members, furthest([self.progress, self._reached]))
-        members = list(self.members if call.rank is None else [self.members[call.rank]])
-        self.journal.seen_step = self.progress.global_step
-        packed: Any = call.request.with_split(self._split) if self._split else call.request
-        if not self._group.options.inline:
-            what = f"the arguments of {call.request.name}"
-            packed = self._group.shared(sendable(what, packed))
-        self._check_open()
-        self._sent = {}
-        for member in members:
-            self._sent[member] = member.work("call", packed)
-        self._attempt = attempt = Attempt(self._sent, self._clock)
-        self._watch(call, attempt)
-        if attempt.failed:
-            self._commands.stop(attempt)
-        progress = {member: outcome.progress for member, outcome in attempt.outcomes.items()}
-        if progress:
-            self.journal.progress = furthest(list(progress.values()))
-            self.journal.seen_step = self.progress.global_step
-            self._preemption.poll(progress)
-        self._split = self._new_split(attempt)
-        if attempt.lost:
-            return self.forming.note_lost(attempt.lost)
-        interrupted = attempt.interrupted_by_us
-        if attempt.failed:
-            is_stopped = interrupted and attempt.first_error is None and call.may_repeat
-            may_repeat = bool(self._split) or is_stopped
-            if not may_repeat:
-                self.journal.error = attempt.error()
-                if attempt.first_error is not None:
-                    said = repr(self.journal.error)
-                    self.journal.record("user_error", [attempt.first_error[0]], cause=said)
-            return machine.CallFailed(may_repeat=may_repeat)
-        is_complete = not attempt.paused and not action.is_redo
-        if is_complete:
-            self.snapshots.poll(progress)
-            self._outcomes = [attempt.outcomes[member] for member in members]
-        return machine.CallReturned(is_complete=is_complete, interrupted=interrupted)
-
-    def _watch(self, call: Call, attempt: Attempt) -> None:
-        """Watch an attempt until all workers have returned, or one has failed."""
-        monitor = self._monitor = HealthMonitor(
-            attempt,
-            self.journal.ranks,
-            self._elastic.hang_timeout_s,
-            self._clock,
-            call.has_batches,
-        )
-        while attempt.under_way:
-            self._check_open()
-            is_busy = call.on_wait is not None or self._scale_up.under_way
-            idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
-            if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
-                continue
-            if self._group.is_cut_off():
-                self._preemption.give_up_silent(attempt)
-                continue  # the driver's host is cut off from all workers, which wait as well
-            progress = self._commands.ask_progress()
-            if call.on_wait is not None:
-                call.on_wait(list(progress.values()))
-            steps = [p.global_step for p in progress.values()]
-            self.journal.seen_step = max([self.journal.seen_step, *steps])
-            for feature in [monitor, *self._features]:
-                if (event := feature.poll(progress)) is not None:
-                    self._apply(event)
-            if call.can_pause and self._pauses.step is None:
-                moves = any(self._who_moves()) or self._preemption.must_save
-                if moves and not self._pauses.request(attempt, progress, len(self.members)):
-                    # some have passed the step, and will wait for the others: discard that step
-                    self._interrupt_call()
-
-    def _interrupt_call(self) -> None:
-        assert self._attempt is not None
-        self._attempt.interrupted_by_us = True
-        self._commands.stop(self._attempt)
-
-    def _abandon_call(self) -> None:
-        """Stop the work after Ctrl-C, and find out how far the workers are."""
-        pending = self._sent or {} if self._attempt is None else self._attempt.pending
-        self._commands.busy |= pending
-        self._commands.interrupt()
-        if reached := list(self.ask_progress().values()):
-            self.journal.progress = furthest(reached)
-
-    def _kill_stuck(self) -> None:
-        assert self._monitor is not None
-        for member in self._monitor.stuck_members:
-            cause = "no batch finished within hang_timeout_s"
-            self.journal.record("hung", [member], cause=cause)
-            logger.warning("Killing worker %d, which hangs.", self.journal.ranks[member])
-            member.kill_process()
-
-    def _new_split(self, attempt: Attempt) -> int:
-        """Return in how many parts to train batches when a call is made again; 0: as they are.
-
-        Memory has run out then, and no other error was the first.
-        """
-        if attempt.first_error is None or not attempt.first_error[1].split:
-            return 0
-        member, outcome = attempt.first_error
-        self._call.num_splits += 1
-        said = repr(outcome.value())
-        self.journal.record("split", [member], cause=said, factor=outcome.split)
-        logger.warning(
-            "Worker %d ran out of memory after step %d. The step is done again unless its update "
-            "was made, and from now on each batch is trained as %d parts that make one update: %s",
-            self.journal.ranks[member],
-            self.progress.global_step,
-            outcome.split,
-            without_secrets(said),
-        )
-        return outcome.split
+        return self._policy.keeps_snapshots or is_new or self._context.has_state
 
     def stop(self, request: Request) -> None:
         """Interrupt what the workers do in addition to calls; the next call forms a generation.
@@ -512,17 +339,18 @@ class Controller:
         """Take lost workers out of the group."""
         for member, error in self.journal.lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
-            since = self._call.metrics_start_step.get(member, self.progress.global_step)
+            since = self._context.call.metrics_start_step.get(member, self.progress.global_step)
             # no survivor to ask: use the last polled progress
             step = max(self.progress.global_step, self.journal.seen_step)
             num_batches = max(0, step - since)
             self.journal.record("lost", [member], cause=said, num_batches=num_batches, step=step)
-            self._call.causes.append(f"worker {rank} on {member.name}: {said}")
+            self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
-            for feature in self._features:
+            self._commands.busy.pop(member, None)
+            for feature in self._context.features:
                 feature.on_loss(member, error)
             self._group.discard(member)
-        self._call.num_losses = self.state.budget.num_losses
+        self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
     def _failure(self, action: machine.Fail) -> Exception:
@@ -531,88 +359,14 @@ class Controller:
         member, error = next(iter(self.journal.lost.items()), (None, None))
         if member is not None:
             self._scale_up.poll({})
-        return self.journal.failure(action.why, self._call.causes, member, error)
+        return self.journal.failure(action.why, self._context.call.causes, member, error)
 
-    def _rescue_state(self) -> machine.Event:
-        """Take the newest state over from the workers that are left."""
-        progress = self.snapshots.rescue(self._commands)
-        if progress is not None:
-            self.journal.progress, self._has_state = progress, True
-        return machine.StateRescued(self._can_restart() or bool(self._leaving))
+    def _note_failed_replacement(self, member: Member | None, error: BaseException) -> None:
+        said = cause_of(member, error)
+        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
+        logger.warning("A replacement worker failed before it joined: %s", said)
 
-    def _save(self) -> None:
-        """Take a snapshot, and let callbacks save at the next step."""
-        self._sent, self._preemption.must_save = None, False
-        self._rescue_state()
-        self._call.at_once = True
-
-    # ---- starts
-
-    def _await_workers(self) -> machine.Event:
-        """Wait until there are enough workers; for room that is not there, longer each time."""
-        config, starting = self._elastic, not self.members
-        min_workers = self.state.budget.min_workers
-        missing = f"{len(self.members)} left, and min_workers={min_workers}"
-        deadline, number = 0.0, 0
-        while True:
-            self._check_open()
-            self._scale_up.tick(self.generation, starting)
-            if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and (causes := self._call.causes):
-                    raise self.journal.failure(str(error), causes, cause=error)
-                raise error
-            if self._scale_up.are_enough(min_workers):
-                return machine.WorkersReady()
-            now = self._clock.monotonic()
-            is_short = len(self.members) + self._scale_up.coming() < min_workers
-            if is_short and now >= deadline and not self._group.drains.is_ray_silent:
-                room = self._group.room()
-                if number == config.max_attempts:
-                    why = f"{missing}, and no room for more: {room}"
-                    raise self.journal.failure(why, self._call.causes)
-                wait_s = backoff_s(number, config, random.random())
-                self.journal.record("waiting", [], cause=missing, seconds=wait_s)
-                deadline, number = now + wait_s, number + 1
-                logger.warning(
-                    "Too few workers (%s). Try %d of %d, for %.1f s: %s",
-                    missing,
-                    number,
-                    config.max_attempts,
-                    wait_s,
-                    room,
-                )
-            self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
-
-    def _restart(self) -> None:
-        """End the members; workers that come up will continue from the newest snapshot."""
-        self._restart_since, self._num_before = self._clock.monotonic(), len(self.members)
-        self._left = "; ".join(f"left {member.name}" for member in self._leaving)
-        self._has_state |= bool(self._leaving)
-        self._call.metrics_start_step = {}
-        self._discard_members()
-        if not self.recovery.joins:
-            self._scale_up.stop()  # these only waited for room
-        self._scale_up.begin()
-
-    def _note_start(self) -> None:
-        """Record that the workers have started, or restarted."""
-        if not (self.recovery.joins and self._elastic.grow):
-            self._scale_up.stop()  # those that are late would never be let in
-        if not self._has_started:
-            self._has_started = True
-            self.journal.record("started", self.members)
-            return
-        step = self.progress.global_step
-        if self.state.budget.has_begun:  # what was measured in the call is gone
-            self._call.metrics_start_step = dict.fromkeys(self.members, step)
-        has_grown = 0 < self._num_before < len(self.members)
-        joining = self.members[self._num_before :] if has_grown else self.members
-        kind: EventKind = "grown" if has_grown else "restarted"
-        if self._left and len(self.members) >= self._num_before:
-            kind = "moved"
-        seconds = self._clock.monotonic() - self._restart_since
-        self.journal.record(kind, joining, cause=self._left, seconds=seconds)
-        logger.info("Restarted %d workers from step %d.", len(self.members), step)
+    # ---- for trainers
 
     def grow(self) -> bool:
         """Restart with more workers, from what `snapshots` holds, if there is room for them now.
@@ -625,9 +379,9 @@ class Controller:
         with self._until_shut_down():
             if self._group.drains.is_ray_silent:
                 return False  # no worker could be started
-            self._leaving = list(self._group.leaving())
-            if self._leaving:
-                num_staying = len(self.members) - len(self._leaving)
+            self._context.leaving = list(self._group.leaving())
+            if self._context.leaving:
+                num_staying = len(self.members) - len(self._context.leaving)
                 num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
@@ -635,15 +389,6 @@ class Controller:
                 return False
             self._supervise(machine.StartRequested(self.min_workers))
         return True
-
-    def _discard_members(self) -> None:
-        for member in list(self.members):
-            self._group.discard(member)
-
-    def _note_failed_replacement(self, member: Member | None, error: BaseException) -> None:
-        said = cause_of(member, error)
-        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
-        logger.warning("A replacement worker failed before it joined: %s", said)
 
     # ---- what is known
 

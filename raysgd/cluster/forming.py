@@ -7,18 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.cluster.attempt import Attempt
-from raysgd.cluster.call import Call
-from raysgd.cluster.commands import ANSWER_S, SILENCE_S, Commands, silence, value_of
-from raysgd.cluster.feature import Feature
+from raysgd.cluster.commands import ANSWER_S, SILENCE_S, silence, value_of
+from raysgd.cluster.driver_context import DriverContext
 from raysgd.cluster.health import Heartbeats, await_stragglers
-from raysgd.cluster.journal import Journal
 from raysgd.cluster.members import Member, cause_of
 from raysgd.cluster.requests import HeldStateRequest, LoadRequest, TakeHeldRequest
-from raysgd.cluster.scaling import Replacement, ScaleUp
+from raysgd.cluster.scaling import Replacement
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.snapshot import SnapshotKeeper
-from raysgd.cluster.worker_group import WorkerGroup
-from raysgd.comm.backend import Backend
 from raysgd.context import Progress, WorkerContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.machine import (
@@ -30,7 +25,7 @@ from raysgd.elastic.machine import (
     StateLost,
     WorkersLost,
 )
-from raysgd.elastic.policies import Recovery, assign_contexts
+from raysgd.elastic.policies import assign_contexts
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 __all__ = ["GroupForming"]
@@ -50,45 +45,14 @@ class _CutOffError(Exception):
 
 
 class GroupForming:
-    """Lets workers enter generations.
+    """Lets workers enter generations."""
 
-    Args:
-        group: the workers.
-        journal: keeps ranks and generation.
-        commands: interrupts workers.
-        scale_up: brings replacement workers.
-        snapshots: the state to restart from.
-        backend: how the workers communicate; None with one worker.
-        recovery: how a group continues after a failure.
-        timeout_s: bound for setting up and for joining a generation.
-        features: notified of each generation.
-        check_open: raises if the workers were shut down.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        journal: Journal,
-        commands: Commands,
-        scale_up: ScaleUp,
-        snapshots: SnapshotKeeper,
-        backend: Backend | None,
-        recovery: Recovery,
-        timeout_s: float,
-        features: Sequence[Feature],
-        check_open: Callable[[], None],
-    ) -> None:
-        self._group = group
-        self._clock = group.clock
-        self._journal = journal
-        self._commands = commands
-        self._scale_up = scale_up
-        self._snapshots = snapshots
-        self._backend = backend
-        self._recovery = recovery
-        self._timeout_s = timeout_s
-        self._features = features
-        self._check_open = check_open
+    def __init__(self, context: DriverContext) -> None:
+        self._context = context
+        self._group, self._clock = context.group, context.group.clock
+        self._journal, self._commands = context.journal, context.commands
+        self._scale_up = context.scale_up
+        self._backend = context.backend
         self._joining: dict[Member, Replacement] = {}
         self._answers: dict[Member, Progress] = {}
         self._began = 0.0
@@ -97,18 +61,12 @@ class GroupForming:
 
     # ---- the next generation
 
-    def ask_progress(
-        self, who_moves: Callable[[], tuple[list[Replacement], list[Member]]]
-    ) -> Event:
-        """Wait for workers that are still busy, and ask each worker for its progress.
-
-        Args:
-            who_moves: returns who joins and who leaves.
-        """
+    def ask_progress(self) -> Event:
+        """Wait for workers that are still busy, and ask each worker for its progress."""
         self._began = self._clock.monotonic()
         if lost := self.await_stragglers():
             return self.note_lost(lost)
-        ready, leaving = who_moves()
+        ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
         self._answers, lost = self._commands.reach([*self._group.members, *joining])
         for member in [member for member in joining if member in lost]:
@@ -120,12 +78,12 @@ class GroupForming:
         return ProgressKnown(
             progress=[self._answers[member] for member in members],
             leaving=frozenset(rank for rank, m in enumerate(members) if m in leaving),
-            has_snapshot=self._snapshots.state() is not None,
+            has_snapshot=self._context.snapshots.state() is not None,
         )
 
     def await_stragglers(self) -> dict[Member, BaseException]:
         """Wait for workers that did not return in time; return those that are lost."""
-        patience_s = _STRAGGLER_S if self._recovery.replaces else _RESTART_STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._context.recovery.replaces else _RESTART_STRAGGLER_S
         return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
 
     def note_lost(self, lost: Mapping[Member, BaseException]) -> Event:
@@ -137,9 +95,9 @@ class GroupForming:
         }
         return WorkersLost() if self._journal.lost else FormingFailed(by_newcomer=True)
 
-    def form_group(self, action: FormGroup, call: Call) -> Event:
+    def form_group(self, action: FormGroup) -> Event:
         """Let members and replacements enter a new generation."""
-        before, journal = list(self._group.members), self._journal
+        before, journal, call = list(self._group.members), self._journal, self._context.call
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
         joining = self._joining = self._joining if action.admits else {}
@@ -164,7 +122,7 @@ class GroupForming:
         call.metrics_start_step |= dict.fromkeys(joining, newest)
         seconds = self._clock.monotonic() - self._began
         departed = [member for member in before if member not in entering]
-        self.collect_departing(departed, call)
+        self.collect_departing(departed)
         for member in departed:
             self._group.discard(member)
         self._record_group(list(joining), departed, seconds)
@@ -205,8 +163,9 @@ class GroupForming:
         for replacement in self._joining.values():
             self._scale_up.drop(replacement)
 
-    def collect_departing(self, members: Sequence[Member], call: Call) -> None:
+    def collect_departing(self, members: Sequence[Member]) -> None:
         """Ask workers that are about to end for what they have measured in the call under way."""
+        call = self._context.call
         if call.farewell is None or not members:
             return
         given = self._commands.ask(members, call.farewell, ANSWER_S)
@@ -264,7 +223,7 @@ class GroupForming:
     def _abort_forming(self, joining: Mapping[Member, Replacement], error: Exception) -> None:
         """Discard the workers that were lost as the group formed; the others stay if they can."""
         # `on_start` may have changed a process, and some processes can be in one group only
-        are_used = bool(self._group.members) or not self._recovery.rejoins
+        are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
         _, lost = self._commands.reach(joining)
         if not lost and not isinstance(error, _CutOffError):
@@ -280,7 +239,7 @@ class GroupForming:
 
     def _load_snapshot(self, members: Sequence[Member]) -> None:
         """Let workers load the newest snapshot; without one they keep the state of their setup."""
-        state = self._snapshots.state()
+        state = self._context.snapshots.state()
         self._journal.progress = Progress()
         if state is None:
             return
@@ -294,7 +253,7 @@ class GroupForming:
 
     def _next_generation(self) -> int:
         self._journal.generation += 1
-        for feature in self._features:
+        for feature in self._context.features:
             feature.on_generation(self._journal.generation)
         return self._journal.generation
 
@@ -341,12 +300,12 @@ class GroupForming:
         attempt = Attempt(
             {m: m.work(method, *a) for m, a in zip(members, arguments, strict=True)}, self._clock
         )
-        mentioned = self._clock.monotonic()
-        deadline = mentioned + self._timeout_s
+        mentioned, timeout_s = self._clock.monotonic(), self._context.timeout_s
+        deadline = mentioned + timeout_s
         heartbeats = Heartbeats(SILENCE_S)
         while attempt.under_way:
             attempt.settle(1.0)
-            self._check_open()
+            self._context.check_open()
             now = self._clock.monotonic()
             if self._group.is_cut_off():  # all workers are silent
                 heartbeats = Heartbeats(SILENCE_S)
@@ -358,9 +317,9 @@ class GroupForming:
             if now > deadline:
                 self._stop(attempt)
                 raise WorkerTimeoutError(
-                    f"Waited {self._timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
+                    f"Waited {timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
                     f"for {waiting}.",
-                    waited_s=self._timeout_s,
+                    waited_s=timeout_s,
                 )
             if now - mentioned > _MENTION_S:
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)

@@ -624,10 +624,10 @@ def test_a_second_call_at_the_same_time_is_refused(start):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, controller, "work")
         assert inside.wait(PATIENCE_S)
-        under_way = controller._call
+        under_way = controller._context.call
         with pytest.raises(RuntimeError, match="under way"):
             run(controller, "work")
-        assert controller._call is under_way
+        assert controller._context.call is under_way
         outside.set()
         assert first.result(PATIENCE_S)[0].value() == "done"
 
