@@ -77,6 +77,11 @@ class CallRunner:
         self._context.call, self._reached = call, self._journal.progress
         self._redo, self._split = None, 0
 
+    def end(self) -> None:
+        """Forget the call and what the workers returned."""
+        self._context.call, self._redo, self.outcomes = Call(), None, []
+        self._sent = self._attempt = self._monitor = None
+
     def is_behind(self) -> bool:
         """Whether steps were lost with all workers, and there is a call that repeats them."""
         step, reached, call = self._journal.progress.global_step, self._reached, self._context.call

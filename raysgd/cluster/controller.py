@@ -12,7 +12,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from raysgd.cluster.call import Call
@@ -32,10 +33,9 @@ from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.comm.backend import Backend
 from raysgd.context import Progress, Request, Runner
-from raysgd.elastic import machine
+from raysgd.elastic import events, machine
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.events import Event
-from raysgd.elastic.machine import Do, State, transition
+from raysgd.elastic.machine import Do, Event, State, transition
 from raysgd.elastic.policies import recovery
 from raysgd.errors import CollectiveError
 
@@ -194,78 +194,80 @@ class Controller:
 
     # ---- the loop
 
-    def _supervise(self, event: machine.Event | None) -> None:
+    def _supervise(self, event: Event | None) -> None:
         """Execute what follows from an event, and from what happens then, until nothing does."""
         try:
             while event is not None:
-                event = self._apply(event)
+                actions, event = self._feed(event), None
+                for action in actions:
+                    event = self._handler(action)()
         except BaseException:
             if not self._is_shut_down:
                 self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
             raise
 
-    def _apply(self, event: machine.Event) -> machine.Event | None:
-        """Take the next state, and execute its actions; return what the last one came to."""
+    def _apply(self, event: Event) -> None:
+        """Execute what follows from an event during an action."""
+        for action in self._feed(event):
+            self._handler(action)()
+
+    def _feed(self, event: Event) -> Sequence[machine.Action]:
+        """Take the next state; return the actions that follow."""
         self._check_open()
         self.state, actions = transition(self.state, event, self._policy)
         if self._is_shut_down:  # by another thread, just now
             self.state = machine.Closed()
             raise RuntimeError(_SHUT_DOWN)
-        came_to = None
-        for action in actions:
-            came_to = self._execute(action)
-        return came_to
+        return actions
 
-    def _execute(self, action: machine.Action) -> machine.Event | None:
+    def _handler(self, action: machine.Action) -> Callable[[], Event | None]:
+        """Return the function that executes an action. The last one returns the next event."""
+        budget = self.state.budget
         match action:
             case Do.SURVEY:
-                return self._survey()
+                return self._survey
             case Do.AWAIT_WORKERS:
-                return self._starts.await_workers(self.state.budget.min_workers)
+                return partial(self._starts.await_workers, budget.min_workers)
             case Do.ASK_PROGRESS:
-                return self.forming.ask_progress()
+                return self.forming.ask_progress
             case machine.FormGroup():
-                return self.forming.form_group(action)
+                return partial(self.forming.form_group, action)
             case Do.START_GROUP:
-                return self.forming.start_group()
-            case machine.RunCall():
-                return self._calls.run(action)
+                return self.forming.start_group
             case Do.RESCUE_STATE:
-                self._calls.rescue_state()
-                return machine.StateRescued(self._can_restart() or bool(self._context.leaving))
+                return self._rescue_state
+            case machine.RunCall():
+                return partial(self._calls.run, action)
             case Do.SAVE_STATE:
-                self._calls.save()
+                return self._calls.save
             case Do.KILL_STUCK:
-                self._calls.kill_stuck()
+                return self._calls.kill_stuck
             case Do.INTERRUPT_CALL:
-                self._calls.interrupt()
+                return self._calls.interrupt
             case Do.ABANDON_CALL:
-                self._calls.abandon()
+                return self._calls.abandon
             case Do.REMOVE_LOST:
-                self._remove_lost()
+                return self._remove_lost
             case Do.COLLECT_DEPARTING:
-                self.forming.collect_departing(self.members)
-            case Do.RESTART:
-                self._starts.restart()
-            case Do.NOTE_START:
-                self._starts.note_start(self.state.budget.has_begun)
-            case Do.DISCARD_WORKERS:
-                self._context.discard_members()
-            case machine.GiveUpState(why):
-                logger.warning("All workers restart from the snapshot: %s.", why)
-                self._context.discard_members()
+                return partial(self.forming.collect_departing, self.members)
             case Do.DROP_NEWCOMERS:
-                self.forming.drop_newcomers()
+                return self.forming.drop_newcomers
+            case Do.DISCARD_WORKERS:
+                return self._context.discard_members
+            case machine.GiveUpState(why):
+                return partial(self._give_up_state, why)
+            case Do.RESTART:
+                return self._starts.restart
+            case Do.NOTE_START:
+                return partial(self._starts.note_start, budget.has_begun)
             case Do.STOP_REPLACEMENTS:
-                self._scale_up.stop()
-            case Do.RAISE_ERROR:
-                assert self.journal.error is not None
-                raise self.journal.error
+                return self._scale_up.stop
             case machine.Fail():
-                raise self._failure(action)
+                return partial(self._fail, action)
+            case Do.RAISE_ERROR:
+                return self._raise_error
             case Do.RETURN_OUTCOMES:
-                pass  # `run` returns them
-        return None
+                return lambda: None  # `run` returns them
 
     # ---- calls
 
@@ -297,9 +299,9 @@ class Controller:
                 self._supervise(machine.CallRequested(budget))
                 return self._calls.outcomes
         finally:
-            self._context.call, self._calls.outcomes = Call(), []
+            self._calls.end()
 
-    def _survey(self) -> machine.Event:
+    def _survey(self) -> Event:
         """Look at who is there, who can join, and who has to leave."""
         if self.journal.lost and self.members:
             size = len(self.members)
@@ -353,13 +355,29 @@ class Controller:
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
-    def _failure(self, action: machine.Fail) -> Exception:
+    def _fail(self, action: machine.Fail) -> None:
+        """Raise the error of a call that cannot continue."""
         if action.is_communication:
-            return CollectiveError(action.why)
+            raise CollectiveError(action.why)
         member, error = next(iter(self.journal.lost.items()), (None, None))
         if member is not None:
             self._scale_up.poll({})
-        return self.journal.failure(action.why, self._context.call.causes, member, error)
+        raise self.journal.failure(action.why, self._context.call.causes, member, error)
+
+    def _raise_error(self) -> None:
+        error, self.journal.error = self.journal.error, None  # which would keep its frames alive
+        assert error is not None
+        raise error
+
+    def _rescue_state(self) -> Event:
+        """Take the state over from the workers that are left."""
+        self._calls.rescue_state()
+        return machine.StateRescued(self._can_restart() or bool(self._context.leaving))
+
+    def _give_up_state(self, why: str) -> None:
+        """End all members, because none has the newest state."""
+        logger.warning("All workers restart from the snapshot: %s.", why)
+        self._context.discard_members()
 
     def _note_failed_replacement(self, member: Member | None, error: BaseException) -> None:
         said = cause_of(member, error)
@@ -418,7 +436,7 @@ class Controller:
         return self.journal.progress
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[events.Event]:
         """What happened to the group, oldest first."""
         return self.journal.events
 
