@@ -397,7 +397,7 @@ def test_what_is_no_loader_is_refused(given):
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_model_without_anything_to_train_is_refused_by_ddp(monkeypatch, model, moves):
     monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda: 2)
-    with pytest.raises(ValueError, match="nothing to average .* Pass parallel_strategy=None"):
+    with pytest.raises(ValueError, match=r"nothing to average .* Pass parallel_strategy=None"):
         train.torch.prepare_model(model, move_to_device=moves)
     assert train.torch.prepare_model(model, parallel_strategy=None) is model
 
