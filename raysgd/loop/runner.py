@@ -122,6 +122,7 @@ class OperatorRunner(ABC):
         registration.share_training_state(leader, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
+            registration.step.is_partial = state["partial"]
         if rank != leader:
             registration.move_to(state["position"], state["global_step"])
             self._running.join_call(state["call"])
@@ -462,6 +463,7 @@ class OperatorRunner(ABC):
             "fingerprint": registration.fingerprint(),
             "batching": registration.batching(),
             "indivisible": registration.parts.why_not,
+            "partial": registration.step.is_partial,
         }
 
 

@@ -403,8 +403,8 @@ class Optimization:
                 self._refuse_parts("a batch has another number of samples than was planned")
                 raise RuntimeError(_UNEVEN)
             self._multiply_gradients(correction)
-        if count == 0:
-            _zero_gradients_of(loss)
+        if count == 0 and not loss.detach().isfinite().all():
+            _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
         if self.group.place.is_part and not self.group.is_last:
@@ -557,7 +557,9 @@ class Optimization:
 def _zero_gradients_of(loss: torch.Tensor) -> None:
     """Let the backward pass of a loss give zeros, even if the loss is a mean over nothing: 0 / 0.
 
-    The pass itself has to take place, since the workers exchange gradients in it.
+    The pass itself has to take place, because the workers exchange gradients in it. What collectives
+    of the forward pass bring from other workers is lost: return a finite loss, such as
+    ``0 * output.sum()``, to keep it.
     """
 
     def zeros(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:

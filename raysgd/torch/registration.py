@@ -572,7 +572,6 @@ class TorchRegistration(Registration):
             self._load(state)
         if follows:
             self._buffers.set(buffers)
-            self.step.is_partial = False
 
     @property
     def replicated(self) -> bool:

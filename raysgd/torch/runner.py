@@ -127,6 +127,7 @@ class TorchRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""
+        self._registration.check_whole()
         return self._registration.whole_models()
 
     def rng_state(self) -> dict[str, Any]:

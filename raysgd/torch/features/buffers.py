@@ -23,8 +23,7 @@ class BufferCopies(StepFeature):
             (module, name)
             for model in models
             for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for name in module._buffers
         ]
         self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
         self.commit()

@@ -15,6 +15,7 @@ class Model(torch.nn.Module):
         self.register_buffer("average", torch.zeros(2))
         self.register_buffer("cache", torch.zeros(2))
         self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("late", None)
 
 
 def batch_norm(model):
@@ -41,7 +42,11 @@ def removed(model):
     model.cache = None
 
 
-CHANGES = [batch_norm, in_place, replaced, grown, through_data, removed]
+def filled(model):
+    model.late = torch.ones(3)
+
+
+CHANGES = [filled, batch_norm, in_place, replaced, grown, through_data, removed]
 
 
 def values(model):

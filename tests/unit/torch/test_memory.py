@@ -484,7 +484,7 @@ def test_an_optimizer_that_raises_within_its_step_leaves_a_partial_state():
         with pytest.raises(MemoryError) as caught:
             trainer.train()
         assert "within the step of an optimizer" in notes_of(caught.value)
-        for call in (trainer.train, trainer.state_dict):
+        for call in (trainer.train, trainer.state_dict, trainer.get_model):
             with pytest.raises(RuntimeError, match="Load a checkpoint to continue"):
                 call()
         trainer.load_state_dict(state)

@@ -340,6 +340,25 @@ def test_a_loss_without_items_changes_neither_the_update_nor_the_mean():
     assert result["num_samples"] == 12
 
 
+class FromOthers(torch.autograd.Function):
+    """Adds 1 to each gradient, as a collective adds those of other workers."""
+
+    @staticmethod
+    def forward(context, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient + 1
+
+
+def test_a_finite_loss_without_items_passes_on_the_gradients_of_other_workers():
+    operator = run_operator(Classifier)
+    weight = next(operator.model.parameters())
+    operator.backward(0 * FromOthers.apply(weight).sum(), num_samples=0)
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
 def test_an_attribute_named_like_the_hook_is_left_alone():
     operator = run_operator(Classifier)
     operator.num_items = 7  # of a recommender, say

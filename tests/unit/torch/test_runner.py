@@ -226,7 +226,10 @@ try:
     runner.handle(TrainRequest(call=2, until_epoch=3))
 except RuntimeError as error:
     assert "Model 1 of those registered, a Teacher" in str(error), error
-    print("good")
+runner._registration.step.is_partial = rank == 0
+runner.rejoin(context, 0)
+assert runner._registration.step.is_partial, "a copy of a partial state is partial too"
+print("good")
 dist.barrier()
 dist.destroy_process_group()
 """
