@@ -194,7 +194,7 @@ class Loop:
             registration.parts.raise_split(request.split)
         self._profile(request.profile)
         self._until_epoch = request.until_epoch
-        source, changed = registration.training_source(request.dataset)
+        source, changed = registration.data.training_source(request.dataset)
         is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
         self._repeats = request.repeats
         if changed or is_limited_anew or source is not self._source:
@@ -435,7 +435,7 @@ class Loop:
         if self._validation_start is None or self._validation_start[0] != call:
             start = 0 if request.from_start else registration.validation_offset
             self._validation_start = call, start
-        sources = registration.validation_sources() if loader is None else self._given(loader)
+        sources = registration.data.validation_sources() if loader is None else self._given(loader)
         with registration.validating():
             for name, source in sources.items():
                 source.limit(request.limit)
@@ -486,7 +486,7 @@ class Loop:
         """Return what to read of a loader that was given with a call, or of what makes one."""
         makes_one = callable(loader) and not isinstance(loader, Iterable)
         made = loader(self.operator.config) if makes_one else loader
-        return self._registration.sources_of(made)
+        return self._registration.data.sources_of(made)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return what the operator predicts for this worker's batches, on CPU, with their places.
@@ -541,7 +541,7 @@ class Loop:
             The metrics.
         """
         registration = self._registration
-        sources = registration.validation_sources()
+        sources = registration.data.validation_sources()
         if not all(source.can_be_tried for source in sources.values()):
             return None
         with (
@@ -560,7 +560,7 @@ class Loop:
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, and leave everything as it was."""
         registration, operator = self._registration, self.operator
-        source, settings = registration.readable("train"), registration.settings
+        source, settings = registration.data.readable("train"), registration.settings
         if not source.can_be_tried:
             return
         # the batch size of a full group, though this worker is still alone

@@ -130,7 +130,7 @@ class OperatorBase:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train_loader", "validation_loader"):
-            return self._registration.source(name.removesuffix("_loader"))
+            return self._registration.data.source(name.removesuffix("_loader"))
         if name == "steps_per_epoch":
             return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -182,7 +182,7 @@ class OperatorBase:
         return info
 
     def _count_steps(self) -> int:
-        source: Source = self._registration.source("train")
+        source: Source = self._registration.data.source("train")
         steps = source.steps_left(0)
         if steps is None:
             raise RuntimeError(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import GeneratorType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.context import Preemption, WorkerContext
-from raysgd.data import Dataset
 from raysgd.data.shard import Place
-from raysgd.data.source import Source, own_split
+from raysgd.data.source import Source
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.micro_batches import MicroBatches
+from raysgd.loop.sources import DataSources
 from raysgd.loop.step import Step
 from raysgd.metrics import AverageMeterCollection
 from raysgd.options import Options
@@ -102,8 +102,7 @@ class Registration(ABC):
         """Which workers of the group are going to be taken away."""
         self.segment: Segment | None = None
         """The segment of training under way."""
-        self._sources: dict[str, Source] = {}
-        self._trains_on = "train"
+        self.data = DataSources(self)
 
     @property
     def place(self) -> Place:
@@ -141,169 +140,13 @@ class Registration(ABC):
     def wrap(self, loader: Any, training: bool) -> Source:
         """Return the source of batches for a loader, or for a `Dataset` given with a call."""
 
-    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
-        """See ``register_data`` of the operator."""
-        if train_loader is not None:
-            given = "register_data(train_loader=...)"
-            self._sources["train"] = self._wrapped(given, train_loader, training=True)
-        if validation_loader is None:
-            return
-        given_alone = "register_data(validation_loader=...)"
-        for name in [*self.validation_sources()]:
-            self._sources.pop(f"validation/{name}" if name else "validation", None)
-        for name, loader in self.by_name(validation_loader).items():
-            key = f"validation/{name}" if name else "validation"
-            given = f"register_data(validation_loader={{{name!r}: ...}})" if name else given_alone
-            self._sources[key] = self._wrapped(given, loader, training=False)
-
-    def _wrapped(self, given: str, loader: Any, training: bool) -> Source:
-        # the protocol of sequences, which a map-style data set has, is one of iteration as well
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
-        if isinstance(loader, GeneratorType):
-            raise TypeError(
-                f"{given}: a generator can be read once, and has no second epoch. Register an "
-                "object whose __iter__ is the generator: a class, an IterableDataset, a list."
-            )
-        source = self.wrap(loader, training=training)
-        if not source.partitioned_by and self.settings.options.num_workers > 1:
-            self.say(
-                given,
-                "%s: raysgd cannot partition this %s, because %s. Every worker reads all that it "
-                "gives. Let it select a part by self.world_rank and self.world_size each time it "
-                "is read. If it does so already, pass add_dist_sampler=False to the trainer, or "
-                "give the loader, its data set, or its sampler an attribute num_replicas.",
-                given,
-                type(loader).__name__,
-                source.why_whole,
-            )
-        return source
-
     def by_name(self, loader: Any) -> Mapping[str, Any]:
         """Return several loaders by their names; a single one by the empty name."""
         return {"": loader}
 
-    def has(self, name: str) -> bool:
-        """Whether there is a train or validation loader."""
-        return any(key.partition("/")[0] == name for key in self._sources)
-
-    def source(self, name: str) -> Any:
-        """Return the registered train or validation loader; where they have names, a dict of them.
-
-        Raises:
-            RuntimeError: if there is none.
-        """
-        if not self.has(name):
-            raise _missing(name)
-        return self._sources[name] if name in self._sources else self.validation_sources()
-
-    def readable(self, name: str) -> Source:
-        """Return the same; where there is none, one that raises as soon as a loop reads it."""
-        return self._sources[name] if name in self._sources else Source(_Missing(name))
-
-    def validation_sources(self) -> dict[str, Source]:
-        """Return what to validate on by name; a single loader has the empty name."""
-        keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
-        found = {key.partition("/")[2]: self._sources[key] for key in keys}
-        return found or {"": self.readable("validation")}
-
-    def sources_of(self, loader: Any) -> dict[str, Source]:
-        """Return a loader that was given with a call, or several by name, shared out.
-
-        Raises:
-            TypeError: if it is none, or one that every worker would read whole.
-        """
-        found = {}
-        for name, each in self.by_name(loader).items():
-            source = found[name] = self._wrapped("The loader", each, training=False)
-            is_partitioned = source.partitioned_by not in ("", "your code")
-            if not is_partitioned and self.context.world_size > 1:
-                raise TypeError(
-                    f"A {type(each).__name__} was given, which cannot be shared out: every worker "
-                    "would read all of it. Give a DataLoader of a data set that has a length and "
-                    "can be indexed to a trainer with add_dist_sampler=True."
-                )
-        return found
-
-    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
-        """Return what to train on, and whether that is another source than before.
-
-        A data set given with the call takes the place of the registered loader. An epoch that is
-        part-finished on one of them is given up when the other is used.
-        """
-        name = "train" if dataset is None else f"dataset {dataset.uid}"
-        if dataset is not None and name not in self._sources:
-            for old in [key for key in self._sources if key.startswith("dataset ")]:
-                del self._sources[old]
-            source = self.wrap(dataset, training=True)
-            # also where it equals a share, which it may do on some of the workers only
-            source.set_batch_size(dataset.batch_size, follows_share=False)
-            self._sources[name] = source
-        changed = name != self._trains_on
-        if changed:
-            self._trains_on, self.offset = name, 0
-        return self.readable(name), changed
-
-    def describe_data(self) -> dict[str, str]:
-        """Say of each loader how the workers divide it."""
-        return {
-            name: f"partitioned by {source.partitioned_by}: {source.describe()}"
-            if source.partitioned_by
-            else f"read whole by each worker, because {source.why_whole}: {source.describe()}"
-            for name, source in self._sources.items()
-        }
-
-    def warn_of_stale_ranks(self) -> None:
-        """Warn of loaders that select their part by ranks of an earlier group."""
-        now = self.context.world_size, self.context.world_rank
-        for name, source in self._sources.items():
-            then = None if source.sharded else own_split(source.loader)
-            if then is None or not isinstance(then[0], int) or name in self._said:
-                continue
-            if then[0] != now[0] or then[1] not in (None, now[1]):
-                self._said.add(name)
-                logger.warning(
-                    "The %s loader selects its part by rank %s of %d workers, but this worker is "
-                    "rank %d of %d now: samples are repeated and left out. Make the loader in "
-                    "on_world_change(self) of the operator, and register it there.",
-                    name,
-                    then[1],
-                    then[0],
-                    now[1],
-                    now[0],
-                )
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what the loaders that are shared out must have in common on all workers."""
-        found = {name: source.fingerprint() for name, source in self._sources.items()}
-        return {name: text for name, text in found.items() if text}
-
-    def batching(self) -> dict[str, tuple[int, bool]]:
-        """Return by what batches the loaders are shared out that raysgd makes the batches of."""
-        batching = {name: source.batching() for name, source in self._sources.items()}
-        return {name: each for name, each in batching.items() if each is not None}
-
-    def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
-        """Share the loaders out by the batches of another worker."""
-        for name in batching.keys() & self._sources.keys():
-            self._sources[name].set_batch_size(*batching[name])
-
-    @property
-    def global_batch(self) -> int | None:
-        """Samples of a step of training; None where the loader is not shared out by samples."""
-        source = self._sources.get(self._trains_on)
-        return None if source is None else source.global_batch
-
-    @property
-    def keeps_global_batch(self) -> bool:
-        """Whether ``config[BATCH_SIZE]`` is the size of a step to the sample."""
-        source, given = self._sources.get("train"), self.settings.global_batch
-        return source is not None and source.keeps_step and source.global_batch == given
-
-    def release(self) -> None:
-        """Let go of the loaders' worker processes."""
-        for source in self._sources.values():
-            source.close_workers()
+    def register_data(self, train_loader: Any, validation_loader: Any) -> None:
+        """See ``register_data`` of the operator."""
+        self.data.register(train_loader, validation_loader)
 
     # ---- position
 
@@ -316,23 +159,22 @@ class Registration(ABC):
             "seed": self.seed,
             "num_workers": self.settings.options.num_workers,
         }
-        if (global_batch := self.global_batch) is not None:
+        if (global_batch := self.data.global_batch) is not None:
             position["global_batch"] = global_batch
-        seeds = {name: source.own_seed for name, source in self._sources.items()}
-        if own := {name: seed for name, seed in seeds.items() if seed is not None}:
+        if own := self.data.own_seeds():
             position["loader_seeds"] = own
         if self.parts.split > 1:
             position["split"] = self.parts.split
-        if self._trains_on != "train":
+        if self.data.trains_on != "train":
             # the offset is one in the data set that was given with the newest call
-            position["trains_on"] = self._trains_on
+            position["trains_on"] = self.data.trains_on
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
         """Go to a position in the data."""
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
-        self._trains_on = position.get("trains_on", "train")
+        self.data.trains_on = position.get("trains_on", "train")
         self.parts.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
@@ -340,15 +182,13 @@ class Registration(ABC):
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
         """Let the order of the epochs follow from `seed`, or from what loaders had of their own."""
         self.seed = seed
-        for name, source in self._sources.items():
-            source.reseed(seed, loader_seeds.get(name))
+        self.data.reseed(seed, loader_seeds)
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Enter a new generation: share data out anew."""
         self.settings.context = context
         self.settings.batch_share = batch_share
-        for source in self._sources.values():
-            source.reshard(context.world_size, context.world_rank, batch_share)
+        self.data.enter()
 
     def new_meters(self) -> AverageMeterCollection:
         """Return fresh meters, which the runner can read while an epoch is under way."""
@@ -417,7 +257,7 @@ class Registration(ABC):
 
     def compare_steps(self, position: Mapping[str, Any]) -> None:
         """Say where the steps of a state that is loaded were of another size than they are now."""
-        now, workers = self.global_batch, self.settings.options.num_workers
+        now, workers = self.data.global_batch, self.settings.options.num_workers
         then, workers_then = position.get("global_batch"), position.get("num_workers")
         changed = now is not None and (then, workers_then) != (now, workers)
         if not changed or self.settings.full_size is None or self.context.world_rank != 0:
@@ -447,22 +287,6 @@ class Registration(ABC):
                 now,
                 workers,
                 then,
-            )
-
-    def say_what_changes(self) -> None:
-        """Say, when the group is smaller for the first time, where its steps become smaller."""
-        source, size = self._sources.get("train"), self.context.world_size
-        full_size = self.settings.full_size or size
-        if source is not None and size < full_size and not source.keeps_step:
-            self.say(
-                "smaller",
-                "The steps become smaller with the group, which has %d of %d workers: raysgd does "
-                "not make the batches of the train loader (%s), and cannot keep the global batch "
-                "and the number of steps of an epoch. It can where it shares out a map-style "
-                "loader that has a batch size.",
-                size,
-                full_size,
-                type(source.loader).__name__,
             )
 
     def commit(self, num_batches: int = 1) -> None:
@@ -604,23 +428,6 @@ class Registration(ABC):
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
         """Return a state on CPU, which nothing changes until it is on its way to the driver."""
-
-
-class _Missing:
-    """Stands for a loader that was not registered, for loops that have batches of their own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _missing(self._name)
-        yield  # makes it a generator, so that it raises when it is read
-
-
-def _missing(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
-    )
 
 
 def listed(given: Any) -> list[Any]:

@@ -91,8 +91,8 @@ class OperatorRunner(ABC):
     def _enter_world(self) -> None:
         """Call the operator's hook for a new group, and check what depends on ranks."""
         self.operator.on_world_change()
-        self._registration.warn_of_stale_ranks()
-        self._registration.say_what_changes()
+        self._registration.data.warn_of_stale_ranks()
+        self._registration.data.say_what_changes()
 
     def _setup_config(self, context: WorkerContext) -> dict[str, Any]:
         """Return the config for ``setup``: where steps keep their size, that of the full group."""
@@ -115,7 +115,7 @@ class OperatorRunner(ABC):
         state = registration.from_rank(self._shared_state, leader)
         if rank != leader:
             self._check_data(state["fingerprint"])
-            registration.set_batch_size(state["batching"])
+            registration.data.set_batch_size(state["batching"])
             registration.parts.why_not = registration.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
         follows = rank != leader and (registration.replicated or registration.global_step == 0)
@@ -140,8 +140,9 @@ class OperatorRunner(ABC):
     def _begin_with_rank_0(self) -> None:
         registration = self._registration
         # the order of the epochs must be one; each process may have drawn a seed of its own
+        sources = registration.data
         seed, data, batching = registration.from_rank(
-            lambda: (registration.seed, registration.fingerprint(), registration.batching()), 0
+            lambda: (registration.seed, sources.fingerprint(), sources.batching()), 0
         )
         registration.reseed(seed)
         self._check_data(data)
@@ -152,7 +153,7 @@ class OperatorRunner(ABC):
         """Let go of the operator and of the processes of its loaders."""
         if self._loop is not None:
             self._loop.forget_iteration()
-            self._registration.release()
+            self._registration.data.release()
         self._loop = None
 
     def unpicklable_part(self) -> str:
@@ -162,7 +163,7 @@ class OperatorRunner(ABC):
 
     def _check_data(self, expected: dict[str, str]) -> None:
         """Check that this worker shares out the same data as the others."""
-        own = self._registration.fingerprint()
+        own = self._registration.data.fingerprint()
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(
@@ -181,7 +182,7 @@ class OperatorRunner(ABC):
         A replacement worker is not checked: it sets up for a group whose size is a guess, and with
         that its share of ``config[BATCH_SIZE]``.
         """
-        own = self._registration.batching()
+        own = self._registration.data.batching()
         for name in expected.keys() & own.keys():
             (size, _), (other, _) = own[name], expected[name]
             if size != other:
@@ -283,11 +284,11 @@ class OperatorRunner(ABC):
                 case ModelsRequest():
                     return self.models()
                 case CanValidateRequest():
-                    return self._registration.has("validation")
+                    return self._registration.data.has("validation")
                 case KeepsGlobalBatchRequest():
-                    return self._registration.keeps_global_batch
+                    return self._registration.data.keeps_global_batch
                 case DescribeDataRequest():
-                    return self._registration.describe_data()
+                    return self._registration.data.describe()
                 case ApplyRequest():
                     return request.function()
                 case ApplyOperatorRequest():
@@ -460,8 +461,8 @@ class OperatorRunner(ABC):
             "position": registration.position(),
             "global_step": registration.global_step,
             "call": self._running.call_state(),
-            "fingerprint": registration.fingerprint(),
-            "batching": registration.batching(),
+            "fingerprint": registration.data.fingerprint(),
+            "batching": registration.data.batching(),
             "indivisible": registration.parts.why_not,
             "partial": registration.step.is_partial,
         }

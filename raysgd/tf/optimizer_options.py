@@ -15,7 +15,7 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
     Runs on a worker, after ``setup``. A rate that follows a schedule is None.
     """
     registration = operator._registration
-    return registration.has("validation"), [
+    return registration.data.has("validation"), [
         _rate(optimizer) for optimizer in registration.optimizers
     ]
 

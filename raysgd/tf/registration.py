@@ -143,7 +143,8 @@ class KerasRegistration(Registration):
             RuntimeError: if a model cannot be built without data.
         """
         if any(not model.built for model in self.models) and len(self.models) == 1:
-            source = self._sources.get("train") or self._sources.get("validation")
+            sources = map(self.data.readable, filter(self.data.has, ("train", "validation")))
+            source = next(sources, None)
             spec = None if source is None else spec_of(source)
             if spec is not None:
                 *features, _ = spec if isinstance(spec, tuple | list) else (spec, None)

@@ -32,7 +32,7 @@ def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
     optimizers = operator._registration.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
     owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
-    return operator._registration.has("validation"), options, owners
+    return operator._registration.data.has("validation"), options, owners
 
 
 def with_options(

@@ -391,7 +391,7 @@ class TorchRegistration(Registration):
         # one of those that start
         is_first = self.context.world_rank == 0 and self.context.generation <= 1
         if train_loader is not None and is_first and self.settings.options.num_workers > 1:
-            warn_of_order(self._sources["train"])
+            warn_of_order(self.data.source("train"))
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
         """Return several loaders by their names; a single one by the empty name."""

@@ -155,7 +155,9 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
                 (0, "update"),
             ):
                 run_out(trainer, where, rank)
-            trainer.apply_all_operators(lambda o: setattr(o._registration, "averages", None))
+            trainer.apply_all_operators(
+                lambda o: setattr(o._registration.averaging, "averages", None)
+            )
             trainer.save(saved)
             train_on(trainer)
         assert not injected.pending

@@ -207,7 +207,7 @@ class Workers:
     def num_samples(self):
         """How many samples lie before the place in the data."""
         registration = self.members[0].registration
-        shard = registration.source("train").shard
+        shard = registration.data.source("train").shard
         return registration.epoch * shard.end(0) + min(registration.offset, shard.end(0))
 
     def check(self, expected, num_steps):

@@ -134,7 +134,7 @@ def test_what_every_worker_would_read_whole_is_refused():
     settings = operator._registration.settings
     settings.context = dataclasses.replace(settings.context, world_size=2)
     with pytest.raises(TypeError, match="A DataLoader was given, which cannot be shared out"):
-        operator._registration.sources_of(DataLoader(Endless()))
+        operator._registration.data.sources_of(DataLoader(Endless()))
 
 
 # ---- test, and several loaders by name

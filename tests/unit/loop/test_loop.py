@@ -973,18 +973,18 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     others = iter([3, -3, 0])
     registration.minimum = lambda value: min(value, next(others))
     if seed == 3:
-        registration.source("train").agree_on_order(0, 0, registration)
+        registration.data.source("train").agree_on_order(0, 0, registration)
     else:
         with pytest.raises(
             RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
         ):
-            registration.source("train").agree_on_order(0, 0, registration)
+            registration.data.source("train").agree_on_order(0, 0, registration)
 
 
 def test_workers_agree_on_the_order_of_a_validation_where_it_begins(start, monkeypatch):
     trainer, operator = start()
     asked = []
-    source = operator._registration.source("validation")
+    source = operator._registration.data.source("validation")
     monkeypatch.setattr(source, "agree_on_order", lambda *given: asked.append(given[:2]))
     trainer.validate(num_steps=2)
     trainer.validate()

@@ -64,7 +64,7 @@ def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made,
     operator, calls = made
 
     def steps(count):
-        for batch in operator._registration.source("train").batches(0, 0, count):
+        for batch in operator._registration.data.source("train").batches(0, 0, count):
             yield batch
             operator._registration.commit()
 
@@ -97,5 +97,5 @@ def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
 
     config = {"fit_config": {"callbacks": [Telling()]}}
     operator = build(creator_operator(model_creator, data_creator), config)
-    operator.train_epoch(operator._registration.source("train").batches(0, 0, 2))
+    operator.train_epoch(operator._registration.data.source("train").batches(0, 0, 2))
     assert calls == [0, 1, (0, ["accuracy", "loss"])]

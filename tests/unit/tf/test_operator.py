@@ -18,7 +18,7 @@ CLASSES, SCORES = np.array([0, 2]), np.array([[0.5, 0.1, 0.2], [0.3, 0.9, 0.1]],
 
 
 def batches(operator, name="train"):
-    return operator._registration.source(name).batches(0, 0)
+    return operator._registration.data.source(name).batches(0, 0)
 
 
 @both

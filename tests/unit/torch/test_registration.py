@@ -188,11 +188,11 @@ def test_a_loader_that_cannot_be_iterated_is_refused_by_name():
 def test_a_missing_loader_is_named_with_the_way_to_set_it():
     registration = make_registration()
     registration.register_data([1], None)
-    assert list(registration.source("train").batches(0, 0)) == [1]
+    assert list(registration.data.source("train").batches(0, 0)) == [1]
     with pytest.raises(
         RuntimeError, match=r"no validation loader.*register_data\(validation_loader="
     ):
-        registration.source("validation")
+        registration.data.source("validation")
 
 
 # ---- committed buffers
@@ -279,18 +279,18 @@ def test_a_new_seed_reaches_the_loaders():
     orders = []
     for seed in (1, 2, 1):
         registration.reseed(seed)
-        orders.append(next(registration.source("train").batches(0, 0))[0].tolist())
+        orders.append(next(registration.data.source("train").batches(0, 0))[0].tolist())
     assert orders[0] == orders[2] != orders[1]
 
 
 def test_a_replacement_takes_over_how_batches_are_made_of_the_loaders_that_it_has():
     registration, data = make_registration(batch_share=4), TensorDataset(torch.arange(8))
     registration.register_data(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
-    assert registration.batching() == {"train": (4, True), "validation": (8, False)}
+    assert registration.data.batching() == {"train": (4, True), "validation": (8, False)}
     other = make_registration(batch_share=2)
     other.register_data([[torch.zeros(2)]], DataLoader(data, batch_size=2))
-    other.set_batch_size(registration.batching())
-    assert other.batching() == {"validation": (8, False)}
+    other.data.set_batch_size(registration.data.batching())
+    assert other.data.batching() == {"validation": (8, False)}
 
 
 def test_the_data_set_of_a_call_keeps_its_batch_size_where_it_equals_a_share():
@@ -301,7 +301,7 @@ def test_the_data_set_of_a_call_keeps_its_batch_size_where_it_equals_a_share():
             make_registration(batch_share=share),
             Dataset(range(8), batch_size=4),
         )
-        source, _ = registration.training_source(dataset)
+        source, _ = registration.data.training_source(dataset)
         registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
@@ -319,7 +319,7 @@ def shuffling(seed):
 
 
 def order_of(registration):
-    return next(registration.source("train").batches(0, 0))[0].tolist()
+    return next(registration.data.source("train").batches(0, 0))[0].tolist()
 
 
 def test_a_place_holds_the_seeds_of_generators_that_loaders_were_given():
@@ -346,7 +346,7 @@ def test_entering_a_generation_shares_the_data_out_anew():
     registration = make_registration(batch_share=4)
     registration.register_data(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
     registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
-    batches = [batch[0].tolist() for batch in registration.source("train").batches(0, 0)]
+    batches = [batch[0].tolist() for batch in registration.data.source("train").batches(0, 0)]
     assert batches == [[2, 3], [6, 7]]
     assert registration.settings.context.world_size == 2
 
