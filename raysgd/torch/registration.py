@@ -226,10 +226,8 @@ class TorchRegistration(Registration):
         ]
         self.step.optimizers = self.optimizers
         self._buffers = BufferCopies(self.models)
-        if self._full is None:
-            self._rollback = Rollback(
-                self.step, self.optimizers, self.models, updates_late=bool(self._divided)
-            )
+        watched = (self.optimizers, self.models) if self._full is None else ([], [])
+        self._rollback = Rollback(self.step, *watched, updates_late=bool(self._divided))
         self.features = [
             self._buffers,
             self._rollback,
