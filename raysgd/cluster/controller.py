@@ -72,6 +72,8 @@ class Controller:
     ) -> None:
         self.state: State = machine.New()
         self._is_shut_down = False
+        self._next: Event | None = None
+        """What the newest action came to."""
         self._pid = os.getpid()
         self._group = group
         self._backend = backend
@@ -136,9 +138,10 @@ class Controller:
     def start(self) -> None:
         """Start the workers and set them up; if that fails, none is left behind."""
         try:
-            with self._until_shut_down():
+            with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
-                self._supervise(machine.StartRequested(self.min_workers))
+                for step in self._steps(machine.StartRequested(self.min_workers)):
+                    self._next = step()
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -163,17 +166,20 @@ class Controller:
                     self._backend.close()
 
     @contextlib.contextmanager
-    def _until_shut_down(self) -> Iterator[None]:
-        """Let what is under way end by the error that the workers are shut down, if they are.
+    def _supervised(self) -> Iterator[None]:
+        """Clean up after an exception, such as Ctrl-C.
 
-        What was started after another thread's `shutdown` is ended.
+        If another thread has called `shutdown`, end what was started since, and raise that the
+        workers are shut down.
         """
         try:
             yield
-        except Exception as error:
-            if not self._is_shut_down or error.args == (_SHUT_DOWN,):
-                raise
-            raise RuntimeError(_SHUT_DOWN) from error
+        except BaseException as error:
+            if not self._is_shut_down:
+                self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
+            elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
+                raise RuntimeError(_SHUT_DOWN) from error
+            raise
         finally:
             if self._is_shut_down:
                 self._release(force=True)
@@ -194,17 +200,16 @@ class Controller:
 
     # ---- the loop
 
-    def _supervise(self, event: Event | None) -> None:
-        """Execute what follows from an event, and from what happens then, until nothing does."""
-        try:
-            while event is not None:
-                actions, event = self._feed(event), None
-                for action in actions:
-                    event = self._handler(action)()
-        except BaseException:
-            if not self._is_shut_down:
-                self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
-            raise
+    def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
+        """Yield what executes each action that follows from an event, and from what comes of it.
+
+        The caller keeps the result of each step in `_next`. So a call has no frame of this.
+        """
+        while event is not None:
+            self._next = None
+            for action in self._feed(event):
+                yield self._handler(action)
+            event = self._next
 
     def _apply(self, event: Event) -> None:
         """Execute what follows from an event during an action."""
@@ -293,10 +298,11 @@ class Controller:
         )
         self._calls.begin(call)
         try:
-            with self._until_shut_down():
+            with self._supervised():
                 if len(self.members) < min_workers:
                     self._scale_up.try_again()  # once a call: there their number has an end
-                self._supervise(machine.CallRequested(budget))
+                for step in self._steps(machine.CallRequested(budget)):
+                    self._next = step()
                 return self._calls.outcomes
         finally:
             self._calls.end()
@@ -394,7 +400,7 @@ class Controller:
         Returns:
             Whether it did.
         """
-        with self._until_shut_down():
+        with self._supervised():
             if self._group.drains.is_ray_silent:
                 return False  # no worker could be started
             self._context.leaving = list(self._group.leaving())
@@ -405,7 +411,8 @@ class Controller:
                     return False
             elif not self._scale_up.has_room():
                 return False
-            self._supervise(machine.StartRequested(self.min_workers))
+            for step in self._steps(machine.StartRequested(self.min_workers)):
+                self._next = step()
         return True
 
     # ---- what is known
