@@ -229,6 +229,11 @@ class GlooGroup(ProcessGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
+    @property
+    def num_operations(self) -> int:
+        """Number of operations that this rank has begun, also those that have ended."""
+        return self._running.num_begun
+
     def collective(self) -> int | None:
         """Return the number of the oldest collective under way; None if there is none."""
         if self._mesh is not None:
@@ -296,6 +301,7 @@ class _Running:
         self._collectives: dict[int, int] = {}
         self._num_collectives = 0
         self._count = 0
+        self.num_begun = 0
         self._interrupted = False
 
     def begin(
@@ -307,6 +313,7 @@ class _Running:
                 raise _interruption()
             self._waits[key] = end
             self._count += 1
+            self.num_begun += 1
             if collective:
                 self._num_collectives += 1
                 self._collectives[key] = self._num_collectives

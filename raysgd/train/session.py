@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -72,6 +73,10 @@ _FUNCTIONS = (
 )
 """Of `raysgd.train`; older scripts import them from this module."""
 _DEFAULTS = ReportOptions()
+_ALONE = (
+    "The training function ended on %d workers, and they never communicated. If they were to train "
+    "one model, each has trained its own: wrap the model with raysgd.train.torch.prepare_model()."
+)
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,12 @@ class Session:
         enter(self)
         end, failure = None, None
         try:
+            before = _num_operations()
             value = pickle.loads(self.plan.function)()
             self._settle()
+            alone = before is not None and _num_operations() == before
+            if alone and self.context.world_size > 1 and self.context.world_rank == 0:
+                logger.warning(_ALONE, self.context.world_size)
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             failure = error
@@ -351,6 +360,14 @@ def _reported(metrics: Any) -> Packed:
         raise TypeError(
             f"report(): the metric {name!r} cannot be pickled: {error}. Report plain values."
         ) from error
+
+
+def _num_operations() -> int | None:
+    """Return how often this worker has communicated by PyTorch; None if that is not known."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
+        return None  # groups that the function made are not counted
+    return getattr(dist.group.WORLD, "num_operations", None)
 
 
 def _returned(value: Any) -> Packed | None:

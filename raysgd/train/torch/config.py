@@ -94,7 +94,16 @@ class TrainProcessGroup(ProcessGroup):
                 WORLD_SIZE=str(context.world_size),
                 LOCAL_WORLD_SIZE=str(context.local_world_size),
                 NODE_RANK=str(context.node_rank),
+                GROUP_RANK=str(context.node_rank),
+                # by these the Trainer of Lightning finds the other workers, unless it gets devices
+                TORCHELASTIC_RUN_ID="raysgd",
+                PL_TRAINER_DEVICES=str(context.local_world_size),
+                PL_TRAINER_NUM_NODES=str(context.world_size // context.local_world_size),
             )
+            if context.gpu_index is None:
+                os.environ.setdefault("PL_TRAINER_ACCELERATOR", "cpu")
+                # without it Accelerate and Transformers take each CPU worker for a world of its own
+                os.environ.setdefault("ACCELERATE_USE_CPU", "true")
             if rendezvous is not None:
                 os.environ.update(
                     MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port)

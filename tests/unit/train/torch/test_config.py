@@ -9,13 +9,19 @@ from raysgd.context import WorkerContext
 from raysgd.train.torch import TorchConfig
 
 VARIABLES = (
+    "ACCELERATE_USE_CPU",
     "GLOO_SOCKET_IFNAME",
+    "GROUP_RANK",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
+    "PL_TRAINER_ACCELERATOR",
+    "PL_TRAINER_DEVICES",
+    "PL_TRAINER_NUM_NODES",
     "RANK",
+    "TORCHELASTIC_RUN_ID",
     "WORLD_SIZE",
 )
 
