@@ -2,10 +2,13 @@
 
 import os
 
+import cloudpickle
 import pytest
 import torch.distributed as dist
 
 from raysgd.context import WorkerContext
+from raysgd.train.runner import FunctionRunner
+from raysgd.train.session import Plan
 from raysgd.train.torch import TorchConfig
 
 VARIABLES = (
@@ -43,5 +46,24 @@ def test_a_process_group_is_entered_and_left_and_env_alone_sets_variables(monkey
         transport.teardown()
         assert not dist.is_initialized()
     finally:
+        transport.teardown()
+        transport.close()
+
+
+def test_workers_that_never_communicate_are_warned_about(caplog):
+    transport = TorchConfig(backend="gloo", init_method="tcp").transport()
+    runner = FunctionRunner(False)
+    try:
+        # a group of one is enough to count what a worker of two sends
+        transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
+        runner.setup(WorkerContext(world_size=2))
+        for name, function, warns in (("one", int, True), ("two", dist.barrier, False)):
+            caplog.clear()
+            runner.begin(Plan(name, cloudpickle.dumps(function)))
+            assert runner.next().kind == "end"
+            assert ("2 workers, and they never communicated" in caplog.text) == warns
+    finally:
+        runner.end_run()
+        runner.teardown()
         transport.teardown()
         transport.close()
