@@ -557,9 +557,9 @@ class Optimization:
 def _zero_gradients_of(loss: torch.Tensor) -> None:
     """Let the backward pass of a loss give zeros, even if the loss is a mean over nothing: 0 / 0.
 
-    The pass itself has to take place, because the workers exchange gradients in it. What collectives
-    of the forward pass bring from other workers is lost: return a finite loss, such as
-    ``0 * output.sum()``, to keep it.
+    The pass itself has to take place, because the workers exchange gradients in it. Gradients that
+    collectives of the forward pass bring from other workers are lost. A finite loss, such as
+    ``0 * output.sum()``, keeps them.
     """
 
     def zeros(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
