@@ -797,7 +797,7 @@ def test_an_optimizer_that_was_not_registered_steps_as_well():
     before = parameters(operator).clone()
     operator.train_batch(BATCH, {})
     assert not torch.equal(parameters(operator), before)
-    assert not operator._registration.updated
+    assert not operator._registration.step.is_updated
 
 
 def test_stages_are_timed_with_accumulation(make_trainer):
