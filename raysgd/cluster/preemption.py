@@ -70,7 +70,7 @@ class PreemptionWatch(Feature):
 
     def poll(self, progress: Mapping[Member, Progress]) -> None:
         """Record which members are going to leave, and notify all members."""
-        self._step_s = max((p.step_s for p in progress.values()), default=self._step_s)
+        self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
         for member in [member for member, p in progress.items() if p.terminated]:
             self._group.drains.terminate(member)
         leaving = self._group.leaving()

@@ -402,8 +402,8 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
         why = "an optimizer raised within a step on each of them"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
-    staying, admits = [rank for rank in ranks if rank not in event.leaving], True
-    if leader in event.leaving:
+    staying, admits = [rank for rank in ranks if rank not in event.leaving] or list(ranks), True
+    if leader not in staying:
         first = staying[choose_leader([progress[rank] for rank in staying])]
         is_behind = progress[first].global_step < progress[leader].global_step
         if is_behind or progress[first].partial:

@@ -41,7 +41,7 @@ surveyed = st.builds(
 progress_known = st.builds(
     machine.ProgressKnown,
     progress=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
-    leaving=st.frozensets(st.integers(0, 1), max_size=1),
+    leaving=st.frozensets(st.integers(0, 3)),
     has_snapshot=booleans,
 )
 lost, formed = st.just(machine.WorkersLost()), st.just(machine.GroupFormed())
