@@ -111,18 +111,18 @@ class ScaleUp(Feature):
         # on a silent host another worker may never come up: one is started elsewhere as well
         self.lost(self._group.slot_of(member), isinstance(error, HostLostError))
 
-    def lost(self, slot: Any, is_doubted: bool = False) -> None:
+    def lost(self, slot: Any, is_suspect: bool = False) -> None:
         """Note that a worker was lost in `slot`: its successor need not wait to join.
 
         Args:
             slot: its place.
-            is_doubted: whether another worker there may never come up, so that one is started
+            is_suspect: whether another worker there may never come up, so that one is started
                 elsewhere as well, if there is room.
         """
         self._lost_slots.append(slot)
         self.try_again()
-        if is_doubted and slot not in self._group.doubted:
-            self._group.doubted.append(slot)
+        if is_suspect and slot not in self._group.suspects:
+            self._group.suspects.append(slot)
 
     def try_again(self) -> None:
         """Forget the replacement workers that failed: the reason may be another one, or mended."""
@@ -183,7 +183,7 @@ class ScaleUp(Feature):
 
     def _is_sure(self, replacement: Replacement) -> bool:
         """Whether it has room, on a host that is there."""
-        return replacement.member is not None and replacement.slot not in self._group.doubted
+        return replacement.member is not None and replacement.slot not in self._group.suspects
 
     def _num_missing(self) -> int:
         """Return how many places nobody stays in, or is sure to come to."""
@@ -207,7 +207,7 @@ class ScaleUp(Feature):
         vacant = [s for s in self._group.vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self._group.clock.monotonic(), self._group.options.num_workers
         size = min(num_staying + len(taken) + len(vacant), num_workers)
-        replaces = starting or num_staying < len(self._group.members) or bool(self._group.doubted)
+        replaces = starting or num_staying < len(self._group.members) or bool(self._group.suspects)
         goal: Goal = "setup" if self._rejoins else "room"
         if starting and self.together:
             goal = "process"
@@ -420,8 +420,8 @@ class Replacement:
             limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-            if self.slot in self._group.doubted:
-                self._group.doubted.remove(self.slot)
+            if self.slot in self._group.suspects:
+                self._group.suspects.remove(self.slot)
         asked: list[tuple[Step, Future[Outcome]]]
         asked = [("start", member.work("create", *self._created))]
         if self._goal == "process":

@@ -77,7 +77,7 @@ class WorkerGroup:
         self.clock = clock or Clock()
         self.members: list[Member] = []
         self.drains = Drains(self.clock)
-        self.doubted: list[Any] = []
+        self.suspects: list[Any] = []
         """Room on hosts that were silent, until a worker has come up there: so much more is
         requested."""
         self._extra: list[Any] = []
@@ -244,19 +244,19 @@ class WorkerGroup:
             # a start as well: what was reserved for it may never come back
             request = request or num_blocked > 0 or len(reservation.slots) < num_before
             if request:
-                self.doubted = [slot for slot in self.doubted if slot in reservation.slots]
+                self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
             usual = self.options.num_workers - len(slots)
             wanted = usual + len(going) + len(self.leaving()) + num_blocked
-            if self.doubted and request and len(reservation.slots) < wanted + len(self.doubted):
+            if self.suspects and request and len(reservation.slots) < wanted + len(self.suspects):
                 # until then, or until Ray has found another place for it
-                nowhere = [s for s in self.doubted if s.node_id in (None, s.last_node_id)]
-                self.doubted = nowhere
-            wanted += len(self.doubted)
+                nowhere = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
+                self.suspects = nowhere
+            wanted += len(self.suspects)
             while request and len(reservation.slots) < wanted:
                 leaving = [self._slots.get(member) for member in self.leaving()]
-                instead_of = [*going, *leaving, *self.doubted]
+                instead_of = [*going, *leaving, *self.suspects]
                 slot = reservation.request_slot(self.options.bundle, instead_of)
                 if slot is None:
                     break

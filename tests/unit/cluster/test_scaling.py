@@ -32,7 +32,7 @@ class FakeGroup:
         self.slots = list(range(num_workers))
         self.taken = list(range(present))
         self.discarded = []
-        self.doubted = []
+        self.suspects = []
         self.drains = Drains(clock)
 
     def vacant_slots(self, request=True):
