@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import socket
@@ -40,6 +41,7 @@ __all__ = [
     "Slot",
     "connect",
     "demand",
+    "free_cpus",
     "gpus_in_cluster",
     "nodes",
     "overview",
@@ -118,6 +120,13 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
         }
     finally:
         ray.shutdown()
+
+
+def free_cpus() -> float:
+    """Return how many CPUs of the cluster are free; infinitely many without a cluster."""
+    if not ray.is_initialized():
+        return math.inf
+    return float(ray.available_resources().get("CPU", 0))
 
 
 def gpus_in_cluster() -> float:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
+from raysgd.cluster.placement import free_cpus
 
 __all__ = ["Datasets"]
 
@@ -96,7 +96,7 @@ def _is_lazy(dataset: Any) -> bool:
 
 def _warn_without_cpu(name: str) -> None:
     """Warn if the tasks that read a data set have to wait for a CPU."""
-    if ray.is_initialized() and ray.available_resources().get("CPU", 0) < 1:
+    if free_cpus() < 1:
         logger.warning(
             "Data set %r is read by Ray tasks, and no CPU of the cluster is free for them now. If "
             "the workers hold all CPUs, this waits forever: leave one free, or pass "
