@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raysgd.cluster.placement import free_cpus
-
 __all__ = ["Datasets"]
 
 logger = logging.getLogger(__name__)
@@ -96,6 +94,8 @@ def _is_lazy(dataset: Any) -> bool:
 
 def _warn_without_cpu(name: str) -> None:
     """Warn if the tasks that read a data set have to wait for a CPU."""
+    from raysgd.cluster.placement import free_cpus  # imports Ray
+
     if free_cpus() < 1:
         logger.warning(
             "Data set %r is read by Ray tasks, and no CPU of the cluster is free for them now. If "
