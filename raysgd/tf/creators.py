@@ -12,7 +12,7 @@ from raysgd.tf.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "renamed"]
 
-_FIT = ("epochs", "steps_per_epoch", "callbacks", "verbose")
+_FIT = ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose")
 _EVALUATE = ("steps", "verbose")
 
 
@@ -66,11 +66,14 @@ class CreatorOperator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         """Call the functions and register what they return."""
         creators = type(self)
-        self.model, self.optimizer, *_ = self.register(creators._model_creator(config))
+        fit = config.get("fit_config") or {}
+        self.model, self.optimizer, *_ = self.register(
+            creators._model_creator(config), class_weight=fit.get("class_weight")
+        )
         self._callbacks: Any = None
         self._steps_per_epoch = fit_plan(config).steps_per_epoch
         self._begun: int | None = None
-        self._given = (config.get("fit_config") or {}).get("callbacks") or []
+        self._given = fit.get("callbacks") or []
         if creators._data_creator is not None:
             self.register_data(**created_loaders(creators._data_creator(config)))
 

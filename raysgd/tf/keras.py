@@ -16,6 +16,7 @@ __all__ = [
     "is_keras_model",
     "kerases",
     "named_arrays",
+    "overrides",
     "policy_name",
     "portable",
     "scaled_optimizer",
@@ -41,6 +42,11 @@ def flavor_of(model: Any) -> Any:
         if isinstance(model, keras.Model):
             return keras
     raise TypeError(f"{model!r} is no Keras model.")
+
+
+def overrides(model: Any, name: str) -> bool:
+    """Whether the class of a model has a method of its own in place of Keras's."""
+    return getattr(type(model), name) is not getattr(flavor_of(model).Model, name)
 
 
 def tf_variable(variable: Any) -> Any:

@@ -22,7 +22,17 @@ from raysgd.data import Dataset
 from raysgd.data.shard import Place, Shard, even_part, places_of
 from raysgd.data.source import ShardedSource, Source
 
-__all__ = ["ArraySource", "DatasetSource", "ItemSource", "is_arrays", "spec_of"]
+__all__ = ["ArraySource", "DatasetSource", "ItemSource", "check_end", "is_arrays", "spec_of"]
+
+
+def check_end(loader: Any, what: str, call: str) -> None:
+    """Raise ValueError if `loader` is a ``tf.data.Dataset`` that repeats without end."""
+    endless = tf.data.INFINITE_CARDINALITY
+    if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
+        raise ValueError(
+            f"The {what} data set repeats without end, and the call has no number of steps. Pass "
+            f"one, as in {call}, or register dataset.take(n)."
+        )
 
 
 def is_arrays(data: Any) -> bool:
@@ -255,6 +265,8 @@ class DatasetSource(Source):
         on where it can. A new process begins those of the epochs before as well, to get the order
         that an older one has.
         """
+        if num_steps is None and not self._training:
+            check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._group
         return self._shared(iteration, offset, stop, in_parts)

@@ -78,6 +78,8 @@ class TrainingOperator(OperatorBase):
         Returns:
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
+        if num_steps is None:
+            self._registration.check_end()
         meters = self._registration.new_meters()
         with self.timers.record("train_epoch"):
             for batch in self._in_parts(iterator):
@@ -91,7 +93,8 @@ class TrainingOperator(OperatorBase):
         """Train on one batch: forward, loss, gradients, update.
 
         Args:
-            batch: ``(*features, target)``, tensors or arrays.
+            batch: ``(*features, target)`` or ``(features, target, sample_weight)``, tensors or
+                arrays. Three parts have sample weights, unless the model has two inputs.
             batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
 
         Returns:
@@ -103,13 +106,15 @@ class TrainingOperator(OperatorBase):
                 models or optimizers need a ``train_batch`` of their own.
         """
         self._check_single()
+        self._check_own_steps("train_batch")
         self._criterion()
-        *features, target = batch
-        loss, output = self.minimize(self._loss_and_output, features, target)
+        parts = self._registration.unpacked(batch, training=True)
+        loss, output, masks = self.minimize(self._loss_and_output, *parts)
+        _, target, weights = parts
         return {
             "train_loss": loss,
-            NUM_SAMPLES: _length(target),
-            **self._metrics("train", target, output),
+            NUM_SAMPLES: _length(parts),
+            **self._registration.measured("train", target, _masked(output, masks), weights),
         }
 
     def validate(
@@ -130,7 +135,7 @@ class TrainingOperator(OperatorBase):
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, ``(*features, target)``.
+        """Evaluate one batch, as in `train_batch`.
 
         The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
         metrics to those of ``super().validate_batch(batch, batch_info)``.
@@ -142,32 +147,33 @@ class TrainingOperator(OperatorBase):
         """
         from raysgd.tf.losses import accuracy
 
+        self._check_own_steps("validate_batch")
         self._criterion()
-        *features, target = batch
+        parts = self._registration.unpacked(batch, training=False)
         with self.timers.record("eval_fwd"):
-            loss, output = self.run(self._evaluated, features, target)
-        batch_info["output"] = output
-        metrics = {"val_loss": loss, NUM_SAMPLES: _length(target)}
+            loss, output, masks = self.run(self._evaluated, *parts)
+        batch_info["output"] = output = _masked(output, masks)
+        _, target, weights = parts
+        metrics = {"val_loss": loss, NUM_SAMPLES: _length(parts)}
         share = accuracy(target, output)
         if share is not None:
             metrics["val_accuracy"] = share
-        return metrics | self._metrics("val", target, output)
+        return metrics | self._registration.measured("val", target, output, weights)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return what ``trainer.predict`` returns of a batch.
 
         Args:
-            batch: ``(*features, target)``, of which the default leaves the target out, or features
-                alone: a tensor or ``(feature,)``.
+            batch: as in `train_batch`, of which the default takes the features, or features alone:
+                a tensor or ``(feature,)``.
             batch_info: as in `validate_batch`.
 
         Returns:
             The model's output. It has a row for each sample: a tensor, an array or a list, or a
             dict or tuple of them.
         """
-        features = [batch]
-        if isinstance(batch, tuple | list):
-            features = list(batch[:-1] if len(batch) > 1 else batch)
+        self._check_own_steps("predict_batch")
+        features, _, _ = self._registration.unpacked(batch, training=False)
         return self.run(self._predicted, features)
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -192,7 +198,12 @@ class TrainingOperator(OperatorBase):
 
     @suggests
     def register(
-        self, models: Any, optimizers: Any = None, criterion: Any = None, metrics: Any = None
+        self,
+        models: Any,
+        optimizers: Any = None,
+        criterion: Any = None,
+        metrics: Any = None,
+        class_weight: Mapping[int, float] | None = None,
     ) -> Any:
         """Hand over what is trained; call it once, in `setup`.
 
@@ -202,9 +213,11 @@ class TrainingOperator(OperatorBase):
             optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Where there
                 are more models or fewer, each is for the variables of all, unless you build it. Its
                 learning rate may be a ``LearningRateSchedule``, which counts updates.
-            criterion: the loss: one of Keras, its name, or a function of (target, output).
-            metrics: metrics of Keras, which are reset for each batch, or their names. They are
-                exact over batches and workers.
+            criterion: the loss in any form that ``compile()`` takes: one of Keras, its name, a
+                function of (target, output), or a list or dict with one for each output.
+            metrics: metrics in any form that ``compile()`` takes; they are reset for each batch.
+                They are exact over batches and workers.
+            class_weight: weights of the classes in the training loss, as ``fit()`` takes them.
 
         Returns:
             (models, optimizers) and then criterion and metrics where there are some, each in the
@@ -214,8 +227,15 @@ class TrainingOperator(OperatorBase):
         Raises:
             TypeError: if a model is no Keras model, or an optimizer none of Keras, or Horovod's.
             ValueError: if something is missing that the model was not compiled with.
+            NotImplementedError: if the model has a ``train_step``, ``test_step`` or
+                ``compute_metrics`` of its own, which the operator would not call.
         """
-        return self._registration.register(models, optimizers, criterion, metrics)
+        found = self._registration.register(models, optimizers, criterion, metrics, class_weight)
+        if _is_default(self, "train_epoch", "train_batch"):
+            self._check_own_steps("train_batch")
+        if _is_default(self, "validate", "validate_batch"):
+            self._check_own_steps("validate_batch")
+        return found
 
     @suggests
     def register_data(
@@ -299,32 +319,61 @@ class TrainingOperator(OperatorBase):
             )
         return held[0]
 
-    def _criterion(self) -> Any:
+    def _check_own_steps(self, method: str) -> None:
+        """Refuse models with a step of their own, which the default `method` does not call."""
+        from raysgd.tf.keras import overrides
+
+        for model in self._registration.models:
+            for name in _STEPS[method]:
+                if overrides(model, name):
+                    raise NotImplementedError(
+                        f"{type(model).__name__} overrides {name}(), and the default {method} of "
+                        f"{type(self).__name__} does not call it. Override {method} there and do "
+                        "the same in it; self.minimize() makes updates. A compute_loss() of the "
+                        "model is called."
+                    )
+
+    def _criterion(self) -> None:
+        """See that there is a loss: one that the operator sets itself, if none was registered."""
         own = getattr(self, "criterion", None)
-        if self._registration.criterion is None and own is not None:
-            from raysgd.tf.losses import loss_function
+        if not self._registration.needs_criterion:
+            return
+        if own is None:
+            self._default("criterion")
+        from raysgd.tf.losses import loss_function
 
-            self._registration.criterion = loss_function(self._registration.keras, own)
-        if self._registration.criterion is None:
-            return self._default("criterion")
-        return self._registration.criterion
+        self._registration.criterion = loss_function(self._registration.keras, own)
 
-    def _loss_and_output(self, features: Any, target: Any) -> Any:
+    def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
+        return self._forward(features, target, weights, training=True)
+
+    def _evaluated(self, features: Any, target: Any, weights: Any) -> Any:
+        return self._forward(features, target, weights, training=False)
+
+    def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
+        """Return the loss, the output, and the masks of the output, which a graph would lose."""
         model = self._the_only("model")
-        output = model(features[0] if len(features) == 1 else features, training=True)
-        return self._registration.total_loss(model, target, output), output
-
-    def _evaluated(self, features: Any, target: Any) -> Any:
-        model = self._the_only("model")
-        output = self._predicted(features)
-        return self._registration.total_loss(model, target, output), output
+        output = model(features, training=training)
+        given = (features, target, output, weights)
+        loss = self._registration.total_loss(model, *given, training=training)
+        masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
+        return loss, output, masks
 
     def _predicted(self, features: Any) -> Any:
-        model = self._the_only("model")
-        return model(features[0] if len(features) == 1 else features, training=False)
+        return self._the_only("model")(features, training=False)
 
-    def _metrics(self, prefix: str, target: Any, output: Any) -> dict[str, Any]:
-        return self._registration.measured(prefix, target, output)
+
+_STEPS = {
+    "train_batch": ("train_step", "compute_metrics"),
+    "validate_batch": ("test_step", "compute_metrics"),
+    "predict_batch": ("predict_step",),
+}
+"""Methods of Keras models that are not called, by the default method that takes their place."""
+
+
+def _is_default(operator: Any, *names: str) -> bool:
+    """Whether an operator's methods are those of raysgd."""
+    return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
 
 
 def _plain(metrics: Any) -> Any:
@@ -337,7 +386,20 @@ def _plain(metrics: Any) -> Any:
     }
 
 
-def _length(target: Any) -> int:
-    while isinstance(target, dict | list | tuple):
-        target = next(iter(target.values() if isinstance(target, dict) else target))
-    return int(target.shape[0])
+def _masked(output: Any, masks: Any) -> Any:
+    """Return an output with the masks that its tensors had in the graph."""
+    import tensorflow as tf
+
+    for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):
+        if mask is not None:
+            tensor._keras_mask = mask
+    return output
+
+
+def _length(parts: Any) -> int:
+    """Return how many samples a batch has: the length of the target, or else of the features."""
+    import tensorflow as tf
+
+    features, target, _ = parts
+    leaves = [leaf for leaf in tf.nest.flatten([target, features]) if leaf is not None]
+    return int(leaves[0].shape[0])

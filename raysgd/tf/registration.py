@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +17,29 @@ from raysgd.data.shard import Place
 from raysgd.data.source import Source
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
+from raysgd.tf.batches import unpack, with_class_weight
 from raysgd.tf.communication import Communication, communication_of
 from raysgd.tf.engine import Engine
 from raysgd.tf.keras import (
     flavor_of,
     is_keras_model,
     named_arrays,
+    overrides,
     policy_name,
     scaled_optimizer,
     set_arrays,
     set_policy,
     tf_variable,
 )
-from raysgd.tf.loading import ArraySource, DatasetSource, ItemSource, is_arrays, spec_of
-from raysgd.tf.losses import batch_metric, loss_function, made_metrics
+from raysgd.tf.loading import (
+    ArraySource,
+    DatasetSource,
+    ItemSource,
+    check_end,
+    is_arrays,
+    spec_of,
+)
+from raysgd.tf.losses import BatchMetrics, loss_function, widened
 from raysgd.tf.options import TFOptions
 from raysgd.trees import deep_copied, map_leaves
 
@@ -58,19 +69,21 @@ class KerasRegistration(Registration):
         super().__init__(settings, seed)
         self.communication = communication
         self.engine = Engine()
-        self.criterion: Callable[[Any, Any], Any] | None = None
-        self.metrics: list[Any] = []
+        self.criterion: Any = None
+        self.metrics: BatchMetrics | None = None
+        self.class_weight: Mapping[int, float] | None = None
         self.batch_size: int | None = None
         self.shuffle = True
         self._has_stepped = False
         self._held: dict[int, list[Any]] = {}
-        self._metrics_made: list[Any] | None = None
         # variables that the step under way has changed, with what they were
         self._before: dict[int, tuple[Any, Any]] = {}
 
     # ---- registering
 
-    def register(self, models: Any, optimizers: Any, criterion: Any, metrics: Any) -> Any:
+    def register(
+        self, models: Any, optimizers: Any, criterion: Any, metrics: Any, class_weight: Any = None
+    ) -> Any:
         """See :meth:`TrainingOperator.register`."""
         self.check_unregistered()
         self.models = listed(models)
@@ -85,11 +98,20 @@ class KerasRegistration(Registration):
             optimizers = self._compiled("optimizer", models)
         self.optimizers = [self._placed(optimizer) for optimizer in listed(optimizers)]
         self.step.optimizers = self.optimizers
-        if criterion is None:
-            criterion = getattr(self.models[0], "loss", None)
+        model = self.models[0]
         if criterion is not None:
-            self.criterion = loss_function(self.keras, criterion)
-        self.metrics = listed(metrics) if metrics is not None else self._compiled_metrics()
+            self.criterion = loss_function(self.keras, criterion, model)
+        elif (criterion := getattr(model, "loss", None)) is not None:
+            held = getattr(model, "_compile_loss", None) or model.compiled_loss
+            # no public attribute has the weights
+            weights = getattr(held, "_user_loss_weights", None)
+            self.criterion = loss_function(self.keras, criterion, model, weights, as_compiled=True)
+        if class_weight is not None and not isinstance(class_weight, Mapping):
+            raise TypeError(
+                f"register(class_weight=...) must be a dict of weights by class, not {class_weight!r}."
+            )
+        self.class_weight = class_weight
+        self.metrics = BatchMetrics(self.keras, model, metrics)
         self.registered = True
         given = [shaped_like(models, self.models), shaped_like(optimizers, self.optimizers)]
         return tuple(
@@ -130,12 +152,6 @@ class KerasRegistration(Registration):
             )
         return found
 
-    def _compiled_metrics(self) -> list[Any]:
-        model = self.models[0]
-        held = getattr(model, "_compile_metrics", None) or getattr(model, "compiled_metrics", None)
-        given = getattr(held, "_user_metrics", None)
-        return [m for m in tf.nest.flatten(given) if m is not None] if given else []
-
     def complete(self) -> None:
         """Build what was registered unbuilt, once the data is known.
 
@@ -147,20 +163,26 @@ class KerasRegistration(Registration):
             source = next(sources, None)
             spec = None if source is None else spec_of(source)
             if spec is not None:
-                *features, _ = spec if isinstance(spec, tuple | list) else (spec, None)
-                sample = tf.nest.map_structure(_sample_of, features)
-                self.models[0](sample[0] if len(sample) == 1 else sample)
+                features, *_ = unpack(spec, self.models[0])
+                self.models[0](tf.nest.map_structure(_sample_of, features))
         for model in self.models:
             if not model.built:
                 raise RuntimeError(
                     f"The model {model.name!r} has no variables yet. Give it an Input layer, call "
                     "it once in setup, or register the data that it is for."
                 )
-        pairs = len(self.models) == len(self.optimizers)
-        for index, optimizer in enumerate(self.optimizers):
+        for optimizer, variables in self._trained():
             if not getattr(optimizer, "built", False):
-                trained = self.models[index : index + 1] if pairs else self.models
-                optimizer.build([v for model in trained for v in model.trainable_variables])
+                optimizer.build(variables)
+
+    def _trained(self) -> list[tuple[Any, list[Any]]]:
+        """Return each optimizer with the variables that it is for."""
+        pairs = len(self.models) == len(self.optimizers)
+        trained = [self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))]
+        return [
+            (optimizer, [v for model in models for v in model.trainable_variables])
+            for optimizer, models in zip(self.optimizers, trained, strict=True)
+        ]
 
     # ---- data
 
@@ -249,21 +271,61 @@ class KerasRegistration(Registration):
         self._before.clear()
         self._has_stepped = False
 
-    def total_loss(self, model: Any, target: Any, output: Any) -> Any:
-        """Return the mean loss of a batch and what layers add to it, such as regularization."""
-        assert self.criterion is not None
-        return tf.add_n([self.criterion(target, output), *_floats(model.losses)])
+    def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Return the features, the target and the sample weights of a batch."""
+        features, target, weights = unpack(batch, self.models[0])
+        if training and self.class_weight is not None:
+            weights = with_class_weight(self.class_weight, target, weights)
+        return features, target, weights
 
-    def measured(self, prefix: str, target: Any, output: Any) -> dict[str, Any]:
-        """Return what the registered metrics say about a batch, by name."""
-        if not self.metrics:
-            return {}
-        if self._metrics_made is None:
-            self._metrics_made = made_metrics(self.keras, self.metrics, target, output)
-        return {
-            f"{prefix}_{metric.name}": batch_metric(self.keras, metric, target, output)
-            for metric in self._metrics_made
-        }
+    def total_loss(
+        self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
+    ) -> Any:
+        """Return the mean loss of a batch and what layers add to it, such as regularization."""
+        if overrides(model, "compute_loss"):
+            given = (features, target, widened(output), weights)
+            takes = "training" in inspect.signature(model.compute_loss).parameters
+            loss = model.compute_loss(*given, **({"training": training} if takes else {}))
+            return tf.reduce_mean(tf.cast(loss, tf.float32))
+        added = _floats(model.losses)
+        if self.criterion is None or target is None:
+            return tf.add_n(added)
+        return tf.add_n([self.criterion.weighted(target, output, weights), *added])
+
+    @property
+    def needs_criterion(self) -> bool:
+        """Whether there is no loss so far: neither given, nor compiled, nor the model's own."""
+        model = self.models[0]
+        is_compiled = getattr(model, "optimizer", None) is not None
+        return self.criterion is None and not (is_compiled or overrides(model, "compute_loss"))
+
+    def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
+        """Return the losses of several outputs, and the registered metrics of a batch, by name."""
+        assert self.metrics is not None
+        parts = self.criterion.parts() if self.criterion is not None else {}
+        found = {**parts, **self.metrics.measure(target, output, weights)}
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    def check_end(self) -> None:
+        """Refuse to train a whole epoch of data that have no end."""
+        source = self._sources.get(self._trains_on)
+        if source is not None:
+            check_end(source.loader, "training", "train(num_steps=...)")
+
+    @contextlib.contextmanager
+    def validating(self) -> Iterator[None]:
+        """Let the models have the averages of optimizers with ``use_ema``, as after ``fit()``."""
+        held = []
+        for optimizer, variables in self._trained():
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
+                held += [(tf_variable(v), tf.identity(tf_variable(v))) for v in variables]
+                optimizer.finalize_variable_values(variables)
+        try:
+            yield
+        finally:
+            for variable, value in held:
+                variable.assign(value)
 
     # ---- the other workers
 

@@ -85,12 +85,14 @@ class TFRunner(OperatorRunner):
         """Return what makes the models anew in another process."""
         from raysgd.tf.keras import portable
 
-        return [portable(model) for model in self._registration.models]
+        with self._registration.validating():
+            return [portable(model) for model in self._registration.models]
 
 
 def weights(operator: Any) -> list[dict[str, Any]]:
     """Return the models' weights as arrays; runs on a worker."""
-    models: list[dict[str, Any]] = operator._registration.training_state()["models"]
+    with operator._registration.validating():
+        models: list[dict[str, Any]] = operator._registration.training_state()["models"]
     return models
 
 
