@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 def loss_function(
-    keras: Any, criterion: Any, model: Any = None, loss_weights: Any = None, as_compiled: bool = False
+    keras: Any,
+    criterion: Any,
+    model: Any = None,
+    loss_weights: Any = None,
+    as_compiled: bool = False,
 ) -> MeanLoss:
     """Return a function of (target, output) that gives the mean loss of a batch.
 
@@ -173,7 +177,9 @@ class BatchMetrics:
     def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
         for each in tf.nest.flatten(given) if given is not None else []:
             if each is not None and not isinstance(each, str) and not callable(each):
-                raise TypeError(f"register(metrics=...) must be metrics of Keras, but got {each!r}.")
+                raise TypeError(
+                    f"register(metrics=...) must be metrics of Keras, but got {each!r}."
+                )
         if given is not None:
             given = given if isinstance(given, list | tuple | dict) else [given]
             model = _compiled(keras, model, metrics=given)
@@ -254,7 +260,9 @@ def batch_metric(
         _adding_up[metric] = _adds_up(metric, partial(update, *given, **named))
     adds_up = not is_own or _adding_up[metric]
     mean = keras.metrics.Mean
-    if isinstance(metric, mean) and type(metric).result is mean.result and adds_up:  # no root of one
+    if (
+        isinstance(metric, mean) and type(metric).result is mean.result and adds_up
+    ):  # no root of one
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     found = KerasMetric(keras.__name__, metric, (given, named), adds_up)
     if is_new:

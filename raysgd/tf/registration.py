@@ -108,7 +108,8 @@ class KerasRegistration(Registration):
             self.criterion = loss_function(self.keras, criterion, model, weights, as_compiled=True)
         if class_weight is not None and not isinstance(class_weight, Mapping):
             raise TypeError(
-                f"register(class_weight=...) must be a dict of weights by class, not {class_weight!r}."
+                "register(class_weight=...) must be a dict of weights by class, but it is "
+                f"{class_weight!r}."
             )
         self.class_weight = class_weight
         self.metrics = BatchMetrics(self.keras, model, metrics)
@@ -178,7 +179,9 @@ class KerasRegistration(Registration):
     def _trained(self) -> list[tuple[Any, list[Any]]]:
         """Return each optimizer with the variables that it is for."""
         pairs = len(self.models) == len(self.optimizers)
-        trained = [self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))]
+        trained = [
+            self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))
+        ]
         return [
             (optimizer, [v for model in models for v in model.trainable_variables])
             for optimizer, models in zip(self.optimizers, trained, strict=True)

@@ -104,7 +104,7 @@ def compared(build, make, data, class_weight=None):
     logs = fitted.fit(in_batches(data), class_weight=class_weight, verbose=0, shuffle=False)
     operator = build(Compiled, {"make": make, "class_weight": class_weight})
     found = operator.train_epoch(iter(in_batches(data)), num_steps=3)
-    names = {f"train_{name}" for name in logs.history}
+    names = {"train_loss", *(f"train_{name}" for name in logs.history)}
     assert {name for name in found if name.startswith("train_")} == names
     for name, (value,) in logs.history.items():
         assert found[f"train_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -132,3 +132,135 @@ def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments, weights):
 
     data = (FEATURES, targets(num_outputs, arguments))
     compared(build, make, (*data, WEIGHTS) if weights else data)
+
+
+@both
+def test_class_weights_are_those_of_fit(build, keras):
+    module = keras_of({"keras": keras})
+
+    def make():
+        model = network(module, 1)
+        model.compile(module.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
+        return model
+
+    compared(build, make, (FEATURES, BITS), class_weight={0: 0.2, 1: 3.0})
+
+
+@both
+def test_a_loss_of_the_model_itself_is_called(build, keras):
+    module = keras_of({"keras": keras})
+
+    class Own(module.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return tf.reduce_mean(tf.square(y - y_pred)) + 0.1 * tf.reduce_mean(y_pred * x[:, :1])
+
+    def make():
+        inner = network(module, 1)
+        model = Own(inner.inputs, inner.outputs[0])
+        model.compile(module.optimizers.SGD(0.1), metrics=["mae"])
+        return model
+
+    compared(build, make, (FEATURES, BITS, WEIGHTS))
+
+
+@both
+def test_masked_steps_are_left_out_of_metrics(build, keras):
+    module = keras_of({"keras": keras})
+    steps = RNG.integers(0, 5, (24, 6))
+    steps[:, 0] = 1
+
+    def make():
+        layers = [
+            module.layers.Embedding(5, 2, mask_zero=True, embeddings_initializer="ones"),
+            module.layers.Dense(1, kernel_initializer="ones"),
+        ]
+        model = module.Sequential([module.Input((6,)), *layers])
+        model.compile(module.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
+        return model
+
+    target = RNG.normal(size=(24, 6, 1)).astype("float32")
+    operator = build(Compiled, {"make": make})
+    found = operator.validate(iter(in_batches((steps, target))))
+    expected = make().evaluate(in_batches((steps, target)), return_dict=True, verbose=0)
+    assert found["val_mae"] == pytest.approx(expected["mae"], rel=1e-5)
+
+
+@pytest.mark.parametrize("step", ["train_step", "test_step", "compute_metrics"])
+@both
+def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, keras, step):
+    module = keras_of({"keras": keras})
+    kind = type("Own", (module.Model,), {step: lambda self, *given, **named: {}})
+
+    def make():
+        inner = network(module, 1)
+        model = kind(inner.inputs, inner.outputs[0])
+        model.compile(module.optimizers.SGD(0.1), "mse")
+        return model
+
+    class OwnSteps(Compiled):
+        def train_batch(self, batch, batch_info):
+            return {}
+
+        def validate_batch(self, batch, batch_info):
+            return {}
+
+    with pytest.raises(NotImplementedError, match=rf"Own overrides {step}\(\), .* self\.minimize"):
+        build(Compiled, {"make": make})
+    build(OwnSteps, {"make": make})
+
+
+def test_three_parts_are_two_features_only_for_a_model_of_two_inputs(build, caplog):
+    keras = keras_of({})
+    left, right = keras.Input((4,)), keras.Input((1,))
+    output = keras.layers.Dense(1)(keras.layers.Concatenate()([left, right]))
+
+    def make():
+        model = keras.Model([left, right], output)
+        model.compile("sgd", "mse")
+        return model
+
+    operator = build(Compiled, {"make": make})
+    assert operator.validate_batch((FEATURES, BITS, BITS), {})["num_samples"] == 24
+    weighted = operator.validate_batch(((FEATURES, BITS), BITS, 2 * np.ones(24)), {})
+    plain = operator.validate_batch(((FEATURES, BITS), BITS), {})
+    assert float(weighted["val_loss"]) == pytest.approx(2 * float(plain["val_loss"]), rel=1e-5)
+
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, features):
+            return self.dense(features)
+
+    def make_subclassed():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+        model(FEATURES)
+        return model
+
+    operator = build(Compiled, {"make": make_subclassed})
+    operator.validate_batch((FEATURES, BITS, WEIGHTS), {})
+    assert "They are read as (x, y, sample_weight)" in caplog.text
+
+
+def test_the_state_of_training_is_not_the_averages(build):
+    keras = keras_of({})
+
+    def make():
+        model = network(keras, 1)
+        model.compile(keras.optimizers.SGD(0.5, use_ema=True), "mse")
+        return model
+
+    operator = build(Compiled, {"make": make})
+    before = named_arrays(operator.model.weights)
+    operator.train_epoch(iter(in_batches((FEATURES, BITS))), num_steps=3)
+    trained = named_arrays(operator.model.weights)
+    with operator._registration.validating():
+        averages = named_arrays(operator.model.weights)
+    kernel = next(iter(before))
+    assert (
+        np.abs(averages[kernel] - before[kernel]).max()
+        < np.abs(trained[kernel] - before[kernel]).max()
+    )
+    np.testing.assert_array_equal(named_arrays(operator.model.weights)[kernel], trained[kernel])

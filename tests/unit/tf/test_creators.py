@@ -38,6 +38,17 @@ def test_what_is_no_function_is_refused():
         creator_operator(3, None)
 
 
+def test_class_weights_of_fit_config_are_registered(build):
+    def model_creator(config):
+        model = make_model(keras_of({}))
+        model.compile("sgd", "mse")
+        return model
+
+    config = {"fit_config": {"class_weight": {3: 2.0}}}
+    operator = build(creator_operator(model_creator, None), config)
+    assert operator._registration.class_weight == {3: 2.0}
+
+
 @pytest.fixture
 def made(build):
     """An operator of functions, and what its callback of Keras is told."""

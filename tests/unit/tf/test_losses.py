@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf.losses import accuracy, batch_metric, loss_function, made_metrics  # noqa: E402
+from raysgd.tf.losses import BatchMetrics, accuracy, batch_metric, loss_function  # noqa: E402
 from tests.conftest import examples  # noqa: E402
 from tests.tf_operators import keras_of  # noqa: E402
 
@@ -185,18 +185,29 @@ def test_a_metric_may_build_its_variables_late_and_give_several_numbers(keras, n
         assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4)
 
 
+def measured(keras, given, target=BITS, output=CHANCES):
+    """What metrics say about one batch, by name."""
+    return BatchMetrics(keras_of({"keras": keras}), None, given).measure(target, output, None)
+
+
 @both
 def test_metrics_may_be_objects_names_and_functions(keras):
-    module = keras_of({"keras": keras})
-    mine = module.metrics.AUC(num_thresholds=7)
+    mine = keras_of({"keras": keras}).metrics.AUC(num_thresholds=7, name="mine")
 
     def share(target, output):
         return tf.reduce_mean(output)
 
-    made = made_metrics(module, [mine, "mae", share], tf.constant(BITS), tf.constant(CHANCES))
-    assert made[0] is mine
-    assert [metric.name for metric in made[1:]] == ["mean_absolute_error", "share"]
-    assert batch_metric(module, made[2], BITS, CHANCES).compute() == pytest.approx(CHANCES.mean())
+    found = measured(keras, [mine, "mae", share])
+    assert list(found) == ["mine", "mae", "share"]
+    assert found["share"].compute() == pytest.approx(CHANCES.mean())
+
+
+@both
+def test_names_do_not_count_the_metrics_of_the_process(keras):
+    kinds = keras_of({"keras": keras}).metrics
+    for _ in range(2):
+        given = [kinds.AUC(), kinds.Precision(), kinds.AUC(), kinds.Recall(name="recall_at_2")]
+        assert list(measured(keras, given)) == ["auc", "precision", "auc_1", "recall_at_2"]
 
 
 @both
@@ -209,16 +220,76 @@ def test_metrics_may_be_objects_names_and_functions(keras):
     ],
 )
 def test_accuracy_by_name_is_that_of_the_shapes(keras, target, output, kind):
-    module = keras_of({"keras": keras})
-    (metric,) = made_metrics(module, ["acc"], tf.constant(target), tf.constant(output))
-    expected = getattr(module.metrics, kind)()
+    expected = getattr(keras_of({"keras": keras}).metrics, kind)()
     expected.update_state(target, output)
-    assert metric.name == "accuracy"
-    found = batch_metric(module, metric, target, output).compute()
-    assert found == pytest.approx(float(expected.result()))
+    found = measured(keras, "acc", target, output)
+    assert found["acc"].compute() == pytest.approx(float(expected.result()))
 
 
 @both
 def test_what_is_no_metric_is_shown(keras):
     with pytest.raises(TypeError, match=r"must be metrics of Keras, but got 7"):
-        made_metrics(keras_of({"keras": keras}), [7], BITS, CHANCES)
+        BatchMetrics(keras_of({"keras": keras}), None, [7])
+
+
+def own_metric(keras, kind):
+    """Return a metric whose state is a largest value, a set, or a sum."""
+    base = keras_of({"keras": keras}).metrics.Metric
+
+    class Largest(base):
+        def __init__(self, name="largest", **named):
+            super().__init__(name=name, **named)
+            self.value = self.add_weight(name="value", shape=(), initializer="zeros")
+
+        def update_state(self, target, output, sample_weight=None):
+            self.value.assign(tf.maximum(tf.convert_to_tensor(self.value), tf.reduce_max(output)))
+
+        def result(self):
+            return tf.convert_to_tensor(self.value)
+
+    class Distinct(base):
+        def __init__(self, name="distinct", **named):
+            super().__init__(name=name, **named)
+            self.seen = set()
+
+        def update_state(self, target, output, sample_weight=None):
+            self.seen.update(np.ravel(target).tolist())
+
+        def result(self):
+            return float(len(self.seen))
+
+        def reset_state(self):
+            self.seen = set()
+
+    class Total(Largest):
+        def update_state(self, target, output, sample_weight=None):
+            self.value.assign_add(tf.reduce_sum(output))
+
+    class Sharp(Total):
+        def __init__(self, power, name="sharp"):
+            super().__init__(name=name)
+            self.power = power
+
+    return {"largest": Largest, "distinct": Distinct, "total": Total, "sharp": Sharp}[kind]
+
+
+@both
+@pytest.mark.parametrize(
+    ("kind", "adds_up"), [("largest", False), ("distinct", False), ("total", True)]
+)
+def test_a_metric_whose_state_is_no_sum_is_right_over_batches_and_workers(
+    keras, kind, adds_up, caplog
+):
+    metrics = BatchMetrics(keras_of({"keras": keras}), None, [own_metric(keras, kind)(name=kind)])
+    parts = [(BITS[:5], CHANCES[:5]), (BITS[5:7], CHANCES[5:7]), (BITS[7:], CHANCES[7:])]
+    found = [metrics.measure(*part, None)[kind] for part in parts]
+    merged = found[0].merge(found[1]).merge(found[2])
+    expected = {"largest": CHANCES.max(), "distinct": 2, "total": CHANCES.sum()}[kind]
+    assert merged.compute() == pytest.approx(float(expected), rel=1e-5)
+    assert ("is no sum over batches" in caplog.text) is not adds_up
+
+
+@both
+def test_a_metric_that_its_config_does_not_make_again_is_refused(keras):
+    with pytest.raises(TypeError, match=r"'sharp', a Sharp, cannot be made again from its get_con"):
+        measured(keras, [own_metric(keras, "sharp")(2)])

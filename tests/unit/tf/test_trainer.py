@@ -1,5 +1,6 @@
 """TFTrainer with its only worker in this process, and the arguments that it refuses."""
 
+import numpy as np
 import pytest
 
 from raysgd import TFTrainer
@@ -8,7 +9,7 @@ from raysgd.errors import CallbackError
 from raysgd.tf import TrainingOperator
 from tests.tf_operators import Digits, digits, keras_of, make_model
 
-pytest.importorskip("tensorflow")
+tf = pytest.importorskip("tensorflow")
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +106,44 @@ def test_functions_work_too(tmp_path):
 def test_arguments_that_cannot_be_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         TFTrainer(**{"training_operator_cls": Digits, **arguments})
+
+
+class Endless(Digits):
+    def setup(self, config):
+        super().setup(config)
+        streams = [tf.data.Dataset.from_tensor_slices(part).batch(32) for part in digits()]
+        self.register_data(train_loader=streams[0].repeat(), validation_loader=streams[1].repeat())
+
+
+def test_data_without_an_end_ask_for_the_number_of_steps():
+    with TFTrainer(training_operator_cls=Endless, use_local=True) as trainer:
+        with pytest.raises(ValueError, match=r"training data set repeats.* train\(num_steps="):
+            trainer.train()
+        with pytest.raises(ValueError, match=r"validation data set repeats.* validate\(num_steps="):
+            trainer.validate()
+        assert trainer.train(num_steps=2)["batch_count"] == 2
+        assert trainer.validate(num_steps=2)["batch_count"] == 2
+
+
+class Averaging(TrainingOperator):
+    def setup(self, config):
+        keras = keras_of(config)
+        model = make_model(keras)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5, use_ema=True), loss)
+        self.model, *_ = self.register(model)
+        self.register_data(train_loader=digits()[0], shuffle=False)
+
+
+@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
+def test_the_model_has_the_averages_of_its_optimizer_as_after_fit(keras, tmp_path):
+    config = {"keras": keras}
+    with TFTrainer(training_operator_cls=Averaging, config=config, use_local=True) as trainer:
+        before = trainer.get_model().get_weights()
+        trainer.train()
+        model = trainer.get_model()
+        raw = list(trainer.state_dict()["models"][0].values())
+        predicted = trainer.predict(digits()[1])
+    np.testing.assert_allclose(predicted, model.predict(digits()[1][0], verbose=0), atol=1e-5)
+    pairs = zip(before, model.get_weights(), raw, strict=True)
+    assert all(np.abs(held - old).sum() < np.abs(new - old).sum() for old, held, new in pairs)
