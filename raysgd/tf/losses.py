@@ -50,8 +50,8 @@ def loss_function(
         criterion = criterion()
     if isinstance(criterion, MeanLoss):
         return criterion
-    if isinstance(criterion, list | tuple) or _is_by_output(criterion):
-        as_compiled = True
+    is_by_output = isinstance(criterion, dict) and "class_name" not in criterion
+    as_compiled = as_compiled or is_by_output or isinstance(criterion, list | tuple)
     if isinstance(criterion, str | dict) and not as_compiled and criterion not in _BY_SHAPE:
         criterion = keras.losses.get(criterion)
     elif not isinstance(criterion, str | dict | list | tuple) and not callable(criterion):
@@ -69,10 +69,6 @@ def loss_function(
 
 _BY_SHAPE = ("crossentropy", "ce")
 """Names of losses that Keras chooses by the shapes of target and output."""
-
-
-def _is_by_output(criterion: Any) -> bool:
-    return isinstance(criterion, dict) and "class_name" not in criterion
 
 
 def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
@@ -186,8 +182,8 @@ class BatchMetrics:
         self._keras = keras
         is_keras_3 = hasattr(model, "_compile_metrics")
         self._held = model._compile_metrics if is_keras_3 else model.compiled_metrics
-        user = [getattr(self._held, f"_user_{kind}", None) for kind in _KINDS]
-        self._is_empty = not any(user)
+        kinds = ("_user_metrics", "_user_weighted_metrics")
+        self._is_empty = not any(getattr(self._held, kind, None) for kind in kinds)
         self._names: list[str] = []
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
@@ -217,9 +213,6 @@ class BatchMetrics:
         found[name] = batch_metric(self._keras, metric, *given, update=update, **named)
 
 
-_KINDS = ("metrics", "weighted_metrics")
-
-
 def _tensors(nest: Any) -> Any:
     return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
 
@@ -230,8 +223,8 @@ def _stable(names: Any, metrics: list[Any]) -> list[str]:
     for name, metric in zip(names, metrics, strict=True):
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
         name = re.sub(rf"((?:^|_){kind})_\d+$", r"\1", name)
-        taken = sum(each == name or each.startswith(f"{name}_") for each in stable)
-        stable.append(f"{name}_{taken}" if name in stable else name)
+        numbered = (f"{name}_{number}" for number in range(1, len(stable) + 1))
+        stable.append(next(n for n in (name, *numbered) if n not in stable))
     return stable
 
 
@@ -260,9 +253,8 @@ def batch_metric(
         _adding_up[metric] = _adds_up(metric, partial(update, *given, **named))
     adds_up = not is_own or _adding_up[metric]
     mean = keras.metrics.Mean
-    if (
-        isinstance(metric, mean) and type(metric).result is mean.result and adds_up
-    ):  # no root of one
+    is_mean = isinstance(metric, mean) and type(metric).result is mean.result  # no root of one
+    if is_mean and adds_up:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     found = KerasMetric(keras.__name__, metric, (given, named), adds_up)
     if is_new:
