@@ -311,9 +311,9 @@ class KerasRegistration(Registration):
 
     def check_end(self) -> None:
         """Refuse to train a whole epoch of data that have no end."""
-        source = self._sources.get(self._trains_on)
-        if source is not None:
-            check_end(source.loader, "training", "train(num_steps=...)")
+        if self.data.has(self.data.trains_on):
+            loader = self.data.readable(self.data.trains_on).loader
+            check_end(loader, "training", "train(num_steps=...)")
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
