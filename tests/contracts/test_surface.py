@@ -69,6 +69,7 @@ SURFACE = {
         "PausedError",
         "Preemption",
         "Progress",
+        "Request",
         "Runner",
         "WorkerContext",
     ],
