@@ -180,21 +180,20 @@ def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
     assert group.execute(work, 0) == ["done"] * 2  # after what was busy
 
 
-class KillsWhenRead:
-    """A metric that is read as a number, and kills a process, once, when it is first read."""
+class KillsWhenRead(str):
+    """The name of a metric. It kills a process, once, when the driver first reads it."""
 
-    def __init__(self, number, pid):
-        self.number, self.pid = number, pid
+    pid = 0
 
     def __reduce__(self):
-        return read_and_kill, (self.number, self.pid)
+        return read_and_kill, (str(self), self.pid)
 
 
-def read_and_kill(number, pid):
+def read_and_kill(name, pid):
     if pid in to_kill:
         to_kill.remove(pid)
         os.kill(pid, signal.SIGKILL)
-    return number
+    return name
 
 
 def test_a_checkpoint_that_is_lost_with_its_worker_is_made_again(executor, tmp_path):
@@ -204,8 +203,10 @@ def test_a_checkpoint_that_is_lost_with_its_worker_is_made_again(executor, tmp_p
         reached = train.load_checkpoint()["step"] if train.load_checkpoint() else 0
         for step in range(reached + 1, 4):
             own = train.Checkpoint.from_dict({"step": step}) if train.world_rank() == 1 else None
-            read = KillsWhenRead(step, os.getpid()) if step == 2 else step
-            train.report({"step": read}, checkpoint=own)
+            name = KillsWhenRead("step") if step == 2 else "step"
+            if step == 2:
+                name.pid = os.getpid()
+            train.report({name: step}, checkpoint=own)
         return reached
 
     to_kill.add(executor.run(os.getpid)[1])
