@@ -16,6 +16,7 @@ EXTRAS = {
     "examples": ["scikit-learn"],
     "bench": ["accelerate", "lightning", "matplotlib", "pytest"],
     "test": [
+        "accelerate",
         "build",
         "codespell",
         "datasets",
