@@ -229,7 +229,6 @@ def _not_available() -> bool:
 
 
 def _members(metric: Metric) -> list[Metric]:
-    """Return a metric and those inside of it, which some wrap."""
     from torchmetrics import Metric
 
     return [module for module in metric.modules() if isinstance(module, Metric)]

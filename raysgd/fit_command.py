@@ -140,7 +140,6 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
 
 
 def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
-    """Warn of a key that the file lacks, and that is near to one that it has."""
     for depth, key in enumerate(keys):
         if not isinstance(in_file, dict) or not in_file:
             return

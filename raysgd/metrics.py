@@ -398,7 +398,6 @@ def _weight(part: Mapping[str, Any], name: str) -> float:
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the weighted mean. A part of weight 0 counts for nothing."""
     total = sum(weights)
     if not total:
         return _plain(values[0]) if len(values) == 1 else float("nan")

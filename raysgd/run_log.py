@@ -169,7 +169,6 @@ def _standstills(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
 
 
 def _overlap(call: Record, spans: Sequence[tuple[float, float]]) -> float:
-    """Return how many seconds of a call are in these spans."""
     began: float = call["time"] - call["seconds"]
     ended: float = call["time"]
     return sum(max(0.0, min(end, ended) - max(begin, began)) for begin, end in spans)

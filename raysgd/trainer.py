@@ -530,7 +530,6 @@ class OperatorTrainer:
 
     @property
     def _in_rows(self) -> bool:
-        """Whether each worker has rows of the models."""
         return self._controller.progress.in_rows
 
     def _sharded_state(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
@@ -543,7 +542,6 @@ class OperatorTrainer:
         )
 
     def _with_own(self, workers_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the workers' state with what the driver has of it."""
         callbacks = self._callback_list.state_dict()
         state = workers_state()
         if callbacks:
@@ -607,7 +605,6 @@ class OperatorTrainer:
         self._validations.note_owed("validation_due" in state)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state as where nothing in it is divided."""
         return dict(state)
 
     def _shown_config(self) -> dict[str, float | int | str]:
@@ -677,7 +674,6 @@ class OperatorTrainer:
         return checkpoint.save_model(self._saved_weights(), target)
 
     def _saved_weights(self) -> Any:
-        """Return the models, or their arrays by name, for `save_model`."""
         models = self._worker_models()
         return models[0] if len(models) == 1 else models
 
@@ -918,7 +914,6 @@ class OperatorTrainer:
 
     @classmethod
     def _unknown(cls, name: str) -> Exception:
-        """Return the error for an argument that there is not."""
         return unknown_argument(cls.__name__, name, cls._known_arguments())
 
     @classmethod

@@ -91,7 +91,6 @@ class EarlyStopping(Callback):
             )
 
     def _look(self, trainer: Trainer, metrics: dict[str, Any]) -> bool:
-        """Note the value, if there is one."""
         if self.monitor not in metrics:
             return False
         self._num_epochs_missing = 0

@@ -170,7 +170,6 @@ class MLflowRun:
 
 
 def _is_folder(uri: str | None) -> TypeGuard[str]:
-    """Whether a tracking URI is the path of a folder."""
     if uri is None or uri in ("databricks", "databricks-uc"):
         return False
     return "://" not in uri and not uri.startswith(("file:", "uc:"))

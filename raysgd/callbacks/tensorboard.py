@@ -83,7 +83,6 @@ class TensorBoardLogger(LoggerCallback):
         self._writer, self._tags, self._has_described = None, set(), False
 
     def _opened(self, trainer: Trainer) -> Any:
-        """Return the writer."""
         if self._writer is None:
             tensorboard = import_writer("TensorBoardLogger")
             folder = folder_for(trainer, self._folder, "tensorboard")

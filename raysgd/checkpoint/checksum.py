@@ -208,7 +208,6 @@ def _rest_of(file: IO[bytes], parts: Sequence[Part], manifest: tuple[int, int]) 
 
 
 def _hash_of(file: IO[bytes], offset: int, size: int) -> str:
-    """Return the hash of a segment of the file."""
     digest = hashlib.sha256()
     _feed(file, offset, size, digest)
     return digest.hexdigest()

@@ -228,7 +228,6 @@ class CheckpointStore:
     # ---- helpers
 
     def _names(self) -> list[str]:
-        """Return the checkpoints' names, newest first."""
         files = (name for name in self._folder.file_names() if name.endswith(".ckpt"))
         found = [name for name in (*files, *self._folders(whole=True)) if _NAME.fullmatch(name)]
         return sorted(found, key=_position_of, reverse=True)
@@ -383,7 +382,6 @@ def surplus(
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are numbers, or tensors of one."""
     numbers = {}
     for name, value in metrics.items():
         try:

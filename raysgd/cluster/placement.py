@@ -264,7 +264,6 @@ def _new_owner() -> Any:
 
 
 def _end(owner: Any) -> None:
-    """End an `_Owner`, and with it its groups."""
     if owner is not None:
         ray.kill(owner)
 
@@ -681,6 +680,5 @@ def _plural(num_workers: int) -> str:
 
 
 def _described(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:
-    """Return resources as text; with `names`, those of them alone."""
     shown = resources if names is None else {name: resources.get(name, 0) for name in names}
     return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"

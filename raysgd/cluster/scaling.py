@@ -182,7 +182,6 @@ class ScaleUp(Feature):
             self._advance(self._started(generation, starting, num_staying))
 
     def _is_sure(self, replacement: Replacement) -> bool:
-        """Whether it has room, on a host that is there."""
         return replacement.member is not None and replacement.slot not in self._group.suspects
 
     def _num_missing(self) -> int:

@@ -442,7 +442,6 @@ class _Operation(Work):
         return tensors
 
     def _source_rank(self) -> int:
-        """Return who sent what came from any rank."""
         return int(self._work._source_rank())
 
 

@@ -178,7 +178,6 @@ class OperatorBase:
             registration.logged = None
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
-        """Return the ``info`` that `train_epoch` gets."""
         return info
 
     def _count_steps(self) -> int:

@@ -372,7 +372,6 @@ _STEPS = {
 
 
 def _is_default(operator: Any, *names: str) -> bool:
-    """Whether an operator's methods are those of raysgd."""
     return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
 
 

@@ -165,7 +165,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    """Return those names that ``forward`` has arguments for."""
     parameters = _parameters(model)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return set(names)

@@ -29,11 +29,8 @@ class CreatorOperator(TrainingOperator):
     models: Any
     """What the ``model_creator`` made: a model, or a list or tuple of them."""
     model: Any
-    """The first or only model."""
     optimizers: Any
-    """What the ``optimizer_creator`` made."""
     optimizer: Any
-    """The first or only optimizer."""
     criterion: Any
     """The loss; None without a ``loss_creator``."""
     schedulers: Any

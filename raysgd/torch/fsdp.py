@@ -106,7 +106,6 @@ class ShardedModels:
             }
             for model in models
         ]
-        """Of each model, which parameter each name is of."""
         self._before: list[tuple[torch.nn.Module, Any]] = []
         self._handles: list[Any] = []
         self._rows_mesh: DeviceMesh | None = None

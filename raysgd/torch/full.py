@@ -318,7 +318,6 @@ class FullyDivided(DividedOptimizer):
 
     @property
     def _device(self) -> torch.device:
-        """Where what this worker holds is, and travels from."""
         return self.models.rows_device
 
     def _held_shares(self) -> list[int]:
@@ -342,7 +341,6 @@ class FullyDivided(DividedOptimizer):
         return list(self.models.parameters)
 
     def _part(self, index: int, number: int, size: int) -> tuple[int, int]:
-        """Return which elements of a parameter are in a share."""
         num_rows, *rest = self._parameters[index].shape
         width = math.prod(rest)
         start, stop = rows_of(num_rows, size, number)

@@ -61,7 +61,6 @@ class LightningOperator(TrainingOperator):
     """
 
     module: Any
-    """The LightningModule."""
 
     _module_cls: type[Any]
     _loaders: Mapping[str, Any]

@@ -221,7 +221,6 @@ class ShardedLoader(ShardedSource):
         return self._order[1]
 
     def _has_order(self, epoch: int) -> bool:
-        """Whether the order of an epoch has been drawn, and is kept."""
         return self._order is not None and self._order[0] == (self._seed, epoch)
 
     def order_digest(self, epoch: int) -> int | None:

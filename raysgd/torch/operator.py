@@ -204,7 +204,6 @@ class TrainingOperator(OperatorBase):
         return None
 
     def _count_items(self, batch: Any, num_samples: int) -> float | None:
-        """Return the number of items in a batch; None if the operator counts samples."""
         self._registration.optimization.group.samples = num_samples
         count = type(self).num_items  # an attribute of that name may be something else
         # whether workers communicate must not depend on the batch

@@ -756,14 +756,12 @@ class TorchRegistration(Registration):
         )
 
     def _saved(self, name: str, objects: list[Any], state: dict[str, Any]) -> Any:
-        """Return the states in `state` of what is held."""
         saved = state.get(name, [])
         if name != "models" or not isinstance(saved, list | tuple) or len(saved) != len(objects):
             return saved
         return [renamed(each, like=held) for held, each in zip(objects, saved, strict=True)]
 
     def _scaler_key(self, state: dict[str, Any]) -> str | None:
-        """Return where in a state there is something for this precision's scaler."""
         precision = self.optimization.precision
         return precision.state_key if precision.scales and precision.state_key in state else None
 

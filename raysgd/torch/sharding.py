@@ -287,7 +287,6 @@ class DividedOptimizer:
             collectives.minimum(self._version, self._device)
 
     def _now(self, piece: Piece) -> torch.Tensor:
-        """Return the elements of a piece as they are before the step."""
         return _flat(self._parameters[piece.which])[piece.start : piece.stop]
 
     def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
@@ -297,7 +296,6 @@ class DividedOptimizer:
         return _flat(parameter.grad, like=parameter)[piece.start : piece.stop]
 
     def _renamed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Let the state be known by another tensor."""
         if old in self._state:
             self._state[new] = self._state.pop(old)
         return new
@@ -592,7 +590,6 @@ class DividedOptimizer:
         return min(copies, size - 1)
 
     def _held_shares(self) -> list[int]:
-        """Return the shares that this rank holds, its own first."""
         size = len(self._layouts)
         return [(self._rank - each) % size for each in range(self._num_copies(size) + 1)]
 
@@ -612,7 +609,6 @@ class DividedOptimizer:
         return found
 
     def _share(self, number: int, size: int) -> list[tuple[int, int]]:
-        """Return the elements of a share, in their order."""
         return [share_of(self._total, size, number)]
 
     def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -648,12 +644,10 @@ class DividedOptimizer:
             self._layouts.append((slots, place))
 
     def _room(self, share: int) -> torch.Tensor:
-        """Return a buffer for the elements of a share."""
         _, size = self._layouts[share]
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters whose elements are divided."""
         return [parameter for parameter in everything if parameter.requires_grad]
 
     def _groups(self) -> list[int | None]:

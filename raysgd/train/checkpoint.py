@@ -241,7 +241,6 @@ class Checkpoint:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """Return a folder packed."""
     entries = _entries(folder)
     data: dict[str, Any] = {
         _FILES: {

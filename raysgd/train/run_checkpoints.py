@@ -59,7 +59,6 @@ class RunCheckpoints:
             strategy.checkpoint_score_attribute,
             strategy.checkpoint_score_order,
         )
-        """Those on disk."""
         self.folder = folder
         self.number = number
         """Number of the newest."""
@@ -118,7 +117,6 @@ class RunCheckpoints:
         self._validations.cancel()
 
     def _measure(self, wait: bool = False) -> None:
-        """Note what validations have measured."""
         measured = self._validations.collect(wait)
         self.disk.note(measured, self._validations.tasks.keys())
 

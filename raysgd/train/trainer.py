@@ -80,7 +80,6 @@ class Trainer:
         self._run_dir: Path | None = None
         self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
-        """Folder of the runs."""
         if logdir is None:
             self.logdir = made_folder(self.logdir)  # two trainers may be made in one second
         else:

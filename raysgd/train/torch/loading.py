@@ -228,7 +228,6 @@ class _SharedSampler(DistributedSampler[Any]):
 
     @property
     def _sizes(self) -> Iterator[int]:
-        """Samples of the steps of a pass."""
         total = -(-len(self._given) // self._full_size) * self._full_size
         return (min(self._step, total - start) for start in range(0, total, self._step))
 
