@@ -337,7 +337,13 @@ class Player:
     def at(self, moment):
         step = self.runner._loop.segment and self.runner._registration.global_step
         if (self.process, step, moment) in self.leaves:
+            # those that leave in the same moment wait for each other: the first would fail the rest
+            together = [each for each, *when in self.leaves if when == [step, moment]]
             self.leaves.remove((self.process, step, moment))
+            place = f"{self.prefix}/leaves-{step}-{moment}"
+            self.store.set(f"{place}-{self.process}", "")
+            for each in together:
+                self.store.get(f"{place}-{each}")
             raise LeftError
         if (self.process, step, f"fail {moment}") in self.leaves:
             self.leaves.remove((self.process, step, f"fail {moment}"))
