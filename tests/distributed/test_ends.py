@@ -127,57 +127,6 @@ raise ValueError("the script fails")
 """
 
 
-FORKING = """
-import gc, os, signal, sys
-from raysgd import TorchTrainer, train
-from raysgd.train import Trainer
-from raysgd.train.backend import BackendConfig
-from tests.operators import Classifier
-
-trainer = TorchTrainer(training_operator_cls=Classifier)
-trainer.train(num_steps=1)
-functions = Trainer(BackendConfig(), logdir=sys.argv[1])
-functions.start()
-if (pid := os.fork()) == 0:
-    signal.alarm(30)
-    for call in (
-        lambda: trainer.train(num_steps=1),
-        lambda: functions.run(train.world_size),
-        functions.shutdown,
-    ):
-        try:
-            call()
-        except RuntimeError as error:
-            print(error, flush=True)
-    del trainer, functions, call
-    gc.collect()
-    os._exit(0)
-print(
-    os.waitpid(pid, 0)[1],
-    trainer.train(num_steps=1)["batch_count"],
-    trainer.num_workers,
-    *functions.run(train.world_size),
-)
-"""
-
-
-@pytest.mark.slow("a driver starts, with two workers")
-def test_a_fork_of_the_driver_is_told_so_and_ends_no_worker_as_it_ends(ray_cluster, tmp_path):
-    address = ray_cluster.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": address},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=90,
-        check=True,
-    )
-    *said, status = done.stdout.splitlines()[-4:]
-    told = "This process was forked from the one that made the trainer"
-    assert all(line.startswith(told) for line in said)
-    assert status == "0 1 1 1"
-
-
 @pytest.mark.slow("two drivers start, each with a worker")
 def test_a_driver_that_ends_leaves_no_worker(ray_cluster):
     """By an exception, which ends the interpreter as the end of a script does, or by a signal."""

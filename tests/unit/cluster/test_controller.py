@@ -719,3 +719,11 @@ def test_drain_of_a_rank_without_workers_says_that_none_is_left(start):
     controller.members.clear()
     with pytest.raises(ValueError, match=r"drain\(rank=2\): no worker is left\."):
         controller.drain(None, 2, None)
+
+
+def test_a_fork_of_the_driver_is_refused_by_its_process_id(start):
+    controller = start(1)
+    controller._pid += 1
+    with pytest.raises(RuntimeError, match="This process was forked from the one that made"):
+        run(controller, "work")
+    controller._pid -= 1
