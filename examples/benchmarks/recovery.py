@@ -9,8 +9,8 @@ SIGKILL, by the one monotonic clock of the machine; nothing is taken from what r
 itself. The model is a ledger, with one parameter a sample: at the end it has to show that each
 sample was trained on exactly once an epoch.
 
-Losses are timed twice: *settled*, some time after the group had its full size, as in most of a long
-run, when a warm process stands by for the next loss; and *at once*, before there is one.
+Failures are timed twice: *settled*, some time after the group had its full size, as in most of a
+long run; and *at once*, right after a start.
 
 - *next step*: from the SIGKILL to the first step that the survivors finish as a smaller group.
 - *full size*: from the SIGKILL, or from the moment at which room appears, to the first step that

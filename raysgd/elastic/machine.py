@@ -437,7 +437,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
     progress = event.progress
     leader = choose_leader(progress)
     if progress[leader].partial and event.has_snapshot:
-        why = "an optimizer raised within a step on each of them"
+        why = "a step that failed has changed parameters on each of them"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
     staying, admits = [rank for rank in ranks if rank not in event.leaving] or list(ranks), True
